@@ -1,0 +1,1 @@
+"""Engines: the few calls by which bytes leave the device and come back."""
