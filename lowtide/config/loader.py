@@ -1,0 +1,386 @@
+"""Settings into frozen dataclasses, strictly: every mistake is one line that says where, what, and how to fix it.
+
+What: `load_yaml` and `load_mapping` build any frozen dataclass by the types its fields declare: `bool`, `int`,
+`float`, `str`, `Path`, `Literal`, enums, sizes (`ByteSize`), nested dataclasses, `tuple[T, ...]`, `tuple[A, B]`,
+`dict[str, T]`, `Any`, and unions of these.
+Why: types come from the declaration, not from the look of the text, so `1e-4` is a number where a number is declared
+and `no` is text where text is declared; only `true` and `false` are booleans.
+
+Two conventions a dataclass may use:
+- a field annotated `Locations` is not a key; it is filled with the place of every key below this dataclass;
+- `SHORTHAND: ClassVar[str] = "match"` lets a scalar stand for the mapping `{match: scalar}`.
+
+Messages. In a file: `run.yaml:2:3: unknown key 'memory.budgett'; did you mean 'budget'?`. In a mapping the dotted path
+is the place: `memory.budgett: unknown key; did you mean 'budget'?`.
+
+Not covered: writing files, environment variables, defaults that depend on other fields (use `__post_init__`, which may
+raise `FieldError`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import functools
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from lowtide.config.source import Entry, Node, join_path, read_mapping, read_yaml
+from lowtide.errors import ConfigError
+from lowtide.units import parse_bytes
+
+T = TypeVar("T")
+
+_INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
+_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", re.ASCII)
+
+
+class Bytes:
+    """Marks an `int` field that is written as a size: `budget: Annotated[int, Bytes]`."""
+
+
+ByteSize = Annotated[int, Bytes]
+
+
+class FieldError(ConfigError):
+    """For `__post_init__`: the value of one field is wrong. The loader puts the field's place in front."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(f"{field_name}: {message}")
+        self.field_name = field_name
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locations:
+    """Where each value below one dataclass was written: relative dotted path -> `run.yaml:4:9`."""
+
+    prefix: str = ""
+    """Dotted path of the dataclass itself."""
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, path: str) -> str:
+        """The place of `swap[0].match`, or of the nearest thing around it; the full dotted path if it was not read."""
+        around = path
+        while around:
+            if around in self.places:
+                return self.places[around]
+            around = around[: max(around.rfind("."), around.rfind("["), 0)]
+        if not path:
+            return self.places.get("", self.prefix)
+        return join_path(self.prefix, path)
+
+
+def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None = None) -> T:
+    """Build `cls` from a YAML file, or from one top-level section of it (the other sections are not looked at).
+
+    Raises `ConfigError`: file missing, empty or not YAML; section missing; any mistake in a key or value.
+    """
+    root = read_yaml(path)
+    if section is None:
+        return typing.cast(T, _Builder(in_file=True).build(root, cls, ""))
+    if root.kind != "mapping":
+        raise ConfigError(f"{root.place}: expected a mapping with the section '{section}', not {root.describe()}")
+    for entry in root.entries:
+        if entry.key == section:
+            return typing.cast(T, _Builder(in_file=True).build(entry.node, cls, section))
+    hint = did_you_mean(section, [entry.key for entry in root.entries])
+    raise ConfigError(f"{root.place}: missing section '{section}'{hint}")
+
+
+def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memory") -> T:
+    """Build `cls` from a Python mapping; `where` is the dotted path that messages start with.
+
+    Raises `ConfigError` for any mistake in a key or value.
+    """
+    return typing.cast(T, _Builder(in_file=False).build(read_mapping(mapping, where), cls, where))
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'budget'?`, or nothing when no choice is near."""
+    nearest = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean '{nearest[0]}'?" if nearest else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Builder:
+    """One load. `in_file` decides only how messages name the key."""
+
+    in_file: bool
+
+    def build(self, node: Node, want: Any, path: str) -> Any:
+        if want is Any:
+            return self._free_form(node, path)
+        if Bytes in getattr(want, "__metadata__", ()):
+            return self._bytes(node, want, path)
+        origin = get_origin(want)
+        if origin is Annotated:
+            return self.build(node, get_args(want)[0], path)
+        if origin in (Union, types.UnionType):
+            return self._union(node, want, path)
+        if origin is Literal:
+            return self._literal(node, want, path)
+        if origin is tuple:
+            return self._tuple(node, want, path)
+        if origin is dict or origin is Mapping:
+            return self._dict(node, want, path)
+        if dataclasses.is_dataclass(want):
+            return self._dataclass(node, want, path)
+        return self._scalar(node, want, path)
+
+    # ---- messages
+
+    def _fail(self, place: str, path: str, what: str, link: str, rest: str) -> NoReturn:
+        """In a file `place: what link 'path' rest`; in a mapping the place is the path: `path: what rest`."""
+        name = f"{link}'{path}'" if self.in_file and path else ""
+        raise ConfigError(f"{place}: {what}{name}{rest}" if place else f"{what}{rest}") from None
+
+    def _wrong(self, node: Node, want: Any, path: str) -> NoReturn:
+        choices = _choices(want)
+        is_word = node.kind == "scalar" and not node.is_null and node.value not in choices
+        hint = did_you_mean(str(node.value), choices) if is_word else ""
+        self._fail(node.place, path, f"expected {_join_or(_describe(want))}", " for ", f", not {node.describe()}{hint}")
+
+    # ---- scalars
+
+    def _scalar(self, node: Node, want: Any, path: str) -> Any:
+        if node.kind != "scalar" or (node.is_null and want is not type(None)):
+            self._wrong(node, want, path)
+        value = node.value
+        if want is type(None) and node.is_null:
+            return None
+        if want is bool and (isinstance(value, bool) or (node.is_text and value in ("true", "false"))):
+            return value is True or value == "true"
+        if want is int and _is_int(node):
+            return int(typing.cast(Any, value))
+        if want is float and _is_float(node):
+            return float(typing.cast(Any, value))
+        if want is str and isinstance(value, str):
+            return value
+        if want is Path and isinstance(value, str | os.PathLike):
+            return Path(value).expanduser()
+        if isinstance(want, type) and issubclass(want, enum.Enum):
+            for member in want:
+                if value is member or value == member.value:
+                    return member
+        assert want in (bool, int, float, str, Path, type(None)) or issubclass(want, enum.Enum), (
+            f"{path}: unsupported field type {want}"
+        )
+        self._wrong(node, want, path)
+
+    def _bytes(self, node: Node, want: Any, path: str) -> int:
+        if node.kind != "scalar" or node.is_null or not isinstance(node.value, int | str):
+            self._wrong(node, want, path)
+        try:
+            return parse_bytes(typing.cast("int | str", node.value))
+        except ValueError as error:
+            prefix = f"'{path}': " if self.in_file else ""
+            raise ConfigError(f"{node.place}: {prefix}{error}") from None
+
+    def _literal(self, node: Node, want: Any, path: str) -> Any:
+        for choice in get_args(want):
+            if node.kind != "scalar":
+                break
+            if type(node.value) is type(choice) and node.value == choice:
+                return choice
+            if node.is_text and not isinstance(choice, str) and node.value == str(choice).lower():
+                return choice
+        self._wrong(node, want, path)
+
+    def _free_form(self, node: Node, path: str) -> Any:
+        """`Any`: YAML 1.2 core rules for plain text; Python values as they are."""
+        if node.kind == "list":
+            return [self._free_form(item, join_path(path, index)) for index, item in enumerate(node.items)]
+        if node.kind == "mapping":
+            return {entry.key: self._free_form(entry.node, join_path(path, entry.key)) for entry in node.entries}
+        if node.is_null:
+            return None
+        if not node.is_text:
+            return node.value
+        if node.value in ("true", "false"):
+            return node.value == "true"
+        if _is_int(node):
+            return int(typing.cast(str, node.value))
+        if _is_float(node):
+            return float(typing.cast(str, node.value))
+        return node.value
+
+    # ---- collections
+
+    def _union(self, node: Node, want: Any, path: str) -> Any:
+        members = get_args(want)
+        if node.is_null and type(None) in members:
+            return None
+        takers = [member for member in members if node.kind in _kinds(member) and member is not type(None)]
+        if node.is_null or not takers:
+            self._wrong(node, want, path)
+        if len(takers) == 1 and (node.kind != "scalar" or Bytes in getattr(takers[0], "__metadata__", ())):
+            return self.build(node, takers[0], path)  # its own message is more exact than the union's
+        for member in takers:
+            try:
+                return self.build(node, member, path)
+            except ConfigError:
+                continue
+        self._wrong(node, want, path)
+
+    def _tuple(self, node: Node, want: Any, path: str) -> tuple[Any, ...]:
+        if node.kind != "list":
+            self._wrong(node, want, path)
+        members = get_args(want)
+        if members[-1] is Ellipsis:
+            members = (members[0],) * len(node.items)
+        if len(members) != len(node.items):
+            self._fail(node.place, path, f"expected a list of {len(members)}", " for ", f", not of {len(node.items)}")
+        return tuple(
+            self.build(item, member, join_path(path, index))
+            for index, (item, member) in enumerate(zip(node.items, members, strict=True))
+        )
+
+    def _dict(self, node: Node, want: Any, path: str) -> dict[str, Any]:
+        if node.kind != "mapping":
+            self._wrong(node, want, path)
+        value_type = get_args(want)[1]
+        return {entry.key: self.build(entry.node, value_type, join_path(path, entry.key)) for entry in node.entries}
+
+    def _dataclass(self, node: Node, cls: Any, path: str) -> Any:
+        shorthand = getattr(cls, "SHORTHAND", None)
+        if node.kind == "scalar" and not node.is_null and shorthand:
+            node = Node(kind="mapping", place=node.place, entries=(Entry(key=shorthand, place=node.place, node=node),))
+        if node.kind != "mapping":
+            self._wrong(node, cls, path)
+        types_by_name = _field_types(cls)
+        keys = [name for name, want in types_by_name.items() if want is not Locations]
+        values: dict[str, Any] = {}
+        for entry in node.entries:
+            below = join_path(path, entry.key)
+            if entry.key not in keys:
+                hint = did_you_mean(entry.key, keys) or f"; known keys: {', '.join(keys)}"
+                self._fail(entry.place, below, "unknown key", " ", hint)
+            values[entry.key] = self.build(entry.node, types_by_name[entry.key], below)
+        self._check_required(node, cls, values, path)
+        for name, want in types_by_name.items():
+            if want is Locations:
+                values[name] = Locations(prefix=path, places=_places(node))
+        try:
+            return cls(**values)
+        except FieldError as error:
+            entries = {entry.key: entry for entry in node.entries}
+            place = entries[error.field_name].node.place if error.field_name in entries else node.place
+            below = join_path(path, error.field_name)
+            raise ConfigError(
+                f"{place}: '{below}' {error.message}" if self.in_file else f"{below}: {error.message}"
+            ) from None
+
+    def _check_required(self, node: Node, cls: Any, values: Mapping[str, Any], path: str) -> None:
+        types_by_name = _field_types(cls)
+        for item in dataclasses.fields(cls):
+            has_default = item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
+            if item.name in values or has_default or types_by_name[item.name] is Locations:
+                continue
+            below = join_path(path, item.name)
+            place = node.place if self.in_file else below
+            expected = _join_or(_describe(types_by_name[item.name]))
+            self._fail(place, below, "missing key", " ", f"; expected {expected}")
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {item.name: hints[item.name] for item in dataclasses.fields(typing.cast(Any, cls)) if item.init}
+
+
+def _places(node: Node) -> dict[str, str]:
+    """Relative dotted path -> place, for a mapping node and everything below it."""
+    places = {"": node.place}
+
+    def visit(inner: Node, path: str) -> None:
+        for entry in inner.entries:
+            places[join_path(path, entry.key)] = entry.node.place
+            visit(entry.node, join_path(path, entry.key))
+        for index, item in enumerate(inner.items):
+            places[join_path(path, index)] = item.place
+            visit(item, join_path(path, index))
+
+    visit(node, "")
+    return places
+
+
+def _is_int(node: Node) -> bool:
+    if node.is_text:
+        return _INT.fullmatch(str(node.value)) is not None
+    return isinstance(node.value, int) and not isinstance(node.value, bool)
+
+
+def _is_float(node: Node) -> bool:
+    if node.is_text:
+        return _FLOAT.fullmatch(str(node.value)) is not None
+    return isinstance(node.value, int | float) and not isinstance(node.value, bool)
+
+
+def _kinds(want: Any) -> tuple[str, ...]:
+    """The kinds of node that a type can be built from."""
+    if want is Any:
+        return ("scalar", "list", "mapping")
+    origin = get_origin(want)
+    if origin is tuple:
+        return ("list",)
+    if origin is dict or origin is Mapping:
+        return ("mapping",)
+    if dataclasses.is_dataclass(want):
+        return ("mapping", "scalar") if getattr(want, "SHORTHAND", None) else ("mapping",)
+    return ("scalar",)
+
+
+def _choices(want: Any) -> list[str]:
+    """Words that a wrong scalar may have meant."""
+    origin = get_origin(want)
+    if origin in (Union, types.UnionType):
+        return [choice for member in get_args(want) for choice in _choices(member)]
+    if origin is Literal:
+        return [str(choice) for choice in get_args(want)]
+    if isinstance(want, type) and issubclass(want, enum.Enum):
+        return [str(member.value) for member in want]
+    if want is bool:
+        return ["true", "false"]
+    return []
+
+
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
+
+
+def _describe(want: Any) -> list[str]:
+    """What a type looks like to the person who writes the file."""
+    choices = _choices(want)
+    origin = get_origin(want)
+    if Bytes in getattr(want, "__metadata__", ()):
+        return ["a size such as 20GiB"]
+    if origin is Annotated:
+        return _describe(get_args(want)[0])
+    if origin in (Union, types.UnionType):
+        return [text for member in get_args(want) for text in _describe(member)]
+    if choices:
+        return choices
+    if origin is tuple:
+        return ["a list"]
+    if origin is dict or origin is Mapping or dataclasses.is_dataclass(want):
+        return ["a mapping"]
+    return [_NAMES.get(want, "a value")]
+
+
+def _join_or(words: Sequence[str]) -> str:
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,86 @@
+"""Bytes and times: the only place where text such as "20GiB" becomes a number, and a number becomes text.
+
+Why: 20GB is 18.6 GiB, a 7 % trap. Both spellings are accepted with their SI meaning, everything is computed in bytes,
+and everything is printed in GiB or MiB.
+
+Not covered: bits, and bare prefixes ("20G"), which mean different things to different people.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_BYTES_PER_UNIT = {
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from `20GiB`, `20GB`, `512 MiB`, `1.5gib` or a plain number of bytes. Fractions of a byte are dropped.
+
+    Raises `ValueError` saying what a size looks like.
+    """
+    if isinstance(value, bool):
+        raise ValueError(_not_a_size(value))
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"{value} is not a size; a size is never negative")
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(_not_a_size(value))
+    unit = match["unit"].lower()
+    if unit not in _BYTES_PER_UNIT:
+        raise ValueError(_not_a_size(value))
+    if unit in ("", "b") and "." in match["number"]:
+        raise ValueError(_not_a_size(value))
+    return int(Fraction(match["number"].replace("_", "")) * _BYTES_PER_UNIT[unit])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`20.0 GiB` or `512.0 MiB`; below 0.1 MiB three decimals (`0.004 MiB`), below what they can show `<0.001 MiB`."""
+    sign, size_bytes = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    if size_bytes >= GIB - MIB // 20:  # 1023.95 MiB and more would be printed as 1024.0 MiB
+        return f"{sign}{size_bytes / GIB:.1f} GiB"
+    if size_bytes >= MIB // 10:
+        return f"{sign}{size_bytes / MIB:.1f} MiB"
+    if size_bytes == 0:
+        return "0 MiB"
+    if size_bytes < MIB / 2000:
+        return f"{sign}<0.001 MiB"
+    return f"{sign}{size_bytes / MIB:.3f} MiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`12 µs`, `8.1 ms`, `1.43 s`, `3 min 20 s`."""
+    sign, size_seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
+    if size_seconds == 0:
+        return "0 s"
+    if size_seconds < 0.9995e-3:
+        return f"{sign}{size_seconds * 1e6:.0f} µs"
+    if size_seconds < 0.9995:
+        return f"{sign}{size_seconds * 1e3:.1f} ms"
+    if size_seconds < 119.5:
+        return f"{sign}{size_seconds:.2f} s"
+    minutes, rest_seconds = divmod(round(size_seconds), 60)
+    return f"{sign}{minutes} min {rest_seconds} s"
+
+
+def _not_a_size(value: object) -> str:
+    return f"{str(value)!r} is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"

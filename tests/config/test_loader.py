@@ -1,0 +1,269 @@
+"""The strict loader: every mistake is one exact line."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from lowtide.config.loader import ByteSize, FieldError, Locations, load_mapping, load_yaml
+from lowtide.errors import ConfigError
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+    GREEN = "green"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    SHORTHAND: ClassVar[str] = "match"
+
+    match: str
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise FieldError("prefetch", f"must be 0 or more, not {self.prefetch}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    budget: ByteSize | None = None
+    min_bytes: ByteSize = 7
+    swap: Literal["auto", "none"] | tuple[Item, ...] = "none"
+    patterns: Literal["all"] | tuple[str, ...] = ()
+    pin: bool = True
+    rate: float = 1.0
+    steps: int | None = None
+    colour: Colour = Colour.RED
+    path: Path | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    locations: Locations = field(default_factory=Locations, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    name: str
+    memory: Memory = Memory()
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def read(text: str, cls: type = Run, **options: Any) -> Any:
+        Path("run.yaml").write_text(text, encoding="utf-8")
+        return load_yaml("run.yaml", cls, **options)
+
+    return read
+
+
+GOOD = """\
+name: no
+memory:
+  budget: 20GiB
+  min_bytes: 4096
+  swap:
+    - layers.0-3
+    - {match: layers.*.mlp, prefetch: 2}
+  patterns: [layers.0-15, '12']
+  pin: false
+  rate: 1e-4
+  steps: 1_000
+  colour: green
+  path: /tmp/x
+  betas: [0.9, .5]
+model: {hidden: 64, eps: 1e-5, tied: true, act: silu, off: no, at: 12:30, quoted: "1", none: ~, dims: [1, 2.5]}
+"""
+
+
+def test_a_good_file(read: Any) -> None:
+    run = read(GOOD)
+    assert run.name == "no"
+    assert run.memory == Memory(
+        budget=20 << 30,
+        min_bytes=4096,
+        swap=(Item(match="layers.0-3"), Item(match="layers.*.mlp", prefetch=2)),
+        patterns=("layers.0-15", "12"),
+        pin=False,
+        rate=1e-4,
+        steps=1000,
+        colour=Colour.GREEN,
+        path=Path("/tmp/x"),
+        betas=(0.9, 0.5),
+    )
+    assert run.model == {
+        "hidden": 64,
+        "eps": 1e-5,
+        "tied": True,
+        "act": "silu",
+        "off": "no",
+        "at": "12:30",
+        "quoted": "1",
+        "none": None,
+        "dims": [1, 2.5],
+    }
+
+
+def test_every_value_knows_where_it_was_written(read: Any) -> None:
+    places = read(GOOD).memory.locations
+    assert places.prefix == "memory"
+    assert places.of("budget") == "run.yaml:3:11"
+    assert places.of("swap[0]") == "run.yaml:6:7"
+    assert places.of("swap[0].match") == "run.yaml:6:7"
+    assert places.of("swap[1].prefetch") == "run.yaml:7:39"
+    assert places.of("swap[1].tier") == "run.yaml:7:7"
+    assert places.of("keep[0]") == "memory.keep[0]"
+    assert places.of("") == "run.yaml:3:3"
+
+
+def test_a_section_is_read_alone(read: Any) -> None:
+    assert read("memory: {rate: 2}\nother: [1\n  ]\n", Memory, section="memory").rate == 2.0
+
+
+MEMORY_MISTAKES = [
+    ("  budgett: 1", "run.yaml:3:3: unknown key 'memory.budgett'; did you mean 'budget'?"),
+    (
+        "  xyzzy: 1",
+        "run.yaml:3:3: unknown key 'memory.xyzzy'; known keys: budget, min_bytes, swap, patterns, pin, rate, steps, "
+        "colour, path, betas",
+    ),
+    ("  rate: 1\n  rate: 2", "run.yaml:4:3: duplicate key 'memory.rate'; it is already set at run.yaml:3:3"),
+    ("  rate: fast", "run.yaml:3:9: expected a number for 'memory.rate', not 'fast'"),
+    ("  rate: '1'", "run.yaml:3:9: expected a number for 'memory.rate', not the text '1'"),
+    ("  rate: [1]", "run.yaml:3:9: expected a number for 'memory.rate', not a list"),
+    ("  rate:", "run.yaml:3:8: expected a number for 'memory.rate', not nothing"),
+    ("  rate: .nan", "run.yaml:3:9: expected a number for 'memory.rate', not '.nan'"),
+    ("  steps: 1.5", "run.yaml:3:10: expected an integer or null for 'memory.steps', not '1.5'"),
+    ("  pin: no", "run.yaml:3:8: expected true or false for 'memory.pin', not 'no'"),
+    ("  pin: True", "run.yaml:3:8: expected true or false for 'memory.pin', not 'True'; did you mean 'true'?"),
+    ("  colour: gren", "run.yaml:3:11: expected red or green for 'memory.colour', not 'gren'; did you mean 'green'?"),
+    (
+        "  swap: atuo",
+        "run.yaml:3:9: expected auto, none or a list for 'memory.swap', not 'atuo'; did you mean 'auto'?",
+    ),
+    ("  swap: {a: 1}", "run.yaml:3:9: expected auto, none or a list for 'memory.swap', not a mapping"),
+    (
+        "  budget: 20 GiBB",
+        "run.yaml:3:11: 'memory.budget': '20 GiBB' is not a size; write a number and a unit, such as 20GiB, 512MiB "
+        "or 20GB",
+    ),
+    ("  min_bytes: [1]", "run.yaml:3:14: expected a size such as 20GiB for 'memory.min_bytes', not a list"),
+    (
+        "  swap: [{match: a, prefech: 2}]",
+        "run.yaml:3:21: unknown key 'memory.swap[0].prefech'; did you mean 'prefetch'?",
+    ),
+    ("  swap: [{prefetch: 2}]", "run.yaml:3:10: missing key 'memory.swap[0].match'; expected text"),
+    ("  swap: [a, {match: b, prefetch: two}]", None),
+    (
+        "  swap: [{match: b, prefetch: -1}]",
+        "run.yaml:3:31: 'memory.swap[0].prefetch' must be 0 or more, not -1",
+    ),
+    ("  swap: [[a]]", "run.yaml:3:10: expected a mapping for 'memory.swap[0]', not a list"),
+    ("  betas: [0.9]", "run.yaml:3:10: expected a list of 2 for 'memory.betas', not of 1"),
+    ("  path: [a]", "run.yaml:3:9: expected a path or null for 'memory.path', not a list"),
+    ("  rate: !!python/name:os.system 1", "run.yaml:3:9: tags such as 'tag:yaml.org,2002:python/name:os.system' "
+     "are not supported; remove it"),
+    ("  <<: {rate: 1}", "run.yaml:3:3: merge keys ('<<') are not supported; write the keys out"),
+    ("  ? [a]\n  : 1", "run.yaml:3:5: expected a plain key, not a list or a mapping"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), MEMORY_MISTAKES)
+def test_mistakes_below_memory(read: Any, line: str, message: str | None) -> None:
+    if message is None:
+        message = "run.yaml:3:34: expected an integer for 'memory.swap[1].prefetch', not 'two'"
+    with pytest.raises(ConfigError) as caught:
+        read(f"name: x\nmemory:\n{line}\n")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "run.yaml:1:1: the file is empty"),
+        ("# only a comment\n", "run.yaml:1:1: the file is empty"),
+        ("- a\n", "run.yaml:1:1: expected a mapping, not a list"),
+        ("memory: {}\n", "run.yaml:1:1: missing key 'name'; expected text"),
+        ("name: x\nmemory:\n", "run.yaml:2:8: expected a mapping for 'memory', not nothing"),
+        ("name: x\nname: [\n", "run.yaml:3:1: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("name: a: b\n", "run.yaml:1:8: not valid YAML: mapping values are not allowed here"),
+        ("name: x\n---\nname: y\n", "run.yaml:2:1: not valid YAML: but found another document"),
+        ("name: \x07\n", "run.yaml: not valid YAML: character 7: special characters are not allowed"),
+        ("name: x\nmodel: &a {b: *a}\n", "run.yaml:2:8: this alias contains itself; write the value out"),
+    ],
+)
+def test_mistakes_of_the_whole_file(read: Any, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert str(caught.value) == message
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"^nowhere/run.yaml: no such file; check the path$"):
+        load_yaml("nowhere/run.yaml", Run)
+
+
+def test_a_directory_and_a_binary_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r": cannot be read: Is a directory$"):
+        load_yaml(tmp_path, Run)
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match=r": this is not a text file; save it as UTF-8$"):
+        load_yaml(tmp_path / "x.yaml", Run)
+
+
+def test_a_missing_section(read: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("memry: {}\n", Memory, section="memory")
+    assert str(caught.value) == "run.yaml:1:1: missing section 'memory'; did you mean 'memry'?"
+    with pytest.raises(ConfigError) as caught:
+        read("[]\n", Memory, section="memory")
+    assert str(caught.value) == "run.yaml:1:1: expected a mapping with the section 'memory', not a list"
+
+
+def test_a_good_mapping() -> None:
+    memory = load_mapping(
+        {"budget": "20GB", "min_bytes": 1, "swap": ["a", {"match": "b", "prefetch": 0}], "rate": 2, "colour": "green"},
+        Memory,
+    )
+    assert memory.budget == 20 * 10**9
+    assert memory.swap == (Item(match="a"), Item(match="b", prefetch=0))
+    assert (memory.min_bytes, memory.rate, memory.colour) == (1, 2.0, Colour.GREEN)
+    assert memory.locations.of("swap[1].match") == "memory.swap[1].match"
+    assert load_mapping({"swap": None, "steps": None}, _Loose, where="x") == _Loose()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loose:
+    swap: Any = None
+    steps: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"budgett": 1}, "memory.budgett: unknown key; did you mean 'budget'?"),
+        ({"swap": [{"match": "a", "prefech": 1}]}, "memory.swap[0].prefech: unknown key; did you mean 'prefetch'?"),
+        ({"swap": [{}]}, "memory.swap[0].match: missing key; expected text"),
+        ({"swap": "atuo"}, "memory.swap: expected auto, none or a list, not 'atuo'; did you mean 'auto'?"),
+        ({"pin": 1}, "memory.pin: expected true or false, not 1"),
+        ({"pin": "true"}, "memory.pin: expected true or false, not the text 'true'"),
+        ({"steps": True}, "memory.steps: expected an integer or null, not True"),
+        ({"rate": "1"}, "memory.rate: expected a number, not the text '1'"),
+        ({"path": 3}, "memory.path: expected a path or null, not 3"),
+        ({"budget": -1}, "memory.budget: -1 is not a size; a size is never negative"),
+        ({"budget": 1.5}, "memory.budget: expected a size such as 20GiB, not 1.5"),
+        ({"swap": [{"match": "a", "prefetch": -1}]}, "memory.swap[0].prefetch: must be 0 or more, not -1"),
+        ({1: 2}, "memory: expected text keys, not 1"),
+        ([], "memory: expected a mapping, not a list"),
+    ],
+)
+def test_mistakes_in_a_mapping(mapping: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_mapping(mapping, Memory)
+    assert str(caught.value) == message
