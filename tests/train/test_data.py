@@ -1,0 +1,115 @@
+"""The text and the place in it: every sequence once an epoch, the same ones after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.errors import ConfigError
+from lowtide.train.data import Corpus, Sampler, open_corpus, permute, standard_library
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """Three files, one of them empty, 1,000 bytes together."""
+    text = bytes(number % 251 for number in range(1000))
+    for name, piece in {"a": text[:123], "b": b"", "c": text[123:]}.items():
+        (tmp_path / name).write_bytes(piece)
+    return open_corpus([tmp_path / "a", tmp_path / "b", tmp_path / "c"])
+
+
+def sampler(corpus: Corpus, **changes: int) -> Sampler:
+    settings = {"sequence_length": 10, "batch_size": 3, "seed": 7, **changes}
+    return Sampler(corpus, **settings)  # type: ignore[arg-type]
+
+
+@given(size=st.integers(1, 500), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=50, deadline=None)
+def test_permute_is_a_bijection(size: int, key: int) -> None:
+    assert sorted(permute(index, size, key=key) for index in range(size)) == list(range(size))
+
+
+def test_permute_never_changes() -> None:
+    """The order is part of what a checkpoint means: a new release must not shuffle differently."""
+    assert [permute(index, 10, key=1) for index in range(10)] == [0, 3, 2, 1, 4, 9, 6, 7, 8, 5]
+
+
+def test_corpus_reads_across_files(corpus: Corpus) -> None:
+    text = bytes(number % 251 for number in range(1000))
+    assert corpus.num_bytes == 1000
+    for start in (0, 100, 122, 123, 124, 900):
+        assert corpus.read(start, 100) == text[start : start + 100]
+
+
+def test_corpus_hash_is_of_the_text_not_of_its_files(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "whole").write_bytes(bytes(number % 251 for number in range(1000)))
+    assert open_corpus([tmp_path / "whole"]).sha256 == corpus.sha256
+
+
+def test_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(corpus: Corpus) -> None:
+    dealer = sampler(corpus, batch_size=5)
+    first = [index for _ in range(20) for index in dealer.next_indices()]
+    second = [index for _ in range(20) for index in dealer.next_indices()]
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+
+
+def test_ranks_share_nothing_and_together_take_what_one_rank_would(corpus: Corpus) -> None:
+    dealers = [sampler(corpus, rank=rank, num_ranks=4) for rank in range(4)]
+    together = [index for _ in range(8) for dealer in dealers for index in dealer.next_indices()]
+    alone = sampler(corpus, batch_size=12)
+    assert together == [index for _ in range(8) for index in alone.next_indices()]
+    assert len(set(together)) == 96
+
+
+def test_batch_holds_the_bytes_of_its_sequences(corpus: Corpus) -> None:
+    indices = sampler(corpus).next_indices()
+    batch = sampler(corpus).next_batch()
+    assert batch.shape == (3, 10) and batch.dtype.is_signed
+    assert [bytes(row.tolist()) for row in batch] == [bytes(corpus.read(index * 10, 10)) for index in indices]
+
+
+def test_resume_goes_on_where_it_stopped(corpus: Corpus) -> None:
+    unbroken = sampler(corpus)
+    for _ in range(40):
+        unbroken.next_indices()
+    state = unbroken.state()
+    resumed = sampler(corpus)
+    resumed.restore(state)
+    assert [resumed.next_indices() for _ in range(50)] == [unbroken.next_indices() for _ in range(50)]
+
+
+def test_resume_on_another_text_is_refused(corpus: Corpus) -> None:
+    state = sampler(corpus).state() | {"text_sha256": "feed"}
+    with pytest.raises(ConfigError) as error:
+        sampler(corpus).restore(state)
+    assert str(error.value) == (
+        f"data: the checkpoint was made with text_sha256 'feed', this run has '{corpus.sha256}'; "
+        "give it the same data, or start a new run with another train.output_dir"
+    )
+
+
+def test_text_shorter_than_a_sequence(corpus: Corpus) -> None:
+    with pytest.raises(ConfigError) as error:
+        sampler(corpus, sequence_length=1001)
+    assert str(error.value) == (
+        "data: the text has 1000 bytes, shorter than one sequence of 1001; "
+        "add files to data.files or lower data.sequence_length"
+    )
+
+
+def test_file_that_shrinks_is_noticed(corpus: Corpus) -> None:
+    corpus.paths[2].write_bytes(b"")
+    with pytest.raises(ConfigError, match="became shorter while the run was reading it"):
+        corpus.read(500, 10)
+
+
+def test_standard_library_is_text_without_tests() -> None:
+    paths = standard_library()
+    names = [path.name for path in paths]
+    assert "argparse.py" in names and len(paths) > 300
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in paths)
+    assert paths == standard_library()
