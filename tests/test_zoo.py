@@ -1,0 +1,84 @@
+"""The zoo itself: every case trains, repeats itself to the bit, and is what it says it is.
+
+A case whose plain step does not repeat itself could not show that lowtide changes nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+
+CASES = list(zoo.CASES.values())
+by_name = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@by_name
+def test_plain_training_repeats_itself_to_the_bit(case: zoo.Case) -> None:
+    first = zoo.plain_step(case, 3, num_steps=3, accumulate=2)
+    zoo.assert_same(zoo.plain_step(case, 3, num_steps=3, accumulate=2), first)
+    assert len(first.loss) == 6 and all(torch.isfinite(loss) for loss in first.loss.values())
+
+
+@by_name
+def test_every_trained_parameter_gets_a_gradient_and_moves(case: zoo.Case) -> None:
+    result = zoo.plain_step(case, 3, num_steps=2)
+    model = case.build(3)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    without = {name for name in trained if f"0:{name}" not in result.grads and f"1:{name}" not in result.grads}
+    assert not without
+    still = [name for name, value in trained.items() if zoo.same_bits(result.parameters[f"2:{name}"], value)]
+    assert len(still) < len(trained)
+
+
+@by_name
+def test_other_seed_other_numbers(case: zoo.Case) -> None:
+    with pytest.raises(AssertionError, match="tensors differ"):
+        zoo.assert_same(zoo.plain_step(case, 4), zoo.plain_step(case, 3))
+
+
+@by_name
+def test_layers_and_flags_are_what_the_case_says(case: zoo.Case) -> None:
+    model = case.build(3)
+    names = {name for name, _ in model.named_modules()}
+    assert set(case.layers) <= names
+    before = torch.get_rng_state()
+    case.loss(model, case.batch(0))
+    assert torch.equal(torch.get_rng_state(), before) is not case.draws
+
+
+@by_name
+def test_saved_tensor_count_varies_only_where_the_case_says(case: zoo.Case) -> None:
+    counts = set()
+    for seed in range(6):
+        model, count = case.build(seed), [0]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: _count(t, count), lambda t: t):
+            case.loss(model, case.batch(seed))
+        counts.add(count[0])
+    assert (len(counts) > 1) is case.varies, counts
+
+
+def _count(tensor: torch.Tensor, count: list[int]) -> torch.Tensor:
+    count[0] += 1
+    return tensor
+
+
+def test_same_bits_sees_what_equality_does_not() -> None:
+    nan = torch.tensor([float("nan"), 0.0])
+    assert zoo.same_bits(nan, nan.clone())
+    assert not zoo.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not zoo.same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+    assert zoo.same_bits(torch.zeros(0), torch.zeros(0))
+    assert zoo.same_bits(torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj())
+
+
+def test_assert_same_names_what_differs() -> None:
+    truth = zoo.plain_step(zoo.CASES["mlp"], 3)
+    other = zoo.Result(**{**vars(truth), "grads": {key: value + 1 for key, value in truth.grads.items()}})
+    with pytest.raises(AssertionError, match=r"6 of \d+ tensors differ: \['grads\[0:0.weight\]'"):
+        zoo.assert_same(other, truth)
