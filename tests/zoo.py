@@ -631,7 +631,8 @@ class Strided(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.linear(x).chunk(2, dim=-1)  # two views of one storage, with an offset
         y = torch.tanh(a) * torch.softmax(b, dim=-1).transpose(0, 1).transpose(0, 1)
-        y = y * torch.exp(-b.square()) + y.mean(-1, keepdim=True).expand_as(y) * self.bias.expand_as(y).sigmoid()  # stride 0
+        flat = y.mean(-1, keepdim=True).expand_as(y)  # stride 0
+        y = y * torch.exp(-b.square()) + flat * self.bias.expand_as(y).sigmoid()
         windows = y.as_strided((SAMPLES, TOKENS - 1, 2, WIDTH), (TOKENS * WIDTH, WIDTH, WIDTH, 1))  # overlapping
         y = torch.cat([y[:, :1], (windows * windows.cos()).sum(2)], dim=1)
         y = y[..., ::2].repeat_interleave(2, dim=-1).transpose(1, 2)  # strided, then not contiguous
