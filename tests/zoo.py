@@ -159,6 +159,45 @@ def plain_result(name: str, seed: int, num_steps: int = 1, accumulate: int = 1, 
     return plain_step(CASES[name], seed, num_steps=num_steps, accumulate=accumulate, device=device)
 
 
+def lowtide_step(
+    case: Case,
+    seed: int,
+    memory: Mapping[str, Any],
+    *,
+    engine: Any,
+    num_steps: int = 1,
+    accumulate: int = 1,
+    device: str | torch.device = "cpu",
+) -> tuple[Result, Any]:
+    """The same training under lowtide, and the stats after it. Checks that `remove` leaves the model as it was."""
+    import lowtide
+
+    model = case.build(seed, device)
+    optimizer = make_optimizer(model)
+    before = footprint(model)
+    tide = lowtide.apply(model, memory, optimizer=optimizer, engine=engine)
+    try:
+        steps = {"num_steps": num_steps, "accumulate": accumulate, "device": device}
+        result = train(case, model, optimizer, seed, **steps)
+        stats = tide.stats
+    finally:
+        tide.remove()
+    assert footprint(model) == before
+    return result, stats
+
+
+_EVERYWHERE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def footprint(model: nn.Module) -> dict[str, tuple]:
+    """What lowtide may not leave a trace in: classes, attributes and hooks of every module, and state_dict keys."""
+    trace: dict[str, tuple] = {
+        name: (type(module), sorted(vars(module)), [len(getattr(module, hooks)) for hooks in _EVERYWHERE])
+        for name, module in model.named_modules()
+    }
+    return {**trace, "state_dict": tuple(model.state_dict())}
+
+
 def _copies(step: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{step}:{key}": value.detach().clone() for key, value in tensors.items()}
 

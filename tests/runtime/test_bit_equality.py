@@ -1,0 +1,212 @@
+"""Line 1 of the runtime's contract, tried on the whole zoo: lowtide changes no bit of what a step computes.
+
+Three steps each, two micro-batches a step: the first is the observed one, the later ones run on the plan. Compared
+are losses, gradients, buffers, parameters, optimizer state and random state, all as bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import lowtide
+
+SWAP = {"swap": "all", "min_bytes": 0}
+RECOMPUTE = {"recompute": "all", "min_bytes": 0}
+SEED = 3
+
+
+def _plans(case: zoo.Case) -> dict[str, dict]:
+    return {"swap": SWAP, "recompute": RECOMPUTE, **{f"mixed{i}": dict(p) for i, p in enumerate(case.mixed_plans)}}
+
+
+PAIRS = [(case, name, plan) for case in zoo.CASES.values() for name, plan in _plans(case).items()]
+every_plan = pytest.mark.parametrize(
+    ("case", "plan"), [(c, p) for c, _, p in PAIRS], ids=[f"{c.name}-{n}" for c, n, _ in PAIRS]
+)
+every_case = pytest.mark.parametrize("case", list(zoo.CASES.values()), ids=list(zoo.CASES))
+
+
+@every_plan
+def test_three_steps_on_the_virtual_engine_are_the_same_to_the_bit(case: zoo.Case, plan: dict) -> None:
+    truth = zoo.plain_result(case.name, SEED, num_steps=3, accumulate=2)
+    result, stats = zoo.lowtide_step(case, SEED, plan, engine=f"virtual:{SEED}", num_steps=3, accumulate=2)
+    zoo.assert_same(result, truth)
+    assert stats.saved_bytes == stats.kept_bytes + stats.swapped_bytes + stats.recomputed_bytes
+
+
+@pytest.mark.parametrize("name", ["llama_bf16", "unet", "gpt2_dropout"])
+@pytest.mark.parametrize("plan", [SWAP, {**RECOMPUTE, "swap": "all"}], ids=["swap", "both"])
+def test_three_steps_on_the_host_engine_are_the_same_to_the_bit(name: str, plan: dict, tmp_path: Path) -> None:
+    truth = zoo.plain_result(name, SEED, num_steps=3, accumulate=2)
+    plan = {**plan, "disk_path": str(tmp_path)}
+    result, stats = zoo.lowtide_step(zoo.CASES[name], SEED, plan, engine="host", num_steps=3, accumulate=2)
+    zoo.assert_same(result, truth)
+    assert stats.swapped_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@every_case
+def test_a_plan_does_something(case: zoo.Case) -> None:
+    """A run in which nothing was swapped or recomputed would be equal to the bit and prove nothing."""
+    _, swapped = zoo.lowtide_step(case, SEED, SWAP, engine="virtual:1", num_steps=3)
+    assert swapped.swapped_bytes > 0 and swapped.recomputed_bytes == 0
+    _, recomputed = zoo.lowtide_step(case, SEED, RECOMPUTE, engine="virtual:1", num_steps=3)
+    assert recomputed.recomputed_bytes > 0 and recomputed.swapped_bytes == 0
+
+
+@every_case
+def test_after_remove_the_model_is_plain_again(case: zoo.Case) -> None:
+    model, twin = case.build(SEED), case.build(SEED)
+    optimizer, twin_optimizer = zoo.make_optimizer(model), zoo.make_optimizer(twin)
+    before = zoo.footprint(model)
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    tide = lowtide.apply(model, SWAP, optimizer=optimizer, engine="virtual:0")
+    assert list(model.state_dict()) == list(values)
+    tide.remove()
+    tide.remove()  # twice is harmless
+    assert zoo.footprint(model) == before
+    assert all(zoo.same_bits(value, values[key]) for key, value in model.state_dict().items())
+    with lowtide.apply(model, SWAP, optimizer=optimizer, engine="virtual:0"):
+        zoo.train(case, model, optimizer, SEED)
+        zoo.train(case, twin, twin_optimizer, SEED)
+    assert zoo.footprint(model) == before
+    result = zoo.train(case, model, optimizer, SEED + 1, num_steps=2)
+    zoo.assert_same(result, zoo.train(case, twin, twin_optimizer, SEED + 1, num_steps=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2_dropout", "unet", "shared_layer"])
+def test_accumulating_more_micro_batches_than_were_observed(name: str) -> None:
+    truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=5)
+    plan = zoo.CASES[name].mixed_plans[0]
+    result, _ = zoo.lowtide_step(zoo.CASES[name], SEED, plan, engine="virtual:7", num_steps=2, accumulate=5)
+    zoo.assert_same(result, truth)
+
+
+@pytest.mark.parametrize("name", ["llama", "mlp"])
+def test_applying_again_after_remove_and_another_plan(name: str) -> None:
+    case = zoo.CASES[name]
+    model, twin = case.build(SEED), case.build(SEED)
+    optimizer, twin_optimizer = zoo.make_optimizer(model), zoo.make_optimizer(twin)
+    for round_, plan in enumerate((SWAP, RECOMPUTE, *case.mixed_plans)):
+        with lowtide.apply(model, plan, optimizer=optimizer, engine=f"virtual:{round_}"):
+            result = zoo.train(case, model, optimizer, round_, num_steps=2)
+        zoo.assert_same(result, zoo.train(case, twin, twin_optimizer, round_, num_steps=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2_dropout", "tied"])
+def test_eval_under_no_grad_between_steps(name: str) -> None:
+    case = zoo.CASES[name]
+    model, twin = case.build(SEED), case.build(SEED)
+    optimizer, twin_optimizer = zoo.make_optimizer(model), zoo.make_optimizer(twin)
+    with lowtide.apply(model, case.mixed_plans[0], optimizer=optimizer, engine="virtual:5"):
+        for round_ in range(2):
+            result = zoo.train(case, model, optimizer, round_, num_steps=2)
+            zoo.assert_same(result, zoo.train(case, twin, twin_optimizer, round_, num_steps=2))
+            losses = []
+            for tried in (model, twin):
+                tried.eval()
+                with torch.no_grad():
+                    losses.append(case.loss(tried, case.batch(99)))
+                tried.train()
+            assert zoo.same_bits(*losses)
+
+
+def test_a_deep_copy_and_a_state_dict_made_meanwhile_are_plain(tmp_path: Path) -> None:
+    case = zoo.CASES["mlp"]
+    model = case.build(SEED)
+    with lowtide.apply(model, SWAP, engine="virtual:0"):
+        case.loss(model, case.batch(0)).backward()
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+    fresh = case.build(SEED + 1)
+    fresh.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    first = case.loss(fresh, case.batch(1))
+    torch.manual_seed(0)
+    assert zoo.same_bits(case.loss(twin, case.batch(1)), first)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ranks
+
+
+def _train_on_a_rank(rank: int, folder: str, jobs: list[tuple[str, dict | None, bool]], answers: Any) -> None:
+    """Trains each (case, plan, wrap first) with DistributedDataParallel and reports every result."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    for number, (name, plan, wrap_first) in enumerate(jobs):
+        try:
+            answers.put((rank, number, _train_distributed(zoo.CASES[name], plan, wrap_first, rank)))
+        except BaseException as error:
+            answers.put((rank, number, f"{type(error).__name__}: {error}"))
+            raise
+    torch.distributed.destroy_process_group()
+
+
+def _train_distributed(case: zoo.Case, plan: dict | None, wrap_first: bool, rank: int) -> dict[str, dict]:
+    model = case.build(SEED)
+    optimizer = zoo.make_optimizer(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if wrap_first else None
+    tide = lowtide.apply(wrapped or model, plan, optimizer=optimizer, engine=f"virtual:{rank}") if plan else None
+    wrapped = wrapped or torch.nn.parallel.DistributedDataParallel(model)
+    result = zoo.train(case, wrapped, optimizer, SEED + 10 * rank, num_steps=3, accumulate=2)
+    if tide:
+        assert tide.stats.swapped_bytes + tide.stats.recomputed_bytes > 0
+        tide.remove()
+    return {part: {k: v.numpy() for k, v in values.items()} for part, values in vars(result).items()}
+
+
+def _spawn(folder: Path, jobs: list, seconds: float = 120) -> dict[tuple[int, int], Any]:
+    """Runs the jobs on two ranks. Whatever happens, no process outlives this call."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=_train_on_a_rank, args=(r, str(folder), jobs, answers), daemon=True) for r in (0, 1)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        collected = (answers.get(timeout=seconds) for _ in range(2 * len(jobs)))
+        return {(rank, number): answer for rank, number, answer in collected}
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+
+
+DISTRIBUTED = [
+    (name, plan, wrap_first)
+    for name in ("llama", "mlp", "lora")
+    for plan in (SWAP, RECOMPUTE, dict(zoo.CASES[name].mixed_plans[0]))
+    for wrap_first in (False, True)
+]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_plain_distributed_data_parallel(tmp_path: Path) -> None:
+    truths = [(name, None, True) for name in ("llama", "mlp", "lora")]
+    answers = _spawn(tmp_path, truths + DISTRIBUTED)
+    for rank in (0, 1):
+        truth = {name: answers[rank, number] for number, (name, _, _) in enumerate(truths)}
+        for number, (name, plan, _wrap_first) in enumerate(DISTRIBUTED, start=len(truths)):
+            answer = answers[rank, number]
+            assert not isinstance(answer, str), (name, plan, answer)
+            zoo.assert_same(_as_result(answer), _as_result(truth[name]))
+    assert not zoo.same_bits(*(_as_result(answers[r, 0]).loss["0.0"] for r in (0, 1))), "both ranks had the same data"
+
+
+def _as_result(answer: dict[str, dict]) -> zoo.Result:
+    tensors = {part: {k: torch.from_numpy(v) for k, v in values.items()} for part, values in answer.items()}
+    return zoo.Result(**tensors)
