@@ -179,7 +179,7 @@ class _Builder:
         if node.kind != "scalar" or node.is_null or not isinstance(node.value, int | str):
             self._wrong(node, want, path)
         try:
-            return parse_bytes(typing.cast("int | str", node.value))
+            return parse_bytes(node.value)
         except ValueError as error:
             prefix = f"'{path}': " if self.in_file else ""
             raise ConfigError(f"{node.place}: {prefix}{error}") from None

@@ -1,0 +1,124 @@
+"""The `memory` section: what a person may ask for, and the rules it turns into.
+
+    memory:
+      recompute: [layers.0-15]                 # none | all | [patterns]
+      swap:                                    # none | all | [patterns or {match, prefetch, tier}]
+        - layers.16-31.mlp
+        - {match: layers.16-31.self_attn, prefetch: 2, tier: disk}
+      keep: [layers.31]                        # wins over both
+      min_bytes: 1MiB                          # smaller storages are kept
+      host_budget: 96GiB                       # pinned or pageable bytes per rank
+
+Every key is optional; a section that names nothing does nothing. Patterns are described in planner/pattern.py.
+Not covered in this version, and refused with a message: `budget`, `auto`, `optimizer: swap`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lowtide import __version__
+from lowtide.config.loader import ByteSize, FieldError, Locations, load_mapping, load_yaml
+from lowtide.config.source import read_yaml
+from lowtide.errors import ConfigError
+from lowtide.planner.fate import Fate, Tier
+from lowtide.planner.rules import Pattern, Rule, Rules
+from lowtide.units import MIB
+
+_VERSION = ".".join(__version__.split(".")[:2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapRule:
+    """One item of `swap`; a plain string is its `match`."""
+
+    SHORTHAND: ClassVar[str] = "match"
+
+    match: str
+    """A pattern."""
+    prefetch: int = 1
+    """Fetch back this many layers before the backward pass needs it; 0 fetches when it is needed."""
+    tier: Literal["host", "disk"] | None = None
+    """Where the bytes go; absent = the fastest tier with room."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise FieldError("prefetch", f"must be 0 or more, not {self.prefetch}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """The `memory` section as written. Sizes are bytes per rank."""
+
+    budget: ByteSize | None = None
+    """Peak device bytes."""
+    host_budget: ByteSize | None = None
+    """Cap on host bytes for swapped activations; absent = what the cgroup and the machine allow."""
+    disk_budget: ByteSize | None = None
+    """Cap on disk bytes for swapped activations; absent = what the disk has."""
+    disk_path: Path | None = None
+    """Directory for swap files; they are unlinked at once, so nothing is left behind. Absent = the system's own."""
+    recompute: Literal["auto", "none", "all"] | tuple[str, ...] = "none"
+    swap: Literal["auto", "none", "all"] | tuple[SwapRule, ...] = "none"
+    keep: tuple[str, ...] = ()
+    """Patterns that are kept whatever `recompute` and `swap` say."""
+    optimizer: Literal["keep", "swap", "auto"] = "keep"
+    min_bytes: ByteSize = MIB
+    """Storages smaller than this are kept."""
+    layers: tuple[str, ...] | None = None
+    """Dotted names of the layers, in order of the forward pass, for models where they are not found by themselves."""
+    locations: Locations = field(default_factory=lambda: Locations(prefix="memory"), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        missing = f"is not available in lowtide {_VERSION}"
+        as_rules = "write the fates as rules, e.g. recompute: ['layers.0-15'], swap: ['layers.16-31']"
+        if self.budget is not None:
+            raise FieldError("budget", f"{missing}: {as_rules}")
+        if self.recompute == "auto":
+            raise FieldError("recompute", f"auto {missing}: {as_rules}")
+        if self.swap == "auto":
+            raise FieldError("swap", f"auto {missing}: {as_rules}")
+        if self.optimizer == "swap":
+            raise FieldError("optimizer", f"swap {missing}: write optimizer: keep")
+        if self.layers == ():
+            raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
+
+    def rules(self) -> Rules:
+        """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""
+        recompute = ("*",) if self.recompute == "all" else () if isinstance(self.recompute, str) else self.recompute
+        swap = (SwapRule(match="*"),) if self.swap == "all" else () if isinstance(self.swap, str) else self.swap
+        rules = [self._rule(Fate.RECOMPUTE, text, f"recompute[{index}]") for index, text in enumerate(recompute)]
+        for index, item in enumerate(swap):
+            tier = Tier(item.tier) if item.tier else None
+            rules.append(self._rule(Fate.SWAP, item.match, f"swap[{index}]", prefetch=item.prefetch, tier=tier))
+        rules += [self._rule(Fate.KEEP, text, f"keep[{index}]") for index, text in enumerate(self.keep)]
+        return Rules(tuple(rules))
+
+    def _rule(self, fate: Fate, text: str, path: str, *, prefetch: int = 1, tier: Tier | None = None) -> Rule:
+        if getattr(self, fate.value) == "all":
+            path = fate.value
+        where = self.locations.of(path)
+        pattern = Pattern.parse(text, where=where)
+        return Rule(pattern=pattern, fate=fate, prefetch=prefetch, tier=tier, where=where)
+
+
+def load_memory(source: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str]) -> MemoryConfig:
+    """A `MemoryConfig` from a mapping, from a file of its own, or from the `memory` section of a run file.
+
+    Raises `ConfigError` for any mistake, also in a pattern.
+    """
+    if isinstance(source, MemoryConfig):
+        config = source
+    elif isinstance(source, Mapping):
+        config = load_mapping(source, MemoryConfig, where="memory")
+    elif isinstance(source, str | os.PathLike):
+        keys = [entry.key for entry in read_yaml(source).entries]
+        config = load_yaml(source, MemoryConfig, section="memory" if "memory" in keys else None)
+    else:
+        raise ConfigError(f"memory: expected a plan, a mapping or the path of a YAML file, not {source!r}")
+    config.rules()  # a malformed pattern is found when it is read, not when the model is there
+    return config

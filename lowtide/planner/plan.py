@@ -1,0 +1,181 @@
+"""The plan: which fate each activation has, and why. It is the contract between the part that decides and the part
+that does, so it is plain data: frozen, comparable, printable, and the same after a trip through JSON.
+
+A plan made from rules knows the layers of the model and the rules. The sites (names, bytes, dtypes) are known once a
+step was observed; until then `sites` is empty and the table shows the rules.
+
+Not covered in this version: optimizer state, schedules, predicted times and peaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import ConfigError
+from lowtide.planner.fate import Fate, Tier
+from lowtide.planner.rules import Pattern, Rule, Rules
+
+if TYPE_CHECKING:
+    from lowtide.config.native import MemoryConfig
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteDecision:
+    """The fate of one activation storage of one micro-batch."""
+
+    name: str
+    """`model.layers.3.mlp.mul`."""
+    layer: str | None
+    """`model.layers.3`, or None for what lies outside the layers."""
+    nbytes: int
+    dtype: str
+    """`bfloat16`."""
+    fate: Fate
+    tier: Tier | None = None
+    """Swap only: the tier the bytes go to; None is the fastest that the engine has."""
+    prefetch: int = 1
+    """Swap only: layers ahead that the fetch is issued."""
+    reason: str
+    """One short phrase: the rule and where it was written, or what spoke against it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The fates of a model's activations. Sizes are bytes per rank."""
+
+    layers: tuple[str, ...]
+    """Dotted names of the layers, in order of the forward pass."""
+    rules: Rules = field(default_factory=Rules)
+    min_bytes: int
+    """Storages smaller than this are kept."""
+    host_budget_bytes: int | None = None
+    disk_budget_bytes: int | None = None
+    disk_path: str | None = None
+    sites: tuple[SiteDecision, ...] = ()
+    """In order of production; empty until a step was observed."""
+
+    @classmethod
+    def from_rules(cls, config: MemoryConfig, layers: Sequence[str]) -> Plan:
+        """The plan that a `memory` section asks for, on a model with these layers.
+
+        Raises `ConfigError` for a malformed pattern. Patterns that match nothing are found by whoever knows all names
+        (`plan.rules.unmatched`).
+        """
+        return cls(
+            layers=tuple(layers),
+            rules=config.rules(),
+            min_bytes=config.min_bytes,
+            host_budget_bytes=config.host_budget,
+            disk_budget_bytes=config.disk_budget,
+            disk_path=None if config.disk_path is None else str(config.disk_path),
+        )
+
+    def with_sites(self, sites: Iterable[SiteDecision]) -> Plan:
+        """The same plan with what was observed."""
+        return dataclasses.replace(self, sites=tuple(sites))
+
+    @property
+    def does_nothing(self) -> bool:
+        """True when every activation is kept: no rule says otherwise, or none of the observed sites is affected."""
+        if self.sites:
+            return all(site.fate is Fate.KEEP for site in self.sites)
+        return self.rules.does_nothing
+
+    def digest(self) -> str:
+        """12 hex digits over what all ranks must agree on: rules, `min_bytes` and layer names, not byte counts, not
+        budgets, and not where a rule was written."""
+        agreed = {
+            "schema": SCHEMA,
+            "layers": self.layers,
+            "min_bytes": self.min_bytes,
+            "rules": [{key: value for key, value in _rule_to_dict(rule).items() if key != "where"}
+                      for rule in self.rules.rules],
+        }  # fmt: skip
+        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        """JSON text with two-space indentation and a fixed order of keys; `Plan.from_json` gives back an equal plan."""
+        document = {
+            "schema": SCHEMA,
+            "digest": self.digest(),
+            "layers": self.layers,
+            "min_bytes": self.min_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "disk_budget_bytes": self.disk_budget_bytes,
+            "disk_path": self.disk_path,
+            "rules": [_rule_to_dict(rule) for rule in self.rules.rules],
+            "sites": [dataclasses.asdict(site) for site in self.sites],
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote. Raises `ConfigError` when the text is something else or was edited badly."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"plan:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+        schema = document.get("schema") if isinstance(document, dict) else None
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"plan: schema {schema} is not supported by this version; write the plan again (schema 1)"
+            )
+        try:
+            plan = cls(
+                layers=tuple(document["layers"]),
+                rules=Rules(tuple(_rule_from_dict(rule) for rule in document["rules"])),
+                min_bytes=document["min_bytes"],
+                host_budget_bytes=document["host_budget_bytes"],
+                disk_budget_bytes=document["disk_budget_bytes"],
+                disk_path=document["disk_path"],
+                sites=tuple(_site_from_dict(site) for site in document["sites"]),
+            )
+            digest = document["digest"]
+        except KeyError as error:
+            raise ConfigError(f"plan: missing key {error}; write the plan again") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"plan: {error}; write the plan again") from None
+        if plan.digest() != digest:
+            raise ConfigError(f"plan: the digest {digest} does not fit the rules and layers; write the plan again")
+        return plan
+
+    def __str__(self) -> str:
+        from lowtide.planner.table import plan_table
+
+        return plan_table(self)
+
+
+def _rule_to_dict(rule: Rule) -> dict[str, Any]:
+    return {
+        "match": rule.pattern.text,
+        "fate": rule.fate.value,
+        "prefetch": rule.prefetch,
+        "tier": rule.tier.value if rule.tier else None,
+        "where": rule.where,
+    }
+
+
+def _rule_from_dict(entry: dict[str, Any]) -> Rule:
+    return Rule(
+        pattern=Pattern.parse(entry["match"]),
+        fate=Fate(entry["fate"]),
+        prefetch=entry["prefetch"],
+        tier=_tier(entry["tier"]),
+        where=entry["where"],
+    )
+
+
+def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
+    return SiteDecision(**{**entry, "fate": Fate(entry["fate"]), "tier": _tier(entry["tier"])})
+
+
+def _tier(name: str | None) -> Tier | None:
+    return None if name is None else Tier(name)
