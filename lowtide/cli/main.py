@@ -1,0 +1,65 @@
+"""The `lowtide` command: a table of subcommands, one file each, imported when they are asked for.
+
+Why so late: torch takes seconds to import, and `lowtide --help` must answer at once. A command's own file is imported
+only when that command is run or its help is asked for; it offers `add_arguments(parser)` and `run(args) -> int`, and
+imports torch inside `run`.
+
+Exit status: what the command returns; 2 for a mistake of the user (one line on stderr); 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide import __version__
+from lowtide.errors import ConfigError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "train": Command(module="lowtide.cli.train", help="train a model as a run file says"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit status. `SystemExit` only for `--help`, `--version` and misuse."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parse(arguments)
+    try:
+        return int(importlib.import_module(COMMANDS[args.command].module).run(args))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("lowtide: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lowtide", description="Fit training into the memory you have.")
+    parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        if name == asked:
+            importlib.import_module(command.module).add_arguments(subparser)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

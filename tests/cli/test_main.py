@@ -1,0 +1,94 @@
+"""The command line: fast help, exit status, one line for a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from lowtide.cli import main as cli
+from lowtide.errors import ConfigError
+
+
+def test_help_is_fast_and_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from lowtide.cli.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "finally:\n    assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    seconds = []
+    for _ in range(3):  # processor time of the fastest: the wall clock depends on what else this machine is doing
+        before = os.times()
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert result.returncode == 0, result.stderr
+        assert "train" in result.stdout
+    assert min(seconds) < 0.3
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "lowtide 0.1.0\n"
+
+
+def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2
+    assert "lowtide: error: the following arguments are required: command" in capsys.readouterr().err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):
+    """Replaces the table by one command `do` whose `run` is given."""
+
+    def install(run) -> None:
+        module = types.ModuleType("lowtide_fake_command")
+        module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=0)
+        module.run = run
+        monkeypatch.setitem(sys.modules, "lowtide_fake_command", module)
+        monkeypatch.setattr(cli, "COMMANDS", {"do": cli.Command(module="lowtide_fake_command", help="do it")})
+
+    return install
+
+
+def test_arguments_and_status(command) -> None:
+    command(lambda args: args.level)
+    assert cli.main(["do", "--level", "3"]) == 3
+    assert cli.main(["do"]) == 0
+
+
+def test_a_mistake_of_the_user_is_one_line(command, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args) -> int:
+        raise ConfigError("run.yaml:2:3: unknown key 'memory.budgett'; did you mean 'budget'?")
+
+    command(run)
+    assert cli.main(["do"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "run.yaml:2:3: unknown key 'memory.budgett'; did you mean 'budget'?\n"
+    assert captured.out == ""
+
+
+def test_interrupt(command, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args) -> int:
+        raise KeyboardInterrupt
+
+    command(run)
+    assert cli.main(["do"]) == 130
+    assert capsys.readouterr().err == "lowtide: interrupted\n"
+
+
+def test_our_own_bugs_are_not_hidden(command) -> None:
+    def run(args) -> int:
+        raise ValueError("a bug")
+
+    command(run)
+    with pytest.raises(ValueError, match=r"^a bug$"):
+        cli.main(["do"])

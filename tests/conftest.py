@@ -1,0 +1,44 @@
+"""What every test gets: one seed, few threads, and a clear reason when a GPU test is skipped."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis
+import pytest
+
+# Tests run in parallel on small machines: a thread pool per worker would only fight the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Nothing in the tests may depend on a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("default")
+
+_PLAIN_DIRECTORIES = ("config", "planner", "cli")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """The same random numbers for every test, whatever ran before. Plain tests do not pay for importing torch."""
+    random.seed(0)
+    if request.path.parent.name in _PLAIN_DIRECTORIES:
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
