@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 
-import hypothesis
+from pathlib import Path
+
 import pytest
 
 # Tests run in parallel on small machines: a thread pool per worker would only fight the others.
@@ -14,10 +15,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing in the tests may depend on a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("default")
+try:
+    import hypothesis
+except ImportError:  # `make gpu` installs nothing, and GPU machines often have no more than torch and pytest
+    pass
+else:
+    hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("default")
 
 _PLAIN_DIRECTORIES = ("config", "planner", "cli")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, files without a GPU test are not even imported: they may need what a GPU machine lacks."""
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py" or not collection_path.is_file():
+        return None
+    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
