@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
+
+from tests import zoo
 
 CASES = list(zoo.CASES.values())
 by_name = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -22,7 +23,8 @@ def _one_thread() -> None:
 def test_plain_training_repeats_itself_to_the_bit(case: zoo.Case) -> None:
     first = zoo.plain_step(case, 3, num_steps=3, accumulate=2)
     zoo.assert_same(zoo.plain_step(case, 3, num_steps=3, accumulate=2), first)
-    assert len(first.loss) == 6 and all(torch.isfinite(loss) for loss in first.loss.values())
+    assert len(first.loss) == 6
+    assert all(torch.isfinite(loss) for loss in first.loss.values())
 
 
 @by_name
