@@ -1,0 +1,58 @@
+"""Which modules of a model are its layers: the repeated blocks that plans speak of.
+
+A layer is a child of a `ModuleList` or `Sequential` in which at least two children share a class and hold parameters.
+The outermost such container wins: what repeats inside a layer (experts, heads) belongs to that layer. Layers whose
+classes differ within one list (dense and MoE blocks) are layers all the same, as long as the list repeats something.
+
+Cost: one walk over the modules. Not covered: blocks held in plain attributes (`self.down1`, `self.down2`), which the
+user names with `layers:`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from lowtide.errors import ConfigError
+
+
+def find_layers(model: nn.Module) -> tuple[str, ...]:
+    """Dotted names of the layers of `model`, in the order of definition. Empty if nothing repeats."""
+    names: list[str] = []
+    _walk(model, "", names)
+    return tuple(names)
+
+
+def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """The user's own list of layers, checked. Raises ConfigError for a name that is no module, or one inside another."""
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"memory.layers: '{name}' is no module of this model{hint}")
+        for other in names:
+            if name.startswith(other + "."):
+                raise ConfigError(f"memory.layers: '{name}' lies inside '{other}'; a layer cannot contain another")
+    return tuple(names)
+
+
+def _walk(module: nn.Module, prefix: str, names: list[str]) -> None:
+    children = list(module.named_children())
+    if isinstance(module, nn.ModuleList | nn.Sequential) and _repeats(module):
+        names.extend(f"{prefix}{name}" for name, child in children if _has_parameters(child))
+        return
+    for name, child in children:
+        _walk(child, f"{prefix}{name}.", names)
+
+
+def _repeats(container: nn.Module) -> bool:
+    classes = Counter(type(child) for child in container.children() if _has_parameters(child))
+    return bool(classes) and classes.most_common(1)[0][1] >= 2
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,68 @@
+"""Which engine a model gets: the accelerator it lives on, else the host; or the one that was asked for."""
+
+from __future__ import annotations
+
+import difflib
+
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.planner.plan import Plan
+from lowtide.runtime.engines.base import Engine
+
+_NAMES = ("accelerator", "host", "virtual")
+
+
+def choose_engine(wanted: Engine | str | None, model: nn.Module, plan: Plan) -> Engine:
+    """The engine to use. `wanted` is an engine, None, or 'accelerator', 'host', 'virtual:SEED'.
+
+    Raises ConfigError for an unknown name, a malformed seed, an accelerator engine for a model on the host, and a
+    disk path that cannot be written.
+    """
+    if wanted is not None and not isinstance(wanted, str):
+        return wanted
+    device = next((parameter.device for parameter in model.parameters()), None)
+    on_host = device is None or device.type in ("cpu", "meta")
+    name, _, rest = (wanted or ("host" if on_host else "accelerator")).partition(":")
+    if name not in _NAMES:
+        near = difflib.get_close_matches(name, _NAMES, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"engine: '{wanted}' is none of accelerator, host, virtual:SEED{hint}")
+    if name == "virtual":
+        return _virtual(wanted or "", rest, plan)
+    if name == "host":
+        return _host(plan)
+    if on_host:
+        raise ConfigError("engine: 'accelerator' needs the model on an accelerator; move it there, or use 'host'")
+    return _accelerator(device, plan)
+
+
+def _virtual(wanted: str, rest: str, plan: Plan) -> Engine:
+    from lowtide.runtime.engines.virtual import VirtualEngine
+
+    if rest and not rest.isdecimal():
+        raise ConfigError(f"engine: '{wanted}' needs a whole number as its seed, as in virtual:7")
+    return VirtualEngine(int(rest or 0), host_bytes=plan.host_budget_bytes, disk_bytes=plan.disk_budget_bytes)
+
+
+def _host(plan: Plan) -> Engine:
+    from lowtide.runtime.engines.host import HostEngine
+    from lowtide.runtime.malloc import configure_malloc
+
+    # Without it freed activations stay resident, and a swap would save nothing that anyone can see.
+    configure_malloc()
+    return HostEngine(directory=plan.disk_path, disk_budget_bytes=plan.disk_budget_bytes)
+
+
+def _accelerator(device, plan: Plan) -> Engine:
+    from lowtide.runtime.disk import DiskTier
+    from lowtide.runtime.engines.accelerator import AcceleratorEngine
+
+    # Staging for the disk tier takes pinned memory, so there is one only if the user named it in some way.
+    wants_disk = (
+        plan.disk_path is not None
+        or plan.disk_budget_bytes is not None
+        or any(rule.tier == "disk" for rule in plan.rules.rules)
+    )
+    disk = DiskTier(plan.disk_path, plan.disk_budget_bytes) if wants_disk else None
+    return AcceleratorEngine(device, host_budget_bytes=plan.host_budget_bytes, disk=disk)

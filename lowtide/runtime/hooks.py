@@ -1,0 +1,397 @@
+"""Saved-tensor hooks: what autograd hands over in a forward pass, and the fate each tensor gets.
+
+What: a `Scope` is one forward pass of the model on one thread. While it is open, every tensor that autograd saves goes
+through `Scope.pack`, which decides by position: the n-th tensor saved in this layer has the n-th entry of the layer's
+table. The table was learned in the first forward, under a `Recorder` that knows who made what; later passes check each
+tensor (dtype, number of dimensions, producing node) and go on hooks alone.
+
+Divergence: a tensor that is not the one the table expects is counted, and gets the fate that its whole layer has (all
+swapped, say) if there is one, else it is kept. It can never get a wrong value: every fate but `keep` identifies bytes
+by a live storage and its version, not by position.
+
+Cost: 1 us a kept tensor. Not covered: tensor subclasses (DTensor, quantized, nested) and sparse tensors, which stay
+as plain autograd has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lowtide.catalog.trace import Recorder, is_plain, storage_keys
+from lowtide.planner.fate import Fate
+from lowtide.planner.plan import SiteDecision
+from lowtide.planner.rules import Decision, Rules
+from lowtide.runtime.handle import Kept, KeptSite, Swapped
+from lowtide.runtime.recompute import RandomState, Rerun, RerunView, checkpointed, top_hooks
+from lowtide.runtime.stats import Counters, Ledger
+from lowtide.runtime.swap import Mover, Tape
+
+# A cast or a view of a parameter is a few nodes away from its accumulator, never more.
+_MAX_STEPS_TO_PARAMETER = 4
+_VIEWS_AND_CASTS = ("TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "PermuteBackward", "CloneBackward")
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the n-th saved tensor of a layer is, and what becomes of it."""
+
+    dtype: torch.dtype
+    num_dims: int
+    producer: type
+    fate: Fate
+    is_counted: bool
+    """The first tensor of a storage that counts as an activation; parameters, inputs and further views do not."""
+    tier: str | None = None
+    distance: int | None = None
+
+
+@dataclass(slots=True)
+class Region:
+    """A layer of the model, or the model around its layers, and the table of what it saves (None: not yet seen)."""
+
+    name: str
+    module: nn.Module
+    is_recomputed: bool
+    fallback: Decision
+    table: list[Entry] | None = None
+
+
+@dataclass(slots=True)
+class Setting:
+    """What all scopes of one tide share."""
+
+    model: nn.Module
+    rules: Rules
+    stay_rules: Rules
+    """The rules without recompute: the fate of what a recomputed region must hold on to."""
+    min_bytes: int
+    device_type: str
+    mover: Mover
+    counters: Counters
+    ledger: Ledger
+    sites: dict[str, SiteDecision] = field(default_factory=dict)
+    """Decisions of the first forward, by site name."""
+    seen_names: set[str] = field(default_factory=set)
+
+
+class Scope:
+    """One forward pass on one thread."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.mover = setting.mover
+        self.counters = setting.counters
+        self.tape = Tape()
+        self.recorder: Recorder | None = None
+        self.region: Region | None = None
+        self.table: list[Entry] | None = None
+        self.position = 0
+        self.recording: list[Entry] = []
+        self.reruns: dict[int, tuple[StorageWeakRef, int, Rerun]] = {}
+        self._recorded_keys: dict[int, StorageWeakRef] = {}
+        self._parameter_keys: set[int] | None = None
+        # One object, so that `is_innermost` can compare by identity.
+        self.pack_hook = self.pack
+
+    # -- where we are ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def inside(self, region: Region) -> Iterator[None]:
+        """Tensors saved inside belong to `region`; its table is learned if this is the first time."""
+        outer = (self.region, self.table, self.position, self.recording)
+        self.region, self.table, self.position, self.recording = region, region.table, 0, []
+        self._parameter_keys = None
+        is_learning = region.table is None
+        try:
+            with self._observing(region) if is_learning and self.recorder is None else contextlib.nullcontext():
+                yield
+            if is_learning and self.recording:
+                region.table = self.recording
+        finally:
+            self.region, self.table, self.position, self.recording = outer
+
+    @contextlib.contextmanager
+    def _observing(self, region: Region) -> Iterator[None]:
+        self.recorder = recorder = Recorder(storage_keys(self.setting.model))
+        try:
+            with recorder.following(region.module, region.name), recorder:
+                yield
+        finally:
+            self.recorder = None
+            self.setting.seen_names |= recorder.seen_ops
+
+    def is_innermost(self) -> bool:
+        """Whether these hooks are the ones that autograd calls now (not inside someone's checkpoint region)."""
+        hooks = top_hooks()
+        return hooks is not None and hooks[0] is self.pack_hook
+
+    # -- the pack hook ---------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The handle that autograd keeps instead of `tensor`."""
+        position = self.position
+        self.position = position + 1
+        table = self.table
+        if table is None:
+            with _disable_current_modes():
+                return self._learn(tensor)
+        if position < len(table):
+            entry = table[position]
+            if (
+                entry.dtype is tensor.dtype
+                and entry.num_dims == tensor.dim()
+                and entry.producer is type(tensor.grad_fn)
+            ):
+                return self._carry_out(tensor, entry)
+        self.counters.num_divergences += 1
+        return self._unplanned(tensor)
+
+    def _carry_out(self, tensor: torch.Tensor, entry: Entry) -> Any:
+        if entry.fate is Fate.SWAP:
+            return self._swap(tensor, entry.tier, entry.distance)
+        if entry.fate is Fate.RECOMPUTE:
+            return self._rerun(tensor)
+        return self._keep(tensor) if entry.is_counted else self._plain(tensor)
+
+    def _plain(self, tensor: torch.Tensor) -> Kept:
+        return KeptOnTape(tensor, self.mover, self.tape) if self.tape.has_distances else Kept(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        nbytes = tensor.untyped_storage().nbytes()
+        self.counters.kept_bytes += nbytes
+        return KeptSite(tensor, nbytes, self.setting.ledger)
+
+    def _swap(self, tensor: torch.Tensor, tier: str | None, distance: int | None) -> Any:
+        storage = tensor.untyped_storage()
+        if not self._is_movable(tensor, storage):
+            return self._plain(tensor)
+        site = self.mover.find(storage, tensor._version)
+        if site is None:
+            site = self.mover.send(self.tape, storage, tensor._version, tier, distance)
+        site.num_readers += 1
+        site.last_use = torch.autograd._get_sequence_nr()
+        return Swapped(site, tensor)
+
+    def _is_movable(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        # Conjugate and negative bits are not part of a storage view; such tensors are rare, small, and stay.
+        if tensor.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+            return False
+        return is_plain(tensor) and storage.nbytes() > 0 and tensor.device.type == self.setting.device_type
+
+    def _rerun(self, tensor: torch.Tensor) -> Any:
+        rerun = self._find_rerun(tensor)
+        if rerun is None:
+            self.counters.num_divergences += 1
+            return self._plain(tensor)
+        if rerun.num_readers == 0:
+            self.counters.recomputed_bytes += rerun.nbytes
+        rerun.num_readers += 1
+        return RerunView(rerun, tensor)
+
+    def _find_rerun(self, tensor: torch.Tensor) -> Rerun | None:
+        found = self.reruns.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0].expired() or found[1] != tensor._version:
+            return None
+        return found[2]
+
+    # -- the first forward -----------------------------------------------------------------------------------------
+
+    def _learn(self, tensor: torch.Tensor) -> Any:
+        """Name the tensor's storage by its producer, decide its fate by the rules, and remember both."""
+        entry = Entry(tensor.dtype, tensor.dim(), type(tensor.grad_fn), Fate.KEEP, is_counted=False)
+        self.recording.append(entry)
+        if not self._is_activation(tensor):
+            return self._plain(tensor)
+        assert self.recorder is not None and self.region is not None
+        storage = tensor.untyped_storage()
+        is_first = not self._was_recorded(storage)
+        name = self.recorder.names.get(storage._cdata) or f"{self.region.name}.input".lstrip(".")
+        decision, reason = self._decide(name, tensor, storage.nbytes())
+        entry.fate = decision.fate
+        entry.is_counted = is_first
+        entry.tier = decision.tier.value if decision.tier else None
+        entry.distance = decision.prefetch
+        if is_first:
+            self._note_site(name, tensor, storage.nbytes(), decision, reason)
+        return self._carry_out(tensor, entry)
+
+    def _decide(self, name: str, tensor: torch.Tensor, nbytes: int) -> tuple[Decision, str]:
+        if self._find_rerun(tensor) is not None:
+            decision = self.setting.rules.decide(name)
+            return Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=decision.reason), decision.reason
+        decision = self.setting.stay_rules.decide(name)
+        if decision.fate is Fate.SWAP and nbytes < self.setting.min_bytes:
+            reason = f"smaller than min_bytes; {decision.reason}"
+            return Decision(fate=Fate.KEEP, prefetch=None, tier=None, reason=reason), reason
+        if decision.fate is Fate.SWAP and not self._is_movable(tensor, tensor.untyped_storage()):
+            reason = f"not a plain tensor on {self.setting.device_type}; {decision.reason}"
+            return Decision(fate=Fate.KEEP, prefetch=None, tier=None, reason=reason), reason
+        return decision, decision.reason
+
+    def _note_site(self, name: str, tensor: torch.Tensor, nbytes: int, decision: Decision, reason: str) -> None:
+        assert self.region is not None
+        self.setting.sites.setdefault(
+            name,
+            SiteDecision(
+                name=name,
+                layer=self.region.name,
+                nbytes=nbytes,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                fate=decision.fate,
+                tier=decision.tier,
+                prefetch=decision.prefetch,
+                reason=reason,
+            ),
+        )
+
+    def _was_recorded(self, storage: torch.UntypedStorage) -> bool:
+        seen = self._recorded_keys.get(storage._cdata)
+        if seen is not None and not seen.expired():
+            return True
+        self._recorded_keys[storage._cdata] = StorageWeakRef(storage)
+        return False
+
+    # -- tensors that are no activations ---------------------------------------------------------------------------
+
+    def _is_activation(self, tensor: torch.Tensor) -> bool:
+        """Not a parameter, buffer, view or cast of one, not the caller's own input, and an ordinary tensor."""
+        if not is_plain(tensor) or self.is_parameter(tensor):
+            return False
+        assert self.recorder is not None
+        key = tensor.untyped_storage()._cdata
+        if key in self.recorder.parameter_keys:
+            return False
+        return key in self.recorder.names or tensor.grad_fn is not None
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """A parameter or buffer, a view of one, or a cast of one that autograd can see."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return True
+        if not is_plain(tensor):
+            return False
+        return tensor.untyped_storage()._cdata in self._keys_of_parameters() or _leads_to_parameter(tensor)
+
+    def _keys_of_parameters(self) -> set[int]:
+        if self._parameter_keys is None:
+            # The layer's own again: sharded training swaps whole parameters in for the time of its forward.
+            module = self.region.module if self.region is not None else self.setting.model
+            self._parameter_keys = storage_keys(self.setting.model) | storage_keys(module)
+        return self._parameter_keys
+
+    def _unplanned(self, tensor: torch.Tensor) -> Any:
+        """A tensor that no table foresaw: the fate of its whole layer if that is swap, else keep."""
+        assert self.region is not None
+        fallback = self.region.fallback
+        # Without a gradient history a frozen weight's cast cannot be told from a mask: keep both.
+        if tensor.grad_fn is None or not is_plain(tensor) or self.is_parameter(tensor):
+            return self._plain(tensor)
+        if fallback.fate is not Fate.SWAP or tensor.untyped_storage().nbytes() < self.setting.min_bytes:
+            return self._keep(tensor)
+        return self._swap(tensor, fallback.tier.value if fallback.tier else None, fallback.prefetch)
+
+    # -- recompute -------------------------------------------------------------------------------------------------
+
+    def checkpointed(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a recomputed region (see runtime/recompute.py)."""
+        counters, ledger = self.counters, self.setting.ledger
+        return checkpointed(module, forward, args, kwargs, counters, ledger, self._note_dropped)
+
+    def _note_dropped(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor inside a recomputed region is an activation; in the first forward, also put it on record."""
+        if self.recorder is None:
+            return not self.is_parameter(tensor)
+        with _disable_current_modes():
+            if not self._is_activation(tensor):
+                return False
+            storage = tensor.untyped_storage()
+            name = self.recorder.names.get(storage._cdata)
+            # An input of the region is on record already, by the fate that it has outside.
+            if name is not None and not self._was_recorded(storage):
+                reason = self.setting.rules.decide(name).reason
+                decision = Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=reason)
+                self._note_site(name, tensor, storage.nbytes(), decision, reason)
+            return True
+
+    def discarded(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        before = [tensor._version for tensor in tensors]
+        state = RandomState(tensors)
+        output = self.checkpointed(module, forward, args, kwargs)
+        if not self._is_droppable(output, tensors) or before != [tensor._version for tensor in tensors]:
+            return output
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def make(again: list[torch.Tensor]) -> tuple[tuple, dict]:
+            filled = list(constants)
+            for place, tensor in zip(places, again, strict=True):
+                filled[place] = tensor
+            return tree_unflatten(filled, spec)
+
+        inputs = [self.pack(tensor) for tensor in tensors]
+        rerun = Rerun(module, forward, inputs, make, state, output, self.setting.ledger)
+        storage = output.untyped_storage()
+        self.reruns[storage._cdata] = (StorageWeakRef(storage), output._version, rerun)
+        return output
+
+    def _is_droppable(self, output: Any, inputs: list[torch.Tensor]) -> bool:
+        if not isinstance(output, torch.Tensor) or not is_plain(output) or output.grad_fn is None:
+            return False
+        storage = output.untyped_storage()
+        if storage.nbytes() < self.setting.min_bytes:
+            return False
+        return all(not is_plain(t) or t.untyped_storage()._cdata != storage._cdata for t in inputs)
+
+    def close(self) -> None:
+        """The forward is complete: forget outputs that nobody saved, and their claim on the inputs."""
+        for _, _, rerun in self.reruns.values():
+            if rerun.num_readers:
+                continue
+            for handle in rerun.inputs:
+                if isinstance(handle, Swapped):
+                    handle.site.num_readers -= 1
+        self.reruns.clear()
+        del self.pack_hook  # a bound method of its own owner: a cycle
+        self.mover.end_of_pass(self.tape)
+
+
+class KeptOnTape(Kept):
+    """A kept tensor that tells the tape how far backward has come: written prefetch distances count these reads."""
+
+    __slots__ = ("mover", "tape")
+
+    def __init__(self, tensor: torch.Tensor, mover: Mover, tape: Tape) -> None:
+        super().__init__(tensor)
+        self.mover = mover
+        self.tape = tape
+
+    def open(self) -> torch.Tensor:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self.mover.advance(self.tape, node._sequence_nr())
+        return super().open()
+
+
+def _leads_to_parameter(tensor: torch.Tensor) -> bool:
+    node = tensor.grad_fn
+    for _ in range(_MAX_STEPS_TO_PARAMETER):
+        if node is None:
+            return False
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return isinstance(variable, nn.Parameter)
+        if not node.name().startswith(_VIEWS_AND_CASTS):
+            return False
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False

@@ -1,0 +1,94 @@
+"""What a tide did, in numbers.
+
+`Counters` is the runtime's own mutable tally; `Stats` is the frozen snapshot that users see. `Ledger` follows the
+bytes of activations that live on the device on lowtide's account.
+
+Cost: integer additions. Not covered: temporaries inside a running operator, and activations made again during a
+recompute beyond the bytes that its region saves; on an accelerator the allocator's own peak is reported instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Totals since `apply` or the last `reset_stats()`. Bytes are of unique storages, each counted once per graph."""
+
+    saved_bytes: int
+    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed."""
+    kept_bytes: int
+    """Bytes that stayed on the device (by plan, by size, or because no tier had room)."""
+    swapped_bytes: int
+    """Bytes sent to a slower tier."""
+    recomputed_bytes: int
+    """Bytes dropped, to be made again in the backward pass."""
+    copied_out_bytes: int
+    """Bytes really copied away from the device."""
+    copied_in_bytes: int
+    """Bytes really copied back. Less than copied out where backward found the bytes still on the device."""
+    aliased_bytes: int
+    """Swapped bytes that someone else (a cache, a returned output) kept on the device anyway: no saving there."""
+    peak_device_bytes: int
+    """Peak on the device: the allocator's own on an accelerator; model state plus the ledger of activations else."""
+    stall_seconds: float
+    """Time that compute waited for copies."""
+    num_divergences: int
+    """Saved tensors that were not the ones the plan had seen at that place."""
+    num_kept_for_lack_of_room: int
+    """Sites that should have been swapped, but every tier was full or the write failed."""
+    num_forwards: int
+    """Forward passes that ran under lowtide's hooks."""
+    num_stepped_aside: int
+    """Calls left alone because someone else's checkpoint region was already running around them."""
+    host_bytes: int
+    """Host bytes reserved now."""
+    disk_bytes: int
+    """Disk bytes reserved now."""
+
+
+class Ledger:
+    """Activation bytes on the device now, and their peak. Units: bytes."""
+
+    __slots__ = ("now_bytes", "peak_bytes")
+
+    def __init__(self) -> None:
+        self.now_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now_bytes += nbytes
+        if self.now_bytes > self.peak_bytes:
+            self.peak_bytes = self.now_bytes
+
+    def subtract(self, nbytes: int) -> None:
+        self.now_bytes -= nbytes
+
+    def restart_peak(self) -> None:
+        self.peak_bytes = self.now_bytes
+
+
+class Counters:
+    """The tally behind `Stats`."""
+
+    __slots__ = (
+        "aliased_bytes",
+        "copied_in_bytes",
+        "copied_out_bytes",
+        "kept_bytes",
+        "num_divergences",
+        "num_forwards",
+        "num_kept_for_lack_of_room",
+        "num_stepped_aside",
+        "recomputed_bytes",
+        "stall_seconds",
+        "swapped_bytes",
+    )
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)

@@ -1,0 +1,462 @@
+"""Swap: every ordering decision between compute and copies, made once for all engines.
+
+What: a `Site` is one activation storage that leaves the device after the forward has saved it and returns before the
+backward needs it. A `Tape` is the list of sites of one forward pass, in the order of saving; backward reads it from
+the end. The `Mover` sends, lands, fetches and frees, in terms of the engine's ordering calls alone.
+
+The rules (each was once somebody's wrong gradient):
+- a copy out waits for the compute lane that made the data;
+- the source is let go only when its copy is complete, or after the compute lane has been told to wait for it;
+- a copy in waits for the compute lane that freed its buffer's memory, and for the site's own copy out;
+- a reader waits for the copy in; every reader does, on its own lane;
+- a slot, and a buffer in flight, belong to the mover until the engine says that their copies are complete, whoever
+  else has let go of them.
+
+Bounds: bytes leaving and bytes fetched ahead of need are each held below a window, which follows the bytes that a
+pass really swaps (1/25 of them, and never less than two of the largest sites). When copies fall behind, compute
+waits: a stall, not an out-of-memory.
+
+Cost: about 15 us of Python a site. Not covered: what to swap (planner), where host bytes live (engines).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import deque
+
+import torch
+from torch.autograd.variable import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.runtime.engines.base import Engine, Lane, Slot, TierFull
+from lowtide.runtime.stats import Counters, Ledger
+
+_MIN_WINDOW_BYTES = 16 * 2**20
+_WINDOW_SHARE = 25
+
+
+class Copy:
+    """One site's bytes on a slower tier, and the source on the device while it is still there."""
+
+    __slots__ = ("event", "is_leaving", "is_needed_soon", "nbytes", "slot", "source")
+
+    def __init__(self, source: torch.UntypedStorage, nbytes: int) -> None:
+        self.source: torch.UntypedStorage | None = source
+        self.nbytes = nbytes
+        self.slot: Slot | None = None
+        self.event = None
+        self.is_leaving = False
+        # Backward is about to read it: landing must not drop the source any more.
+        self.is_needed_soon = False
+
+
+class Site:
+    """One activation storage, at one version, shared by all saved tensors that view it. Owned by autograd's handles."""
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "buffer",
+        "copy",
+        "device",
+        "distance",
+        "index",
+        "is_ahead",
+        "key",
+        "last_use",
+        "mover",
+        "num_readers",
+        "num_reads",
+        "tape",
+        "task",
+        "version",
+        "weak",
+    )
+
+    def __init__(self, mover: Mover, tape: Tape, storage: torch.UntypedStorage, version: int, distance: int | None):
+        self.mover = mover
+        self.tape = tape
+        self.key = storage._cdata
+        self.weak = StorageWeakRef(storage)
+        self.version = version
+        self.device = storage.device
+        self.copy = Copy(storage, storage.nbytes())
+        self.distance = distance
+        self.last_use = 0
+        self.buffer: torch.UntypedStorage | None = None
+        self.arrival = None
+        self.task: int | None = None
+        self.num_readers = 0
+        self.num_reads = 0
+        self.is_ahead = False
+        self.index = tape.append(self)
+
+    def elsewhere(self) -> torch.UntypedStorage | None:
+        """The original storage, if something other than this site keeps it alive."""
+        pointer = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return pointer if pointer is not None and pointer.nbytes() == self.copy.nbytes else None
+
+    def read(self) -> torch.UntypedStorage:
+        """The bytes on the device, safe to use on the current compute lane."""
+        return self.mover.read(self)
+
+    def __del__(self) -> None:
+        # May run at any point, also while this thread holds the mover's lock: only leave a note.
+        self.mover.orphans.append((self.copy, self.buffer, self.arrival, self.is_ahead))
+        self.mover.forget(self)
+
+
+class Tape:
+    """The sites of one forward pass in the order of saving. Holds them weakly: a dropped graph frees itself."""
+
+    __slots__ = ("cursor", "has_distances", "sites", "swapped_bytes", "task")
+
+    def __init__(self) -> None:
+        self.sites: list[weakref.ref[Site]] = []
+        self.cursor = 0
+        self.task: int | None = None
+        self.swapped_bytes = 0
+        self.has_distances = False
+
+    def append(self, site: Site) -> int:
+        self.sites.append(weakref.ref(site))
+        self.cursor = len(self.sites)
+        self.swapped_bytes += site.copy.nbytes
+        self.has_distances |= site.distance is not None
+        return len(self.sites) - 1
+
+
+class Mover:
+    """Sends sites away and brings them back. One per tide; safe to call from autograd's threads."""
+
+    def __init__(self, engine: Engine, counters: Counters, ledger: Ledger) -> None:
+        self.engine = engine
+        self.counters = counters
+        self.ledger = ledger
+        self.lock = threading.RLock()
+        self.live: dict[int, weakref.ref[Site]] = {}
+        self.orphans: deque[tuple] = deque()
+        self._leaving: deque[Copy] = deque()
+        self._leaving_bytes = 0
+        self._ahead_bytes = 0
+        self._arriving: deque[tuple] = deque()
+        self._unfreed: deque[tuple] = deque()
+        self._open_sites: dict[int, weakref.WeakSet[Site]] = {}
+        self._largest_bytes = 0
+        self._pass_bytes = 0
+        self._has_warned_full = False
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def find(self, storage: torch.UntypedStorage, version: int) -> Site | None:
+        """The site of a live storage at this version, or None. An address alone proves nothing: it may be reused."""
+        reference = self.live.get(storage._cdata)
+        site = reference() if reference is not None else None
+        if site is None or site.version != version or site.weak.expired():
+            return None
+        return site
+
+    def forget(self, site: Site) -> None:
+        """Drop the entry of a dying site unless another site has taken the address over."""
+        reference = self.live.get(site.key)
+        if reference is not None and reference() in (None, site):
+            self.live.pop(site.key, None)
+
+    def send(self, tape: Tape, storage: torch.UntypedStorage, version: int, tier: str | None, distance: int | None):
+        """Make a site of a storage and start its way out. Where no tier has room it stays, counted as kept."""
+        with self.lock:
+            site = Site(self, tape, storage, version, distance)
+            self.live[site.key] = weakref.ref(site)
+            nbytes = site.copy.nbytes
+            self.ledger.add(nbytes)
+            self._largest_bytes = max(self._largest_bytes, nbytes)
+            slot = self._allocate(nbytes, tier)
+            if slot is None:
+                self._stay(site.copy)
+                return site
+            self.counters.swapped_bytes += nbytes
+            site.copy.slot = slot
+            self._copy_out(site.copy)
+            self.retire(self.window_bytes())
+            return site
+
+    def _allocate(self, nbytes: int, tier: str | None) -> Slot | None:
+        tiers = self.engine.tiers
+        start = tiers.index(tier) if tier in tiers else 0
+        self._free_orphans()
+        for name in tiers[start:]:
+            try:
+                return self.engine.allocate(nbytes, name)
+            except TierFull as full:
+                reason = str(full)
+        if not self._has_warned_full:
+            self._has_warned_full = True
+            warnings.warn(
+                f"lowtide: no room left for swapped activations ({reason}); they stay on the device, and "
+                "`stats.num_kept_for_lack_of_room` counts them. Raise host_budget or disk_budget, point disk_path at "
+                "a larger disk, or swap less.",
+                stacklevel=2,
+            )
+        return None
+
+    def _stay(self, copy: Copy) -> None:
+        copy.slot = None
+        self.counters.num_kept_for_lack_of_room += 1
+        self.counters.kept_bytes += copy.nbytes
+
+    def _copy_out(self, copy: Copy) -> None:
+        engine = self.engine
+        assert copy.source is not None and copy.slot is not None
+        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+        engine.copy_out(copy.source, copy.slot)
+        copy.event = engine.record(Lane.OUT)
+        copy.is_leaving = True
+        self._leaving.append(copy)
+        self._leaving_bytes += copy.nbytes
+
+    def window_bytes(self) -> int:
+        """How many bytes may be leaving, and how many may be fetched ahead of need. Follows the last full pass."""
+        return max(self._pass_bytes // _WINDOW_SHARE, 2 * self._largest_bytes, _MIN_WINDOW_BYTES)
+
+    def end_of_pass(self, tape: Tape) -> None:
+        """A forward is complete: remember how much it swapped, for the next windows."""
+        self._pass_bytes = max(tape.swapped_bytes, self._pass_bytes // 2)
+
+    def retire(self, limit_bytes: int) -> None:
+        """Let go of sources whose copies are complete; while more than `limit_bytes` are leaving, compute waits."""
+        engine = self.engine
+        while self._leaving:
+            copy = self._leaving[0]
+            if not engine.query(copy.event):
+                if self._leaving_bytes <= limit_bytes:
+                    return
+                self.counters.stall_seconds += engine.wait(Lane.COMPUTE, copy.event)
+            self._leaving.popleft()
+            self._leaving_bytes -= copy.nbytes
+            copy.is_leaving = False
+            self._land(copy)
+
+    def _land(self, copy: Copy) -> None:
+        failure = self.engine.failure(copy.event)
+        if failure is not None:
+            self._keep_after_failure(copy, failure)
+            return
+        self.counters.copied_out_bytes += copy.nbytes
+        if not copy.is_needed_soon:
+            self._drop_source(copy)
+
+    def _drop_source(self, copy: Copy) -> None:
+        if copy.source is not None:
+            copy.source = None
+            self.ledger.subtract(copy.nbytes)
+
+    def _keep_after_failure(self, copy: Copy, failure: BaseException) -> None:
+        self.counters.swapped_bytes -= copy.nbytes
+        if copy.slot is None:
+            self._drop_source(copy)
+            return
+        self._unfreed.append((copy.slot, (copy.event,)))
+        self._stay(copy)
+        if not self._has_warned_full:
+            self._has_warned_full = True
+            warnings.warn(
+                f"lowtide: writing an activation to a slower tier failed ({failure}); it stays on the device, nothing "
+                "is lost, and `stats.num_kept_for_lack_of_room` counts it. Free some space or point disk_path at "
+                "another disk.",
+                stacklevel=2,
+            )
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def read(self, site: Site) -> torch.UntypedStorage:
+        """Bytes of a site on the device, after the current compute lane has been made to wait for them."""
+        with self.lock:
+            self._free_orphans()
+            self.retire(self.window_bytes())
+            self._enter_task(site)
+            self._bring(site)
+            self._fetch_ahead(site)
+            storage = self._storage(site)
+            site.num_reads += 1
+            if site.num_reads >= site.num_readers or site.task == -1:
+                self._release(site)
+            return storage
+
+    def _enter_task(self, site: Site) -> None:
+        task = torch._C._current_graph_task_id()
+        if site.task != task:
+            site.task = task
+            site.num_reads = 0
+        if site.tape.task != task:
+            site.tape.task = task
+            site.tape.cursor = len(site.tape.sites)
+        if task != -1 and task not in self._open_sites:
+            self._open_sites[task] = weakref.WeakSet()
+            Variable._execution_engine.queue_callback(lambda: self.end_of_backward(task))
+
+    def _bring(self, site: Site) -> None:
+        """See to it that the bytes are on the device, or on their way."""
+        if site.copy.source is not None:
+            self._forward(site)
+            return
+        if site.buffer is not None:
+            return
+        site.buffer = site.elsewhere()
+        if site.buffer is None:
+            self._fetch(site)
+            return
+        # Someone else kept the storage all along (a cache, an output): nothing was saved, and nothing need be fetched.
+        self.counters.aliased_bytes += site.copy.nbytes
+        self.ledger.add(site.copy.nbytes)
+        self._note_open(site)
+
+    def _storage(self, site: Site) -> torch.UntypedStorage:
+        if site.copy.source is not None:
+            return site.copy.source
+        assert site.buffer is not None
+        if site.arrival is None:
+            return site.buffer
+        self.counters.stall_seconds += self.engine.wait(Lane.COMPUTE, site.arrival)
+        failure = self.engine.failure(site.arrival)
+        if failure is not None:
+            assert site.copy.slot is not None
+            raise RuntimeError(
+                f"lowtide: a swapped activation of {site.copy.nbytes} bytes could not be read back from tier "
+                f"'{site.copy.slot.tier}': {failure}"
+            ) from failure
+        return site.buffer
+
+    def _forward(self, site: Site) -> None:
+        """Backward needs bytes that have not left yet: keep the source, and spare the copy if it has not begun."""
+        copy = site.copy
+        if copy.is_needed_soon or copy.slot is None:
+            return
+        copy.is_needed_soon = True
+        if copy.is_leaving and self.engine.cancel(copy.event):
+            self._leaving.remove(copy)
+            self._leaving_bytes -= copy.nbytes
+            copy.is_leaving = False
+            self.engine.free(copy.slot)
+            copy.slot = None
+
+    def _fetch(self, site: Site) -> None:
+        engine, copy = self.engine, site.copy
+        site.buffer = engine.new_buffer(copy.nbytes, site.device)
+        self.ledger.add(copy.nbytes)
+        engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
+        engine.wait(Lane.IN, copy.event)
+        engine.copy_in(copy.slot, site.buffer)
+        site.arrival = engine.record(Lane.IN)
+        self.counters.copied_in_bytes += copy.nbytes
+        # The copy in flight owns the buffer too: were the graph dropped now, its memory must not be reused yet.
+        self._arriving.append((site.buffer, site.arrival))
+        while self._arriving and engine.query(self._arriving[0][1]):
+            self._arriving.popleft()
+        self._note_open(site)
+
+    def _note_open(self, site: Site) -> None:
+        if site.task in self._open_sites:
+            self._open_sites[site.task].add(site)
+
+    def _fetch_ahead(self, site: Site) -> None:
+        """Start fetching what backward will read next: the sites saved before this one, latest first."""
+        tape = site.tape
+        tape.cursor = min(tape.cursor, site.index + 1)
+        window = self.window_bytes()
+        while tape.cursor > 0:
+            following = tape.sites[tape.cursor - 1]()
+            if following is not None and following is not site:
+                if not self._may_fetch(following, site, window):
+                    return
+                self._start(following, tape)
+            tape.cursor -= 1
+
+    def _may_fetch(self, following: Site, site: Site, window: int) -> bool:
+        if following.distance is not None:
+            return following.last_use >= site.last_use - following.distance
+        return self._ahead_bytes + following.copy.nbytes <= window
+
+    def advance(self, tape: Tape, sequence: int) -> None:
+        """Backward reached the op with this autograd sequence number: start fetches whose written distance says so."""
+        with self.lock:
+            task = torch._C._current_graph_task_id()
+            if tape.task != task:
+                tape.task = task
+                tape.cursor = len(tape.sites)
+            while tape.cursor > 0:
+                following = tape.sites[tape.cursor - 1]()
+                if following is not None:
+                    if following.distance is None or following.last_use < sequence - following.distance:
+                        return
+                    self._start(following, tape)
+                tape.cursor -= 1
+
+    def _start(self, site: Site, tape: Tape) -> None:
+        if site.task != tape.task:
+            site.task = tape.task
+            site.num_reads = 0
+        if not site.is_ahead:
+            site.is_ahead = True
+            self._ahead_bytes += site.copy.nbytes
+        self._bring(site)
+
+    def _release(self, site: Site) -> None:
+        """The last reader of this backward has its tensor: the site lets go, the slower copy stays for another one."""
+        if site.is_ahead:
+            site.is_ahead = False
+            self._ahead_bytes -= site.copy.nbytes
+        if site.buffer is not None:
+            site.buffer = None
+            site.arrival = None
+            self.ledger.subtract(site.copy.nbytes)
+        copy = site.copy
+        if copy.source is not None and copy.is_needed_soon:
+            copy.is_needed_soon = False
+            if copy.slot is not None and not copy.is_leaving:
+                self._drop_source(copy)
+
+    def end_of_backward(self, task: int) -> None:
+        """A backward is over: drop what it fetched and did not use."""
+        with self.lock:
+            for site in list(self._open_sites.pop(task, ())):
+                if site.task == task:
+                    self._release(site)
+            self._free_orphans()
+
+    # -- giving back -----------------------------------------------------------------------------------------------
+
+    def _free_orphans(self) -> None:
+        """Take over what dead sites owned, and free the slots whose copies are complete."""
+        while self.orphans:
+            copy, buffer, arrival, is_ahead = self.orphans.popleft()
+            if is_ahead:
+                self._ahead_bytes -= copy.nbytes
+            if buffer is not None:
+                self.ledger.subtract(copy.nbytes)
+            if copy.slot is not None:
+                self._unfreed.append((copy.slot, tuple(e for e in (copy.event, arrival) if e is not None)))
+                copy.slot = None
+            copy.is_needed_soon = False
+            # While it is leaving, the source belongs to the copy in flight; landing drops it.
+            if not copy.is_leaving:
+                self._drop_source(copy)
+        while self._unfreed and all(self.engine.query(event) for event in self._unfreed[0][1]):
+            self.engine.free(self._unfreed.popleft()[0])
+
+    def settle(self) -> None:
+        """Wait for every copy and free what nobody owns. Raises nothing; used between steps, at remove, in tests."""
+        with self.lock:
+            self.retire(0)
+            while self._arriving:
+                self.engine.wait(Lane.COMPUTE, self._arriving.popleft()[1])
+            self._free_orphans()
+            for slot, events in self._unfreed:
+                for event in events:
+                    self.engine.wait(Lane.COMPUTE, event)
+            self._free_orphans()
+
+    def num_open(self) -> int:
+        """Things the mover still holds: zero when every graph is gone and `settle` ran."""
+        return len(self._leaving) + len(self._arriving) + len(self._unfreed) + len(self.orphans)

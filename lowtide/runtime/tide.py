@@ -1,0 +1,393 @@
+"""A tide: one model under one plan, from `apply` to `remove()`.
+
+What: `apply` finds the layers, checks the rules against the model, puts one wrapper on the model, on each layer and on
+each module that is to be recomputed, and returns a `Tide` that shows what happened and can undo everything.
+
+A pattern may name an operator, and operators are known only after a forward pass has run; such patterns are checked at
+the end of the first forward, everything else at once.
+
+Under several ranks `apply` is collective: the ranks compare what they were asked for, and refuse together.
+
+Not covered: budgets and optimizer state (later issues of the same engine), compiled models, `nn.DataParallel`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide.catalog.layers import find_layers, named_layers
+from lowtide.config.native import MemoryConfig, load_memory
+from lowtide.errors import ConfigError
+from lowtide.planner.fate import Fate
+from lowtide.planner.plan import Plan
+from lowtide.planner.rules import Rule, Rules, unmatched_error
+from lowtide.runtime.engines.base import Engine
+from lowtide.runtime.engines.choose import choose_engine
+from lowtide.runtime.handle import open_handle
+from lowtide.runtime.hooks import Region, Scope, Setting
+from lowtide.runtime.patch import ForwardPatch, patched_module
+from lowtide.runtime.recompute import is_checkpoint_hook, top_hooks
+from lowtide.runtime.stats import Counters, Ledger, Stats
+from lowtide.runtime.swap import Mover
+
+
+def apply(
+    model: nn.Module,
+    memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: Engine | str | None = None,
+) -> Tide:
+    """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`."""
+    _refuse_unsuitable(model)
+    plan = _plan_of(model, memory)
+    _check_patterns(model, plan)
+    _agree_across_ranks(plan)
+    _warn_about_checkpointing(model)
+    return Tide(model, plan, optimizer, choose_engine(engine, model, plan))
+
+
+class Tide:
+    """A model under a plan. A context manager: leaving it removes it. All sizes in bytes, times in seconds."""
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None, engine: Engine) -> None:
+        self.model = model
+        self.engine = engine
+        self._plan = plan
+        self._optimizer = optimizer
+        self._counters = Counters()
+        self._ledger = Ledger()
+        self._mover = Mover(engine, self._counters, self._ledger)
+        # The engine must outlive every graph that still holds activations: the last of them takes it down.
+        weakref.finalize(self._mover, engine.close)
+        self._setting = Setting(
+            model=model,
+            rules=plan.rules,
+            stay_rules=_without_recompute(plan.rules),
+            min_bytes=plan.min_bytes,
+            device_type=engine.device_type,
+            mover=self._mover,
+            counters=self._counters,
+            ledger=self._ledger,
+        )
+        self._local = threading.local()
+        self._unchecked = _rules_about_ops(model, plan)
+        self._stall_base_seconds = engine.stall_seconds()
+        self._patches = self._wrap()
+        self._is_removed = False
+
+    # -- what the user sees ----------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with the sites that the first forward showed."""
+        return self._plan.with_sites(self._setting.sites.values())
+
+    @property
+    def stats(self) -> Stats:
+        """A snapshot of what happened since `apply` or the last `reset_stats()`."""
+        counters, in_use = self._counters, self.engine.memory_in_use()
+        peak_bytes = self.engine.device_peak_bytes()
+        if peak_bytes is None:
+            peak_bytes = self._model_state_bytes() + self._ledger.peak_bytes
+        return Stats(
+            saved_bytes=counters.kept_bytes + counters.swapped_bytes + counters.recomputed_bytes,
+            kept_bytes=counters.kept_bytes,
+            swapped_bytes=counters.swapped_bytes,
+            recomputed_bytes=counters.recomputed_bytes,
+            copied_out_bytes=counters.copied_out_bytes,
+            copied_in_bytes=counters.copied_in_bytes,
+            aliased_bytes=counters.aliased_bytes,
+            peak_device_bytes=peak_bytes,
+            stall_seconds=counters.stall_seconds + self.engine.stall_seconds() - self._stall_base_seconds,
+            num_divergences=counters.num_divergences,
+            num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
+            num_forwards=counters.num_forwards,
+            num_stepped_aside=counters.num_stepped_aside,
+            host_bytes=in_use.get("host", 0),
+            disk_bytes=in_use.get("disk", 0),
+        )
+
+    def reset_stats(self) -> None:
+        """Start all totals, and the peak, anew."""
+        self._counters.reset()
+        self._ledger.restart_peak()
+        self._stall_base_seconds = self.engine.stall_seconds()
+        self.engine.reset_device_peak()
+
+    def settle(self) -> None:
+        """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
+        self._mover.settle()
+
+    def remove(self) -> None:
+        """Restore the model exactly. Graphs that are still alive keep working. Idempotent."""
+        if self._is_removed:
+            return
+        self._is_removed = True
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._mover.settle()
+
+    def __enter__(self) -> Tide:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "removed" if self._is_removed else "applied"
+        return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
+
+    def _model_state_bytes(self) -> int:
+        """Parameters, buffers, gradients and optimizer state: unique storages on this engine's device."""
+        tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if self._optimizer is not None:
+            tensors += [value for state in self._optimizer.state.values() for value in state.values()]
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.engine.device_type
+        }
+        return sum(storages.values())
+
+    # -- how it works ----------------------------------------------------------------------------------------------
+
+    def _wrap(self) -> list[ForwardPatch]:
+        modules = dict(self.model.named_modules())
+        layers = self._plan.layers
+        patches = []
+        for name in _recomputed_modules(modules, self._plan):
+            patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))
+        for name in layers:
+            patches.append(ForwardPatch(modules[name], self._around_region(self._region(name, modules[name]))))
+        if "" not in layers:
+            patches.append(ForwardPatch(self.model, self._around_region(self._region("", self.model))))
+        return patches
+
+    def _region(self, name: str, module: nn.Module) -> Region:
+        rules = self._plan.rules
+        is_recomputed = name in self._plan.layers and rules.decide(name, is_site=False).fate is Fate.RECOMPUTE
+        fallback = self._setting.stay_rules.decide(name, is_site=False)
+        return Region(name, module, is_recomputed, fallback)
+
+    def _around_region(self, region: Region) -> Callable[[Callable, tuple, dict], Any]:
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            scope: Scope | None = getattr(self._local, "scope", None)
+            if scope is None:
+                return self._open_scope(region, forward, args, kwargs)
+            if region.name == "" or not scope.is_innermost():
+                return forward(*args, **kwargs)
+            with scope.inside(region):
+                return _run(scope, region, forward, args, kwargs)
+
+        return around
+
+    def _around_module(self, module: nn.Module) -> Callable[[Callable, tuple, dict], Any]:
+        is_leaf = next(module.children(), None) is None
+
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            scope: Scope | None = getattr(self._local, "scope", None)
+            if scope is None or not torch.is_grad_enabled() or not scope.is_innermost():
+                return forward(*args, **kwargs)
+            if is_leaf:
+                return scope.discarded(module, forward, args, kwargs)
+            return scope.checkpointed(module, forward, args, kwargs)
+
+        return around
+
+    def _open_scope(self, region: Region, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not _can_hook():
+            return forward(*args, **kwargs)
+        hooks = top_hooks()
+        if is_checkpoint_hook(hooks):
+            self._counters.num_stepped_aside += 1
+            return forward(*args, **kwargs)
+        if hooks is not None:
+            raise _foreign_hooks_error(hooks)
+        scope = Scope(self._setting)
+        self._local.scope = scope
+        try:
+            with (
+                scope.inside(region),
+                torch.autograd.graph.saved_tensors_hooks(scope.pack_hook, open_handle),
+            ):
+                output = _run(scope, region, forward, args, kwargs)
+        finally:
+            self._local.scope = None
+            scope.close()
+        self._counters.num_forwards += 1
+        if self._unchecked and region.table is not None:
+            self._check_ops(is_whole=region.name == "")
+        return output
+
+    def _check_ops(self, is_whole: bool) -> None:
+        """After the first forward, every name is known: a rule that matched nothing is an error now."""
+        names = self._setting.seen_names | set(dict(self.model.named_modules()))
+        self._unchecked = Rules(self._unchecked).unmatched(names) if is_whole else self._unchecked
+        if not is_whole or not self._unchecked:
+            return
+        rule, self._unchecked = self._unchecked[0], []
+        raise unmatched_error(rule, sorted(names))
+
+
+def _run(scope: Scope, region: Region, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    if region.is_recomputed and torch.is_grad_enabled():
+        return scope.checkpointed(region.module, forward, args, kwargs)
+    return forward(*args, **kwargs)
+
+
+def _can_hook() -> bool:
+    """Not without gradients, not under torch.func or a compiler, and not in a recompute inside a backward pass."""
+    return (
+        torch.is_grad_enabled()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and not torch.compiler.is_compiling()
+    )
+
+
+# -- checks --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsuitable(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
+    under = patched_module(model)
+    if under is not None:
+        what = f"its module '{under}'" if under else "this model"
+        raise ConfigError(f"lowtide.apply: {what} is already under a lowtide plan; call remove() on that tide first")
+    if isinstance(model, nn.DataParallel):
+        raise ConfigError(
+            "lowtide.apply: nn.DataParallel is not supported, its replicas cannot be told apart; use "
+            "DistributedDataParallel, one process a device"
+        )
+    if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":
+        raise ConfigError("lowtide.apply: a compiled model has no eager forward to follow; apply to the original model")
+
+
+def _plan_of(model: nn.Module, memory: Any) -> Plan:
+    if isinstance(memory, Plan):
+        named_layers(model, memory.layers)
+        return memory
+    config = load_memory(memory)
+    layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
+    return Plan.from_rules(config, layers)
+
+
+def _module_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name]
+
+
+def _matches_a_module(rule: Rule, names: list[str]) -> bool:
+    return any(rule.pattern.matches(name, is_site=False) for name in names)
+
+
+def _rules_about_ops(model: nn.Module, plan: Plan) -> list[Rule]:
+    """Rules that match no module: they may still match operators, which the first forward shows."""
+    names = _module_names(model)
+    return [rule for rule in plan.rules.rules if not _matches_a_module(rule, names) and rule.pattern.text != "*"]
+
+
+def _check_patterns(model: nn.Module, plan: Plan) -> None:
+    names = _module_names(model)
+    for rule in plan.rules.rules:
+        if rule.fate is Fate.RECOMPUTE and rule.pattern.text == "*":
+            if not plan.layers:
+                raise ConfigError(
+                    f"{_at(rule)}recompute: all needs layers, and no repeated block was found in this model; name "
+                    "them with layers: [...]"
+                )
+            continue
+        if rule.pattern.text == "*" or _matches_a_module(rule, names):
+            continue
+        if rule.fate is Fate.RECOMPUTE:
+            error = unmatched_error(rule, names)
+            raise ConfigError(
+                f"{error} (recompute acts on layers and modules; single operators can be kept or swapped)"
+            )
+        if not _may_be_an_op(rule, names):
+            raise unmatched_error(rule, names)
+
+
+def _may_be_an_op(rule: Rule, names: list[str]) -> bool:
+    """Everything but the last part of the pattern matches a module, or there is nothing else."""
+    segments = rule.pattern.segments
+    if len(segments) == 1:
+        return True
+    above = type(rule.pattern)(text=rule.pattern.text.rpartition(".")[0], segments=segments[:-1])
+    return any(above.matches(name, is_site=False) for name in names)
+
+
+def _at(rule: Rule) -> str:
+    return f"{rule.where}: " if rule.where else ""
+
+
+def _recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
+    """Modules, outermost first, that a recompute rule names and that are neither layers nor around or in such a one."""
+    rules = plan.rules
+    chosen: list[str] = []
+    for name in modules:
+        if not name or name in plan.layers or any(layer.startswith(name + ".") for layer in plan.layers):
+            continue
+        decision = rules.decide(name, is_site=False)
+        if decision.fate is not Fate.RECOMPUTE or decision.rule is None:
+            continue
+        layer = next((layer for layer in plan.layers if name.startswith(layer + ".")), None)
+        if layer is None and decision.rule.pattern.text == "*":
+            continue
+        if layer is not None and rules.decide(layer, is_site=False).fate is Fate.RECOMPUTE:
+            continue
+        if not any(name.startswith(outer + ".") for outer in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _without_recompute(rules: Rules) -> Rules:
+    return Rules(tuple(rule for rule in rules.rules if rule.fate is not Fate.RECOMPUTE))
+
+
+def _agree_across_ranks(plan: Plan) -> None:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, plan.digest())
+    if len(set(digests)) > 1:
+        listed = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+        raise ConfigError(
+            f"lowtide.apply: the ranks were given different memory plans ({listed}); give every rank the same rules"
+        )
+
+
+def _warn_about_checkpointing(model: nn.Module) -> None:
+    names = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
+    if names:
+        warnings.warn(
+            f"lowtide: {len(names)} modules of this model already use gradient checkpointing ('{names[0]}', ...). They "
+            "are left as they are, and rules act on their inputs only; switch it off (gradient_checkpointing_disable()) "
+            "to let lowtide decide.",
+            stacklevel=4,
+        )
+
+
+def _foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
+    name = f"{getattr(hooks[0], '__module__', '?')}.{getattr(hooks[0], '__qualname__', '?')}"
+    return ConfigError(
+        f"lowtide: the model was called inside other saved-tensor hooks ({name}). PyTorch calls only the innermost "
+        "pair, so those would see nothing. Leave them out, enter them around single modules inside the model, or call "
+        "tide.remove() first."
+    )
+
+
