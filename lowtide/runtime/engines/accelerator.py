@@ -1,0 +1,404 @@
+"""The engine for devices with streams: CUDA, NPU, XPU.
+
+What: copies between device storages and pinned host memory on two streams of our own (`Lane.OUT`, `Lane.IN`), ordered
+against the computation by events; and, where a disk tier is given, copies on to the disk through pinned staging.
+Why: a copy engine moves bytes while the compute units work. All that is needed for right answers is order, and all of
+it is said in `record` and `wait`; nothing here calls `record_stream` (it would hold memory back without bound).
+Cost: a direct copy is two stream switches and one `copy_` per piece, some 10 us of Python; an event is taken from a
+pool. A wait for something already complete costs one query.
+
+Streams, exactly:
+- The compute lane is the calling thread's current stream, looked up in each call, before any stream is switched.
+- Memory comes from the allocator's pool of the compute stream (`new_buffer`), so a block freed by Python may be handed
+  to later *compute* work at once. That is safe for a source after `wait(COMPUTE, out_event)`, and for a target after
+  `wait(COMPUTE, in_event)`; and a copy in must be behind `wait(IN, record(COMPUTE))` made after `new_buffer`. The
+  caller issues these waits; the engine keeps no storage alive beyond the calls, but for jobs that have not settled.
+- Host blocks and disk ranges are freed by the caller when the events are complete, so they need no event of their own.
+
+Disk: no stream can call `pwrite`, so a disk copy is a job of the lane's worker thread (staging.py), and an event behind
+a job is compound: first the host's part (the job is settled), then the device's (the event recorded when it settled).
+While a lane has an unsettled job, later copies queue behind it, since a lane is in order and an event speaks for all
+before it. `wait(COMPUTE, e)` blocks the caller until the job is settled (on the way in: the last copy is issued; on
+the way out: the last byte is *written*, so that `failure(e)` is known before anybody drops the source). `wait(OUT|IN,
+e)` never blocks: it becomes a job itself.
+
+Stalls: a pair of timing events around each wait of the compute stream, read later, without synchronising, from a
+bounded ring. A pair costs some microseconds of device time itself; waits that found the event complete are not timed.
+
+Not covered: CUDA graph capture, peer-to-peer transfer, devices without streams (host.py). A device error is sticky:
+it surfaces from the next torch call, not from `failure`, which reports the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from lowtide.errors import ConfigError
+from lowtide.runtime.arena import ALIGN_BYTES, Arena, Block
+from lowtide.runtime.engines.base import Bandwidth, Event, Lane, Slot, TierFull
+from lowtide.runtime.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, TorchDevice, byte_view
+from lowtide.runtime.engines.staging import NUM_STAGES, STAGE_BYTES, Disk, Job, LaneWorker, Staging
+
+COPY_BYTES = 64 * 2**20
+"""Largest single transfer. Lanes have streams of their own, so nothing urgent waits behind it. To be measured."""
+STALL_RING = 1024
+"""Timed waits whose device part may be outstanding. Beyond it waits go untimed: stalls are then under-reported."""
+PROBE_ROUNDS = 4
+
+
+class Mark:
+    """The engine's event: a point in a lane, either on its stream already (`raw`) or behind a job of its worker."""
+
+    __slots__ = ("copy", "is_cancelled", "job", "lane", "pool", "raw")
+
+    def __init__(self, lane: Lane, pool: deque[RawEvent], raw: RawEvent | None, job: Job | None, copy: Job | None):
+        self.lane = lane
+        self.pool = pool
+        self.raw = raw
+        self.job = job
+        self.copy = copy  # the last copy before this point, where that was a job
+        self.is_cancelled = False
+
+    def device_event(self) -> RawEvent | None:
+        """What a stream can wait for; None when the job has not settled, or the device failed."""
+        if self.job is None:
+            return self.raw
+        return self.job.tail if self.job.settled.is_set() else None
+
+    def is_complete(self) -> bool:
+        """Never blocks."""
+        if self.is_cancelled:
+            return True
+        if self.job is not None and not self.job.settled.is_set():
+            return False
+        event = self.device_event()
+        return event is None or event.query()
+
+    def __del__(self) -> None:
+        if self.raw is not None:
+            self.pool.append(self.raw)
+
+
+class _CopyLane:
+    """A stream, the worker for what the stream cannot do, and what was enqueued last."""
+
+    def __init__(self, ops: DeviceOps, lane: Lane) -> None:
+        self.lane = lane
+        self.stream = ops.new_stream()
+        self.worker = LaneWorker(ops, self.stream, f"lowtide-{lane.value}")
+        self.last_copy: Job | None = None
+        self._last_job: Job | None = None
+
+    def open_job(self) -> Job | None:
+        """The last job, while the host still has something to do for it."""
+        if self._last_job is not None and self._last_job.settled.is_set():
+            self._last_job = None
+        return self._last_job
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        job = Job(work)
+        self._last_job = job
+        self.worker.submit(job)
+        return job
+
+
+class _StallMeter:
+    """Sums the device time that the compute stream spent in waits."""
+
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
+        self._pairs: deque[tuple[RawEvent, RawEvent]] = deque()
+        self._pool: deque[tuple[RawEvent, RawEvent]] = deque()
+        self._seconds = 0.0
+
+    def wait(self, stream: Stream, event: RawEvent) -> None:
+        """Make `stream` wait for `event`, and time it."""
+        self._read(2)  # more than comes in, so that the ring empties as the device catches up
+        if len(self._pairs) >= STALL_RING:
+            stream.wait_event(event)
+            return
+        before, after = self._pool.pop() if self._pool else (self._new(), self._new())
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._pairs.append((before, after))
+
+    def seconds(self) -> float:
+        """Stalls known so far; waits still in the device's future are not in it."""
+        self._read(len(self._pairs))
+        return self._seconds
+
+    def _new(self) -> RawEvent:
+        return self._ops.new_event(timing=True)
+
+    def _read(self, at_most: int) -> None:
+        while at_most > 0 and self._pairs and self._pairs[0][1].query():
+            before, after = self._pairs.popleft()
+            self._seconds += before.elapsed_time(after) / 1e3
+            self._pool.append((before, after))
+            at_most -= 1
+
+
+class AcceleratorEngine:
+    """`Engine` on streams. See the module's text.
+
+    `host_budget_bytes`: the user's cap on pinned host memory; the machine's and the cgroup's hold as well.
+    `disk`: a `DiskTier`, which the engine closes with itself; None = no disk tier.
+    `ops`: the device, for tests; None = the accelerator of this torch.
+    """
+
+    name = "accelerator"
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_budget_bytes: int | None = None,
+        disk: Disk | None = None,
+        *,
+        ops: DeviceOps | None = None,
+    ) -> None:
+        self._ops = ops if ops is not None else TorchDevice(device)
+        self.device_type = self._ops.device.type
+        self.tiers: tuple[str, ...] = ("host",) if disk is None else ("host", "disk")
+        self._arena = Arena(_host_cap_bytes(host_budget_bytes), self._ops.new_slab)
+        self._lanes = {lane: _CopyLane(self._ops, lane) for lane in (Lane.OUT, Lane.IN)}
+        self._pool: deque[RawEvent] = deque(maxlen=STALL_RING)
+        self._stalls = _StallMeter(self._ops)
+        self._disk = disk
+        self._stage_blocks: list[Block] = []
+        if disk is not None:
+            self._staging_out = self._make_staging(Lane.OUT, disk)
+            self._staging_in = self._make_staging(Lane.IN, disk)
+        self._staging_bytes = self._arena.bytes_in_use
+        self._is_closed = False
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, tier: str) -> Slot:
+        if tier == "host":
+            return Slot(tier, nbytes, self._arena.allocate(nbytes))
+        assert tier in self.tiers, f"no tier '{tier}'"
+        assert self._disk is not None
+        return Slot(tier, nbytes, self._disk.allocate(nbytes))
+
+    def free(self, slot: Slot) -> None:
+        if slot.tier == "host":
+            self._arena.free(slot.place)
+        elif self._disk is not None:
+            self._disk.free(slot.place, slot.nbytes)
+        slot.place = None
+
+    def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        return self._ops.new_storage(nbytes, device)
+
+    def memory_in_use(self) -> Mapping[str, int]:
+        in_use = {"host": self._arena.bytes_in_use - self._staging_bytes}
+        if self._disk is not None:
+            in_use["disk"] = self._disk.used_bytes
+        return in_use
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
+        assert source.nbytes() == slot.nbytes
+        data = byte_view(source)
+        if slot.tier == "host":
+            self._copy(self._lanes[Lane.OUT], [(host, part) for host, part in _pair_up(slot.place, data)])
+        else:
+            lane, staging, offset = self._lanes[Lane.OUT], self._staging_out, slot.place
+            lane.last_copy = lane.submit(lambda: staging.write_out(data, offset))
+
+    def copy_in(self, slot: Slot, target: torch.UntypedStorage) -> None:
+        assert target.nbytes() == slot.nbytes
+        data = byte_view(target)
+        if slot.tier == "host":
+            self._copy(self._lanes[Lane.IN], [(part, host) for host, part in _pair_up(slot.place, data)])
+        else:
+            lane, staging, offset = self._lanes[Lane.IN], self._staging_in, slot.place
+            lane.last_copy = lane.submit(lambda: staging.read_in(offset, data))
+
+    def _copy(self, lane: _CopyLane, pairs: CopyPairs) -> None:
+        if lane.open_job() is None:
+            self._ops.copy(lane.stream, pairs)
+            lane.last_copy = None
+        else:
+            ops, stream = self._ops, lane.stream
+            lane.last_copy = lane.submit(lambda: ops.copy(stream, pairs))
+
+    # -- order ---------------------------------------------------------------------------------------------------------
+
+    def record(self, lane: Lane) -> Mark:
+        if lane is Lane.COMPUTE:
+            return Mark(lane, self._pool, self._recorded(self._ops.current_stream()), None, None)
+        copy_lane = self._lanes[lane]
+        job = copy_lane.open_job()
+        raw = self._recorded(copy_lane.stream) if job is None else None
+        return Mark(lane, self._pool, raw, job, copy_lane.last_copy)
+
+    def _recorded(self, stream: Stream) -> RawEvent:
+        event = self._pool.pop() if self._pool else self._ops.new_event()
+        event.record(stream)
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> float:
+        mark = _mark(event)
+        if mark.is_complete():
+            return 0.0
+        if lane is not Lane.COMPUTE:
+            self._wait_on_copy_lane(self._lanes[lane], mark)
+            return 0.0
+        stream = self._ops.current_stream()
+        blocked_seconds = 0.0
+        if mark.job is not None and not mark.job.settled.is_set():
+            start = time.perf_counter()
+            mark.job.settled.wait()
+            blocked_seconds = time.perf_counter() - start
+        raw = mark.device_event()
+        if raw is None:
+            return blocked_seconds
+        if mark.lane is Lane.COMPUTE:
+            stream.wait_event(raw)  # one compute stream behind another: no stall of a copy's making
+        else:
+            self._stalls.wait(stream, raw)
+        return blocked_seconds
+
+    def _wait_on_copy_lane(self, lane: _CopyLane, mark: Mark) -> None:
+        raw = mark.device_event()
+        if raw is not None:
+            lane.stream.wait_event(raw)  # at once, even ahead of queued jobs: they too reach the stream only later
+            return
+        job = mark.job
+        if mark.lane is lane.lane or job is None:
+            return  # a lane is in order by itself
+
+        def wait_for_job() -> None:
+            job.settled.wait()
+            if job.tail is not None:
+                lane.stream.wait_event(job.tail)
+
+        lane.submit(wait_for_job)
+
+    def query(self, event: Event) -> bool:
+        return _mark(event).is_complete()
+
+    def failure(self, event: Event) -> BaseException | None:
+        copy = _mark(event).copy
+        return copy.error if copy is not None else None
+
+    def cancel(self, event: Event) -> bool:
+        mark = _mark(event)
+        if mark.copy is None or not self._lanes[mark.lane].worker.cancel(mark.copy):
+            return False
+        mark.is_cancelled = True
+        return True
+
+    # -- measures ------------------------------------------------------------------------------------------------------
+
+    def device_peak_bytes(self) -> int | None:
+        return self._ops.peak_bytes()
+
+    def reset_device_peak(self) -> None:
+        self._ops.reset_peak()
+
+    def stall_seconds(self) -> float:
+        return self._stalls.seconds()
+
+    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+        """Copies a buffer of `nbytes` each way, `PROBE_ROUNDS` times, both ways at once, after one round unmeasured.
+        Takes `2 * nbytes` on the device and on the host for its duration; raises `TierFull` if the host has no room."""
+        assert all(lane.open_job() is None for lane in self._lanes.values()), "the lanes are busy with the disk"
+        out_slot = self.allocate(nbytes, "host")
+        try:
+            in_slot = self.allocate(nbytes, "host")
+            try:
+                out_seconds, in_seconds = self._time_copies(nbytes, out_slot, in_slot)
+            finally:
+                self.free(in_slot)
+        finally:
+            self.free(out_slot)
+        moved_bytes = PROBE_ROUNDS * nbytes
+        return Bandwidth(out_bytes_per_second=moved_bytes / out_seconds, in_bytes_per_second=moved_bytes / in_seconds)
+
+    def _time_copies(self, nbytes: int, out_slot: Slot, in_slot: Slot) -> tuple[float, float]:
+        source = self.new_buffer(nbytes, self._ops.device)
+        target = self.new_buffer(nbytes, self._ops.device)
+        lanes = (self._lanes[Lane.OUT], self._lanes[Lane.IN])
+        starts, ends = ([self._ops.new_event(timing=True) for _ in lanes] for _ in range(2))
+        ready = self.record(Lane.COMPUTE)
+        for round_index in range(PROBE_ROUNDS + 1):
+            for lane, start in zip(lanes, starts, strict=True):
+                if round_index == 0:
+                    self.wait(lane.lane, ready)
+                elif round_index == 1:
+                    start.record(lane.stream)
+            self.copy_out(source, out_slot)
+            self.copy_in(in_slot, target)
+        for lane, end in zip(lanes, ends, strict=True):
+            end.record(lane.stream)
+        for end in ends:
+            end.synchronize()  # both, before the buffers and slots go
+        out_seconds, in_seconds = (
+            max(start.elapsed_time(end) / 1e3, 1e-9) for start, end in zip(starts, ends, strict=True)
+        )
+        return out_seconds, in_seconds
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    def _make_staging(self, lane: Lane, disk: Disk) -> Staging:
+        try:
+            block = self._arena.allocate(NUM_STAGES * STAGE_BYTES)
+        except TierFull as full:
+            raise ConfigError(
+                f"host_budget: {self._arena.cap_bytes} bytes are too few for the disk tier, which sends everything "
+                f"through {2 * NUM_STAGES * STAGE_BYTES} bytes of pinned host memory; raise it or drop the disk"
+            ) from full
+        self._stage_blocks.append(block)
+        chunks = [chunk for piece in block.pieces() for chunk in piece.split(STAGE_BYTES)]
+        # Pieces are cut from slabs, so all but the ends of pieces are whole chunks; a ring of equal chunks is simpler.
+        whole = [chunk for chunk in chunks if chunk.numel() == STAGE_BYTES] or chunks[:1]
+        return Staging(self._ops, self._lanes[lane].stream, disk, whole)
+
+    def close(self) -> None:
+        """Idempotent. Jobs that have not started are dropped; copies under way finish first."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for lane in self._lanes.values():
+            lane.worker.begin_close()
+        for lane in self._lanes.values():
+            lane.worker.join()
+            lane.stream.synchronize()  # no copy may still touch pinned memory that is about to go
+        if self._disk is not None:
+            self._disk.close()
+        for block in self._stage_blocks:
+            self._arena.free(block)
+        self._stage_blocks.clear()
+        self._arena.trim()
+        self._ops.release_slabs()
+
+
+def _mark(event: Event) -> Mark:
+    assert isinstance(event, Mark), "an event of another engine"
+    return event
+
+
+def _pair_up(block: Block, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(host, device) parts of equal length, none longer than `COPY_BYTES`."""
+    start = 0
+    for piece in block.pieces():
+        for host in piece.split(COPY_BYTES):
+            yield host, data[start : start + host.numel()]
+            start += host.numel()
+
+
+def _host_cap_bytes(host_budget_bytes: int | None) -> int:
+    """The user's budget or half of what the machine has to spare, whichever is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    machine_bytes = available_kib * 1024 // 2 // ALIGN_BYTES * ALIGN_BYTES
+    return machine_bytes if host_budget_bytes is None else min(host_budget_bytes, machine_bytes)

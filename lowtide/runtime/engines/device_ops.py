@@ -1,0 +1,201 @@
+"""The few things an accelerator must be able to do, as one object.
+
+What: streams, events, copies, buffers, pinned slabs and the allocator's peak, through `torch.Stream`, `torch.Event`,
+`torch.accelerator` and `torch.get_device_module`: the same code for CUDA, NPU and XPU.
+Why an object: `AcceleratorEngine` decides *order* (what waits for what). With the device behind a protocol the same
+decisions run in tests on simulated streams that execute late or early at will, on a machine without a device.
+
+Facts the code rests on:
+- `with stream:` keeps what to restore on the stream object itself. Two threads inside the same stream would restore
+  each other's streams, and a worker shares each lane's stream with its callers; so `TorchDevice.copy` keeps it locally.
+- An event may be recorded again while a stream still waits for its former recording: the wait keeps the recording it
+  was given (CUDA; CANN for the events torch_npu creates; SYCL events are made anew at each recording).
+- `torch.Event` has timing off by default, and `elapsed_time` needs both events made with timing on.
+
+NUMA: slabs are pinned by a short-lived thread bound to the CPUs of the device's NUMA node, where /sys and the device's
+PCI address tell it (CUDA does; where a device module has no PCI address, the pages fall where the caller runs).
+
+Not covered: devices without streams (that is the host engine's work).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lowtide.errors import ConfigError
+
+
+class RawEvent(Protocol):
+    """What is used of `torch.Event`."""
+
+    def record(self, stream: Any) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class Stream(Protocol):
+    """What is used of `torch.Stream`."""
+
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+CopyPairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(target, source) pairs of uint8 tensors of equal length."""
+
+
+class DeviceOps(Protocol):
+    """The device as the engine sees it."""
+
+    device: torch.device
+
+    def current_stream(self) -> Stream:
+        """The calling thread's current stream: the compute lane."""
+
+    def new_stream(self) -> Stream:
+        """A stream that no computation uses."""
+
+    def new_event(self, *, timing: bool = False) -> RawEvent:
+        """An event that has not been recorded."""
+
+    def copy(self, stream: Stream, pairs: CopyPairs) -> None:
+        """Enqueue copies on `stream`, from any thread, without blocking it. Host memory in them is pinned."""
+
+    def new_storage(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Device memory from the allocator's pool of the current stream."""
+
+    def new_slab(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, near the device. Raises RuntimeError where the machine has no more."""
+
+    def release_slabs(self) -> None:
+        """Return pinned memory that nobody holds to the operating system, as far as torch can."""
+
+    def peak_bytes(self) -> int:
+        """The allocator's peak since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+
+
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A flat uint8 tensor over all bytes of a storage. Owns a reference to it, like any tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class TorchDevice:
+    """`DeviceOps` on whatever accelerator this torch was built for."""
+
+    def __init__(self, device: torch.device) -> None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None or accelerator.type != device.type:
+            found = "none" if accelerator is None else f"'{accelerator.type}'"
+            raise ConfigError(
+                f"device '{device}' cannot be swapped by the accelerator engine: the accelerator of this torch is "
+                f"{found}. Move the model to that device, or use the host engine."
+            )
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._local_cpus = _cpus_near(self.device)
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        return torch.Stream(self.device)
+
+    def new_event(self, *, timing: bool = False) -> RawEvent:
+        return torch.Event(self.device, enable_timing=timing)
+
+    def copy(self, stream: Any, pairs: CopyPairs) -> None:
+        index = torch.accelerator.current_device_index()
+        previous = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(stream)  # also makes the stream's device the current one
+        try:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        finally:
+            torch.accelerator.set_stream(previous)
+            torch.accelerator.set_device_index(index)
+
+    def new_storage(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def new_slab(self, nbytes: int) -> torch.Tensor:
+        if self._local_cpus is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return _in_thread_on(self._local_cpus, lambda: self._new_slab_here(nbytes))
+
+    def _new_slab_here(self, nbytes: int) -> torch.Tensor:
+        # A new thread starts on device 0; pinning there would open a context on a device that may be another rank's.
+        torch.accelerator.set_device_index(self.device.index)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def release_slabs(self) -> None:
+        # New in torch 2.13; before that, torch keeps freed pinned memory for its own later use.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_host_cache is not None:
+            empty_host_cache()
+
+    def peak_bytes(self) -> int:
+        return int(self._memory_call("max_memory_allocated"))
+
+    def reset_peak(self) -> None:
+        self._memory_call("reset_peak_memory_stats")
+
+    def _memory_call(self, name: str) -> Any:
+        try:
+            return getattr(torch.accelerator, name)(self.device)
+        except RuntimeError:
+            # torch_npu up to 2.12 has no `DeviceAllocator`; its own module has had these functions all along.
+            return getattr(torch.get_device_module(self.device), name)(self.device)
+
+
+def _cpus_near(device: torch.device) -> frozenset[int] | None:
+    """The CPUs of the device's NUMA node that this process may use, or None where that cannot be told."""
+    try:
+        properties = torch.get_device_module(device).get_device_properties(device)
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        if node < 0:  # one node, or firmware that does not say
+            return None
+        near = parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+        return near & os.sched_getaffinity(0) or None
+    except (AttributeError, OSError, ValueError, TypeError, RuntimeError):
+        return None  # placement is a matter of speed only: no reason to stop
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """The kernel's list format: '0-3,8,10-11'."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _in_thread_on(cpus: frozenset[int], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run `make` in a thread bound to `cpus`: first touch puts the pages on their node; the caller's binding stays."""
+    made: list[torch.Tensor] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            os.sched_setaffinity(0, cpus)  # 0 is the calling thread
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="lowtide-pin")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
