@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from lowtide.config.native import MemoryConfig
     from lowtide.errors import ConfigError
     from lowtide.planner.plan import Plan
     from lowtide.runtime.engines.base import Engine
@@ -32,15 +33,15 @@ _HOMES = {
 
 def apply(
     model: torch.nn.Module,
-    memory: Plan | Mapping[str, Any] | str | os.PathLike[str],
+    memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
 ) -> Tide:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
-    `memory` is a `Plan`, a mapping with the keys of the `memory` section, or the path of a YAML file. `engine` is
-    chosen by the device of the model when absent. Gradients are the same to the bit; `state_dict` does not change.
+    `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
+    file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients are the same to the bit; `state_dict` does not change.
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
     from lowtide.runtime.tide import apply as apply_plan

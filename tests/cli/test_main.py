@@ -92,3 +92,8 @@ def test_our_own_bugs_are_not_hidden(command) -> None:
     command(run)
     with pytest.raises(ValueError, match=r"^a bug$"):
         cli.main(["do"])
+
+
+def test_python_dash_m() -> None:
+    result = subprocess.run([sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "lowtide 0.1.0\n")
