@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
 
 NUM_BYTE_TOKENS = 256
@@ -46,7 +47,8 @@ class Corpus:
 
     def read(self, start: int, num_bytes: int) -> bytearray:
         """The bytes [start, start + num_bytes); all of them must exist."""
-        assert 0 <= start and start + num_bytes <= self.num_bytes
+        assert start >= 0
+        assert start + num_bytes <= self.num_bytes
         found = bytearray()
         index = bisect.bisect_right(self.ends, start)
         while len(found) < num_bytes:
@@ -97,6 +99,33 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; fix the file or take it out of data.files"
         ) from None
+
+
+def open_text(run: RunConfig) -> Corpus:
+    """The text of a run. Raises `ConfigError`: a pattern that matches no file, not enough text for one sequence."""
+    paths: list[Path] = []
+    for index, pattern in enumerate(run.data.files):
+        found = _match(pattern)
+        if not found:
+            run.fail(f"data.files[{index}]", f"'data.files[{index}]': no file matches {pattern!r}; check the path")
+        paths += found
+    corpus = open_corpus(paths or standard_library())
+    if corpus.num_bytes < run.data.sequence_length:
+        run.fail(
+            "data.files",
+            f"'data.files': the text has {corpus.num_bytes} bytes, less than one sequence of "
+            f"{run.data.sequence_length}; add files or lower 'data.sequence_length'",
+        )
+    return corpus
+
+
+def _match(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    root = Path(path.anchor or ".")
+    parts = path.relative_to(path.anchor) if path.anchor else path
+    return sorted(found for found in root.glob(str(parts)) if found.is_file()) if str(parts) != "." else []
 
 
 class Sampler:

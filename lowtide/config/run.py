@@ -1,0 +1,224 @@
+"""The run file of `lowtide train`: sections `model`, `data`, `train`, `memory`, as frozen dataclasses.
+
+What: `load_run("run.yaml")` reads the whole file; every mistake is one line with its place. Paths in it are relative to
+the current directory, as on every command line.
+Why here and without torch: a file with a mistake must be refused at once, before anything heavy is imported. Only what
+needs the model library (fields of the model's config class) or the disk (the text) is checked later; `places` keeps
+where these were written, so that the late errors name the line too.
+Not covered in this version: `recompute_config`, `swap_config` and `pipeline`; they are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+from lowtide.config.loader import FieldError, Locations, did_you_mean, load_yaml
+from lowtide.config.native import MemoryConfig
+from lowtide.config.source import read_yaml
+from lowtide.errors import ConfigError
+
+DType = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bf16_autocast", "bf16"]
+
+_NOT_YET = ("recompute_config", "swap_config", "pipeline")
+_WEIGHTS: dict[Precision, DType] = {"float32": "float32", "bf16_autocast": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model: a folder with weights, or a kind of model with fields for its config class and fresh weights."""
+
+    path: Path | None = None
+    """A local folder for `from_pretrained`; nothing is ever downloaded."""
+    model_type: str | None = None
+    """`llama`, `qwen3_moe`, `deepseek_v3`, or any other causal language model that transformers knows."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the section; checked against the config class of `model_type` when the model is built."""
+    dtype: DType = "float32"
+    """Of the weights. Left out, it follows `train.precision`."""
+    seed: int = 0
+    """Of fresh weights; the same on every rank."""
+    key_places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each key of the section stands, for mistakes that are seen when the model is built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which text, in pieces of which length. Tokens are bytes."""
+
+    files: tuple[str, ...] = ()
+    """Paths or globs, concatenated in this order (a glob: sorted). Empty: the standard library's .py files."""
+    sequence_length: int = 256
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        _at_least(self, "sequence_length", 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train. One step is `grad_accumulation` micro-batches of `batch_size` sequences on every rank."""
+
+    steps: int
+    batch_size: int = 8
+    """Sequences per micro-batch and rank."""
+    grad_accumulation: int = 1
+    learning_rate: float = 1e-3
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up. `cosine` falls to zero at `steps`."""
+    warmup_steps: int = 0
+    """The learning rate grows linearly over this many steps."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases are not decayed."""
+    clip_grad_norm: float | None = 1.0
+    """null: no clipping."""
+    seed: int = 0
+    """Of the order of the text and of dropout."""
+    precision: Precision = "float32"
+    """`float32`; `bf16_autocast`: float32 weights, bf16 compute; `bf16`: weights, gradients and AdamW state in bf16."""
+    allow_non_finite: bool = False
+    """true: go on after a loss or a gradient that is nan or infinite, instead of stopping."""
+    log_every: int = 10
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; null: only at the end of the run and at a signal."""
+    output_dir: Path | None = None
+    """Receives metrics.jsonl; null: `runs/` and the name of the run file."""
+    checkpoint_dir: Path | None = None
+    """null: `checkpoints` inside `output_dir`."""
+    resume: str = "auto"
+    """`auto`: from the newest checkpoint of `checkpoint_dir`, if any; `never`; or the path of a checkpoint."""
+    device: str = "auto"
+    """`auto`: the accelerator if there is one; or `cpu`, `cuda`, `cuda:1`, ..."""
+    engine: str | None = None
+    """Which lowtide engine moves memory; null: the one of the device. Only with a `memory` section."""
+    threads: int | None = None
+    """Threads of the CPU; null: torch's choice."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "grad_accumulation", "log_every", "checkpoint_every", "threads"):
+            _at_least(self, name, 1)
+        _at_least(self, "warmup_steps", 0)
+        _at_least(self, "weight_decay", 0)
+        for name in ("learning_rate", "clip_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise FieldError(name, f"must be above 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run file."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    memory: MemoryConfig | None = None
+    """None: plain training, lowtide's runtime is not touched."""
+    output_dir: Path
+    """`train.output_dir`, or what it is when left out."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.train.checkpoint_dir or self.output_dir / "checkpoints"
+
+    def fail(self, path: str, message: str) -> NoReturn:
+        """A mistake in `path` ("model.vocab_size") that could only be seen late."""
+        raise ConfigError(f"{self.places.of(path)}: {message}")
+
+    def settings(self) -> dict[str, object]:
+        """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
+
+        `memory` is not among them: lowtide does not change a bit.
+        """
+        found: dict[str, object] = {f"model.{key}": value for key, value in self.model.fields.items()}
+        found["model.path"] = str(self.model.path) if self.model.path else None
+        found |= {f"model.{key}": getattr(self.model, key) for key in ("model_type", "dtype", "seed")}
+        found["data.sequence_length"] = self.data.sequence_length
+        keys = ["batch_size", "grad_accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay"]
+        keys += ["clip_grad_norm", "seed", "precision"]
+        if self.train.schedule == "cosine":
+            keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+        return found | {f"train.{key}": getattr(self.train, key) for key in keys}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFile:
+    """The file as it is written: `model` takes any key, because most of them belong to another library."""
+
+    model: dict[str, Any]
+    train: TrainConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    memory: MemoryConfig | None = None
+    places: Locations
+
+
+def load_run(path: str | os.PathLike[str]) -> RunConfig:
+    """Reads and checks a run file. Raises `ConfigError` for any mistake in it."""
+    sections = {entry.key: entry for entry in read_yaml(path).entries}
+    for name in _NOT_YET:
+        if name in sections:
+            raise ConfigError(
+                f"{sections[name].place}: '{name}' is not available in this version; "
+                "remove it and write what you want into the section 'memory'"
+            )
+    file = load_yaml(path, _RunFile)
+    key_places = {entry.key: entry.place for entry in sections["model"].node.entries}
+    model = _model(file.model, file.places, key_places, precision=file.train.precision)
+    if file.memory is not None:
+        file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
+    train = file.train
+    if train.engine is not None and file.memory is None:
+        raise ConfigError(
+            f"{file.places.of('train.engine')}: 'train.engine' needs a 'memory' section; add one or remove the key"
+        )
+    output_dir = train.output_dir or Path("runs") / Path(path).stem
+    return RunConfig(
+        model=model, data=file.data, train=train, memory=file.memory, output_dir=output_dir, places=file.places
+    )
+
+
+def _model(
+    values: dict[str, Any], places: Locations, key_places: Mapping[str, str], *, precision: Precision
+) -> ModelConfig:
+    """Splits our keys from those of the model's config class, and checks ours."""
+    fields = dict(values)
+    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed") if key in fields}
+
+    def fail(key: str, message: str) -> NoReturn:
+        raise ConfigError(f"{places.of(f'model.{key}' if key else 'model')}: {message}")
+
+    for key, wanted, description in (("path", str, "a path"), ("model_type", str, "text"), ("seed", int, "an integer")):
+        if key in ours and (not isinstance(ours[key], wanted) or isinstance(ours[key], bool)):
+            fail(key, f"expected {description} for 'model.{key}', not {ours[key]!r}")
+    if "dtype" in ours and ours["dtype"] not in get_args(DType):
+        hint = did_you_mean(str(ours["dtype"]), get_args(DType))
+        fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {ours['dtype']!r}{hint}")
+    if ("path" in ours) == ("model_type" in ours):
+        hint = did_you_mean("model_type", fields) if "path" not in ours else ""
+        fail("", f"'model' needs either 'path' or 'model_type'{', not both' if 'path' in ours else ''}{hint}")
+    if "path" in ours and fields:
+        key = next(iter(fields))
+        hint = did_you_mean(key, ("path", "dtype", "seed")) or "; a model from a folder takes only path, dtype and seed"
+        raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
+    if "path" in ours and not Path(ours["path"]).expanduser().is_dir():
+        fail("path", f"'model.path': {ours['path']} is not a folder on this machine")
+    needed = _WEIGHTS[precision]
+    if ours.setdefault("dtype", needed) != needed:
+        fail(
+            "dtype",
+            f"'model.dtype' is {ours['dtype']}, but 'train.precision' {precision} has {needed} weights; remove one",
+        )
+    path = Path(ours.pop("path")).expanduser() if "path" in ours else None
+    return ModelConfig(path=path, fields=fields, key_places=key_places, **ours)
+
+
+def _at_least(config: Any, name: str, lowest: int) -> None:
+    value = getattr(config, name)
+    if value is not None and not lowest <= value < float("inf"):
+        raise FieldError(name, f"must be at least {lowest}, not {value}")

@@ -1,0 +1,181 @@
+"""A small reference trainer: AdamW on byte sequences, exact to the bit across interruptions.
+
+What: `train(run)` builds the model and the data of a run file, resumes if it can, and takes optimizer steps until
+`train.steps` or a signal; trainer.py says what one step is.
+Why in this library: to have one trainer, short enough to read, on which memory plans are measured and proved.
+Several ranks (`torchrun`) train in data parallel.
+Not covered: evaluation, other optimizers. Equality to the bit holds where the device itself repeats its sums to the
+bit; some kernels of accelerators do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowtide.config.run import RunConfig
+from lowtide.errors import ConfigError
+from lowtide.train.progress import MetricsFile, Progress, StepRecord, open_progress, resident_bytes
+from lowtide.train.ranks import Ranks, choose_device
+from lowtide.train.stop import StopRequest
+from lowtide.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended; what `--json` prints."""
+
+    steps: int
+    """Done in all, also before an interruption."""
+    final_loss: float | None
+    losses_sha256: str | None
+    """Of every loss of the run; known to rank 0."""
+    weights_sha256: str | None
+    """Only if asked for: it reads all weights."""
+    tokens_per_second: float | None
+    """Of the steps of this process, without the first, which warms things up."""
+    peak_bytes: int | None
+    peak_resident_bytes: int | None
+    stopped_by: str | None
+    """`SIGTERM`, `SIGINT`, or null when all steps are done."""
+    checkpoint: str | None
+    """The newest one."""
+    text_sha256: str
+    output_dir: str
+
+
+def train(
+    run: RunConfig, *, wants_weights_hash: bool = False, on_step: Callable[[StepRecord], None] | None = None
+) -> Summary:
+    """Trains; `on_step` is called on every rank after every step.
+
+    Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite, disk full). In a group of
+    ranks a failure ends the processes of all of them here, with one message.
+    """
+    try:
+        device = choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    except ConfigError as error:
+        run.fail("train.device", f"'train.device': {error}")
+    if run.train.threads is not None:
+        torch.set_num_threads(run.train.threads)
+    ranks = Ranks.join(device)
+    with StopRequest() as stop:
+        try:
+            with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
+                summary = _loop(trainer, stop, on_step=on_step)
+                if wants_weights_hash:
+                    summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.model))
+            ranks.leave()
+        except Exception as error:
+            ranks.fail(error)
+    return summary
+
+
+def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord], None] | None) -> Summary:
+    """Steps until the last one or a signal; a checkpoint at the end in either case."""
+    run, ranks = trainer.run, trainer.ranks
+    settings = run.train
+    asked: signal.Signals | None = None
+    newest = trainer.resumed_from
+    totals = _Totals()
+    metrics = MetricsFile(run.output_dir / "metrics.jsonl", first_step=trainer.step) if ranks.is_first else None
+    with (
+        contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
+        open_progress(
+            num_steps=settings.steps,
+            first_step=trainer.step,
+            log_every=settings.log_every,
+            is_first_rank=ranks.is_first,
+        ) as progress,
+    ):
+        _say_start(progress, trainer)
+        while trainer.step < settings.steps and asked is None:
+            ranks.step = trainer.step + 1
+            record, asked = trainer.take_step(stop)
+            totals.add(record, num_tokens=trainer.tokens_per_step)
+            if metrics:
+                metrics.append(record)
+            progress.show(record)
+            if on_step:
+                on_step(record)
+            is_end = trainer.step == settings.steps or asked is not None
+            is_due = settings.checkpoint_every is not None and trainer.step % settings.checkpoint_every == 0
+            if is_end or is_due:
+                newest = trainer.save()
+        if trainer.step >= settings.steps:
+            asked = None  # a signal in the last step came too late to stop anything
+        _say_end(progress, trainer, asked, newest)
+    return Summary(
+        steps=trainer.step,
+        final_loss=metrics.last_loss if metrics else None,
+        losses_sha256=metrics.losses_sha256() if metrics else None,
+        weights_sha256=None,
+        tokens_per_second=totals.tokens_per_second,
+        peak_bytes=totals.peak_bytes,
+        peak_resident_bytes=resident_bytes()[1],
+        stopped_by=asked.name if asked else None,
+        checkpoint=str(newest) if newest else None,
+        text_sha256=trainer.corpus.sha256,
+        output_dir=str(run.output_dir),
+    )
+
+
+class _Totals:
+    """Speed and peak over the steps of this process."""
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def add(self, record: StepRecord, *, num_tokens: int) -> None:
+        self._num_steps += 1
+        if self._num_steps > 1:
+            self._num_tokens += num_tokens
+            self._seconds += record.step_seconds
+        if record.peak_bytes is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, record.peak_bytes)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._num_tokens / self._seconds if self._seconds else None
+
+
+def _say_start(progress: Progress, trainer: Trainer) -> None:
+    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    ranks = "" if trainer.ranks.is_alone else f" on {trainer.ranks.num_ranks} ranks"
+    progress.say(
+        f"{num_parameters:,} parameters, {trainer.corpus.num_bytes:,} bytes of text "
+        f"(sha256 {trainer.corpus.sha256[:12]}), {trainer.tokens_per_step:,} tokens per step, {trainer.device}{ranks}"
+    )
+    if trainer.resumed_from:
+        progress.say(f"resumed from {trainer.resumed_from}")
+
+
+def _say_end(progress: Progress, trainer: Trainer, asked: signal.Signals | None, newest: Path | None) -> None:
+    steps = trainer.run.train.steps
+    if asked:
+        progress.say(
+            f"stopped by {asked.name} after step {trainer.step} of {steps}; saved {newest}; run again to go on"
+        )
+    elif newest == trainer.resumed_from:
+        progress.say(f"nothing left to do: {newest} has all {steps} steps; raise train.steps to train on")
+    else:
+        progress.say(f"done: {steps} steps; saved {newest}")
+
+
+def _weights_sha256(model: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

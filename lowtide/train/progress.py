@@ -1,0 +1,181 @@
+"""What a person sees of a run, and what stays of it: a line or a bar on stderr, and metrics.jsonl.
+
+What: `Progress` shows one step; `MetricsFile` keeps every step as one JSON line. Both belong to rank 0.
+Why two shapes: a bar for a terminal (if `rich` is there), a plain line every `log_every` steps for a log file.
+Not covered: experiment trackers; they can read metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lowtide.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One line of metrics.jsonl. Numbers of bytes and seconds are rank 0's; tokens and loss are of all ranks."""
+
+    step: int
+    """Counted from 1: the number of optimizer steps done."""
+    loss: float
+    """Mean over all tokens of the step, on all ranks, before the optimizer moved."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    step_seconds: float
+    tokens_per_second: float
+    peak_bytes: int | None
+    """Peak on the device in this step: the allocator's on an accelerator, lowtide's account on the CPU, else null."""
+    resident_bytes: int | None
+    """Of the process, after the step."""
+    peak_resident_bytes: int | None
+    """Of the process, since it began."""
+    tide: Mapping[str, float] | None
+    """What lowtide did in this step: `tide.stats`. Null without a `memory` section."""
+
+    @property
+    def stall_seconds(self) -> float:
+        return self.tide["stall_seconds"] if self.tide else 0.0
+
+
+class Progress(Protocol):
+    def show(self, record: StepRecord) -> None:
+        """One step is done."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+
+def describe(record: StepRecord) -> str:
+    """`loss 2.3456  1,234 tokens/s  peak 1.2 GiB  stall 3.0 ms`."""
+    parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_second:,.0f} tokens/s"]
+    if record.peak_bytes is not None:
+        parts.append(f"peak {format_bytes(record.peak_bytes)}")
+    elif record.peak_resident_bytes is not None:
+        parts.append(f"peak resident {format_bytes(record.peak_resident_bytes)}")
+    if record.tide is not None:
+        parts.append(f"stall {format_seconds(record.stall_seconds)}")
+    return "  ".join(parts)
+
+
+class Silent:
+    """For every rank but the first."""
+
+    def show(self, record: StepRecord) -> None:  # noqa: ARG002
+        return
+
+    def say(self, text: str) -> None:  # noqa: ARG002
+        return
+
+
+class PlainLines:
+    """A line for the first step, every `log_every` steps, and the last one."""
+
+    def __init__(self, *, num_steps: int, log_every: int) -> None:
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._is_first = True
+
+    def show(self, record: StepRecord) -> None:
+        is_due = self._is_first or record.step % self._log_every == 0 or record.step == self._num_steps
+        self._is_first = False
+        if is_due:
+            self.say(f"step {record.step:>{len(str(self._num_steps))}}/{self._num_steps}  {describe(record)}")
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+@contextmanager
+def open_progress(*, num_steps: int, first_step: int, log_every: int, is_first_rank: bool) -> Iterator[Progress]:
+    """The shape that fits: silence, a bar, or plain lines."""
+    if not is_first_rank:
+        yield Silent()
+    elif sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        with _open_bar(num_steps=num_steps, first_step=first_step) as bar:
+            yield bar
+    else:
+        yield PlainLines(num_steps=num_steps, log_every=log_every)
+
+
+@contextmanager
+def _open_bar(*, num_steps: int, first_step: int) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=num_steps, completed=first_step)
+
+        class Bar:
+            def show(self, record: StepRecord) -> None:
+                bar.update(task, completed=record.step, description=describe(record))
+
+            def say(self, text: str) -> None:
+                bar.console.print(text, markup=False, highlight=False)
+
+        yield Bar()
+
+
+class MetricsFile:
+    """metrics.jsonl: one line per step, also across interruptions."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
+        self.last_loss: float | None = None
+        self._digest = hashlib.sha256()
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            for line in kept:
+                file.write(line + "\n")
+                self._count(json.loads(line)["loss"])
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, record: StepRecord) -> None:
+        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        self._file.flush()
+        self._count(record.loss)
+
+    def losses_sha256(self) -> str:
+        """Over all steps of the run to the last bit: equal for a run that was interrupted and one that was not."""
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _count(self, loss: float) -> None:
+        self.last_loss = loss
+        self._digest.update(f"{loss.hex()}\n".encode())
+
+
+def _lines(path: Path) -> list[str]:
+    """The whole lines of an earlier run; a kill may have cut the last one."""
+    if not path.is_file():
+        return []
+    return [
+        line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{") and line.endswith("}")
+    ]
+
+
+def resident_bytes() -> tuple[int | None, int | None]:
+    """Resident memory of this process, now and at its highest; unknown where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None, None
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return found.get("VmRSS"), found.get("VmHWM")

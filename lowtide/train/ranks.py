@@ -1,0 +1,165 @@
+"""The processes of a job, as one of them sees it: who it is, what they agree on, and how they end together.
+
+What: `Ranks` joins the process group that `torchrun` describes in the environment (or is alone), averages numbers over
+all ranks, and watches for failures. A rank that fails writes so in the job's store and says why; every other rank has
+a thread that looks there five times a second and ends its process, even while the main thread waits in a collective.
+Why: without it, one failed rank leaves the others waiting in an all-reduce for half an hour.
+Cost: one small all-reduce on the CPU per step; one look into the store per rank every 0.2 s.
+Not covered: a rank that dies without a word (SIGKILL, power). gloo notices and the survivors say so; for other
+backends the launcher must end the job, and torchrun does. Only the failing rank prints its message.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lowtide.errors import ConfigError
+from lowtide.train.stop import TrainingError
+
+_POLL_SECONDS = 0.2
+_LINGER_SECONDS = 1.0
+"""How long a failed rank stays, so that the others read its note before the store may vanish with it."""
+
+
+def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
+    """`auto` is the accelerator if there is one, else the CPU; an accelerator without index is this rank's own."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        name = accelerator.type if accelerator else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"'{name}' is not a device; write auto, cpu or the accelerator's name, such as cuda"
+        ) from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or device.type != accelerator.type:
+        found = f"cpu and {accelerator.type}" if accelerator else "only cpu"
+        raise ConfigError(f"device '{name}' is not available; this machine has {found}. Write auto or cpu")
+    num_devices = torch.accelerator.device_count()
+    index = local_rank if device.index is None else device.index
+    if index >= num_devices:
+        raise ConfigError(f"device '{name}': index {index} does not exist; there are {num_devices}")
+    return torch.device(device.type, index)
+
+
+class Ranks:
+    """One process of the job. Alone (`num_ranks == 1`) nothing here costs anything."""
+
+    def __init__(self, *, rank: int = 0, num_ranks: int = 1, store: dist.Store | None = None) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.step = 0
+        """The step this rank is in, for its last words; 0 while it starts."""
+        self._watch = FailureWatch(store, rank=rank) if store is not None else None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        return self.num_ranks == 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> Ranks:
+        """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (set by torchrun)."""
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if num_ranks == 1:
+            return cls()
+        store, rank, num_ranks = next(dist.rendezvous("env://"))
+        backend = dist.get_default_backend_for_device(device)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are averaged on the CPU, gradients on the device
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=num_ranks)
+        return cls(rank=rank, num_ranks=num_ranks, store=dist.PrefixStore("lowtide", store.clone()))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks; every rank gets the same numbers."""
+        if self.is_alone:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if not self.is_alone:
+            self.sum([0.0])
+
+    def leave(self) -> None:
+        """The good end: all ranks are here, nobody watches any more, the group is gone."""
+        if self.is_alone:
+            return
+        assert self._watch is not None
+        self._watch.stop()
+        self.barrier()
+        dist.destroy_process_group()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
+        if self._watch is None:
+            raise error
+        is_expected = isinstance(error, ConfigError | TrainingError)
+        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        if self._watch.report():
+            if not is_expected:
+                traceback.print_exception(error)
+            place = f"at step {self.step}" if self.step else "while it started"
+            print(f"lowtide: rank {self.rank} failed {place}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            time.sleep(_LINGER_SECONDS)
+        # not sys.exit: threads of the process group may wait for ranks that are gone
+        _end(2 if isinstance(error, ConfigError) else 1)
+
+
+class FailureWatch:
+    """Ends this process when another rank reports a failure."""
+
+    def __init__(self, store: dist.Store, *, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lowtide-failure-watch", daemon=True)
+        self._thread.start()
+
+    def report(self) -> bool:
+        """Notes that this rank failed; True if it is the first one, whose message is the job's message."""
+        self.stop()
+        try:
+            self._store.set_timeout(timedelta(seconds=5))
+            return self._store.add("num_failures", 1) == 1
+        except RuntimeError:
+            return False  # the store went with the rank that holds it, which has said why
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(_POLL_SECONDS):
+            try:
+                has_failed = self._store.check(["num_failures"])
+            except RuntimeError:
+                text = f"lowtide: rank {self._rank} lost the rank that holds the job's store; ending"
+                print(text, file=sys.stderr)  # noqa: T201
+                _end(1)
+            if has_failed:
+                _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

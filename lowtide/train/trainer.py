@@ -1,0 +1,226 @@
+"""One rank's share of a run: its model, its optimizer, its place in the data, and how it takes one step.
+
+What: a step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens, so the mean of
+their means is the mean over the tokens, and nothing is weighed wrongly. Under `torchrun` gradients are exchanged (DDP)
+in the last micro-batch of a step only.
+Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
+weights; AdamW is the fused one where the device has it, which needs no temporaries.
+Not covered: sharded models, other optimizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from lowtide.config.run import RunConfig, TrainConfig
+from lowtide.train import checkpoint
+from lowtide.train.data import Sampler, mix, open_text
+from lowtide.train.model import build_model
+from lowtide.train.progress import StepRecord, resident_bytes
+from lowtide.train.ranks import Ranks
+from lowtide.train.stop import StopRequest, TrainingError
+
+if TYPE_CHECKING:
+    from lowtide.runtime.tide import Tide
+
+
+class Trainer:
+    """One rank's model, optimizer and place in the data, ready for the next step."""
+
+    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
+        self.run = run
+        self.ranks = ranks
+        self.device = device
+        self.corpus = open_text(run)
+        self.sampler = Sampler(
+            self.corpus,
+            sequence_length=run.data.sequence_length,
+            batch_size=run.train.batch_size,
+            seed=run.train.seed,
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+        )
+        self.model = build_model(run).to(device)
+        self.optimizer = _make_optimizer(self.model, run.train)
+        self.resumed_from = checkpoint.to_resume(run)
+        saved = self._load(self.resumed_from) if self.resumed_from else None
+        self.step = saved.step if saved else 0
+        """Optimizer steps done."""
+        self.tide: Tide | None = None
+        if run.memory is not None:
+            memory: Any = run.memory
+            engine: Any = run.train.engine
+            self.tide = lowtide.apply(self.model, memory, optimizer=self.optimizer, engine=engine)
+        self._forward = self.model if ranks.is_alone else DistributedDataParallel(self.model)
+        # last, because everything above may draw
+        if saved:
+            checkpoint.set_random_state(saved.random, device)
+        else:
+            _seed(mix(run.train.seed, ranks.rank))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        settings = self.run.train
+        sequences = settings.batch_size * settings.grad_accumulation * self.ranks.num_ranks
+        return sequences * self.run.data.sequence_length
+
+    def take_step(self, stop: StopRequest) -> tuple[StepRecord, signal.Signals | None]:
+        """One optimizer step, and the signal on which all ranks agree to stop after it."""
+        self._start_count()
+        start = time.perf_counter()
+        learning_rate = learning_rate_at(self.step, self.run.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss, asked = self._agree(self._accumulate_gradients(), stop)
+        grad_norm = self._clip()
+        self._check_finite(loss, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        seconds = time.perf_counter() - start
+        resident, peak_resident = resident_bytes()
+        stats = self.tide.stats if self.tide else None
+        record = StepRecord(
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            step_seconds=seconds,
+            tokens_per_second=self.tokens_per_step / seconds,
+            peak_bytes=stats.peak_device_bytes if stats else self._peak_bytes(),
+            resident_bytes=resident,
+            peak_resident_bytes=peak_resident,
+            tide=dataclasses.asdict(stats) if stats else None,
+        )
+        return record, asked
+
+    def save(self) -> Path:
+        return checkpoint.save(
+            self.run.checkpoint_dir,
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            data=self.sampler.state(),
+            settings=self.run.settings(),
+            ranks=self.ranks,
+            device=self.device,
+        )
+
+    def close(self) -> None:
+        """Leaves the model as it was built."""
+        if self.tide is not None:
+            self.tide.remove()
+
+    def _load(self, path: Path) -> checkpoint.Saved:
+        saved = checkpoint.load(
+            path, model=self.model, optimizer=self.optimizer, settings=self.run.settings(), ranks=self.ranks
+        )
+        self.sampler.restore(saved.data)
+        return saved
+
+    def _accumulate_gradients(self) -> float:
+        """Forward and backward of all micro-batches; the mean loss of this rank."""
+        num_micro_batches = self.run.train.grad_accumulation
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(num_micro_batches):
+            tokens = self.sampler.next_batch().to(self.device)  # (B, T)
+            is_last = index == num_micro_batches - 1
+            with self._exchange(is_on=is_last), self._autocast():
+                loss = self._forward(input_ids=tokens, labels=tokens).loss
+            with self._exchange(is_on=is_last):
+                (loss / num_micro_batches).backward()
+            total += loss.detach()
+        return float(total) / num_micro_batches
+
+    def _exchange(self, *, is_on: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients are exchanged between ranks once per step, in its last micro-batch."""
+        if is_on or not isinstance(self._forward, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self._forward.no_sync()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.run.train.precision != "bf16_autocast":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _agree(self, loss: float, stop: StopRequest) -> tuple[float, signal.Signals | None]:
+        """The mean loss of all ranks, and whether any of them was asked to stop."""
+        flags = [float(stop.asked is number) for number in (signal.SIGTERM, signal.SIGINT)]
+        total, num_terminated, num_interrupted = self.ranks.sum([loss, *flags])
+        asked = signal.SIGTERM if num_terminated else signal.SIGINT if num_interrupted else None
+        return total / self.ranks.num_ranks, asked
+
+    def _clip(self) -> float:
+        """Scales the gradients down to `clip_grad_norm`; their norm before that."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.run.train.clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm)
+        return float(norm)
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if self.run.train.allow_non_finite or (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradients is {grad_norm}"
+        raise TrainingError(
+            f"step {self.step + 1}: {what}; stopped before it reached the weights. Lower train.learning_rate, "
+            "raise train.warmup_steps, or write train.allow_non_finite: true to go on all the same"
+        )
+
+    def _start_count(self) -> None:
+        """Peak and lowtide's totals are those of one step."""
+        if self.tide is not None:
+            self.tide.reset_stats()
+        elif self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def _peak_bytes(self) -> int | None:
+        """Without a tide: what the allocator knows; the CPU's knows nothing."""
+        return None if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
+
+
+def learning_rate_at(step: int, settings: TrainConfig) -> float:
+    """The rate of the step that follows `step` done ones: linear warm-up, then constant or a cosine down to zero."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def _make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices, not norms and biases."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    try:
+        return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
+    except RuntimeError:  # this device has no fused kernel
+        return torch.optim.AdamW(groups, lr=settings.learning_rate)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
