@@ -42,7 +42,8 @@ def apply(
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
     file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
-    are the same to the bit; `state_dict` does not change. Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
+    are the same to the bit; `state_dict` does not change.
+    Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
     from lowtide.runtime.tide import apply as apply_plan
 
