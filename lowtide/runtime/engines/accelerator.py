@@ -22,9 +22,6 @@ before it. `wait(COMPUTE, e)` blocks the caller until the job is settled (on the
 the way out: the last byte is *written*, so that `failure(e)` is known before anybody drops the source). `wait(OUT|IN,
 e)` never blocks: it becomes a job itself.
 
-Stalls: a pair of timing events around each wait of the compute stream, read later, without synchronising, from a
-bounded ring. A pair costs some microseconds of device time itself; waits that found the event complete are not timed.
-
 Not covered: CUDA graph capture, peer-to-peer transfer, devices without streams (host.py). A device error is sticky:
 it surfaces from the next torch call, not from `failure`, which reports the disk.
 """
@@ -43,11 +40,11 @@ from lowtide.runtime.arena import ALIGN_BYTES, Arena, Block
 from lowtide.runtime.engines.base import Bandwidth, Event, Lane, Slot, TierFull
 from lowtide.runtime.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, TorchDevice, byte_view
 from lowtide.runtime.engines.staging import NUM_STAGES, STAGE_BYTES, Disk, Job, LaneWorker, Staging
+from lowtide.runtime.engines.stall_meter import StallMeter
 
 COPY_BYTES = 64 * 2**20
 """Largest single transfer. Lanes have streams of their own, so nothing urgent waits behind it. To be measured."""
-STALL_RING = 1024
-"""Timed waits whose device part may be outstanding. Beyond it waits go untimed: stalls are then under-reported."""
+MAX_POOLED_EVENTS = 1024
 PROBE_ROUNDS = 4
 
 
@@ -107,43 +104,6 @@ class _CopyLane:
         return job
 
 
-class _StallMeter:
-    """Sums the device time that the compute stream spent in waits."""
-
-    def __init__(self, ops: DeviceOps) -> None:
-        self._ops = ops
-        self._pairs: deque[tuple[RawEvent, RawEvent]] = deque()
-        self._pool: deque[tuple[RawEvent, RawEvent]] = deque()
-        self._seconds = 0.0
-
-    def wait(self, stream: Stream, event: RawEvent) -> None:
-        """Make `stream` wait for `event`, and time it."""
-        self._read(2)  # more than comes in, so that the ring empties as the device catches up
-        if len(self._pairs) >= STALL_RING:
-            stream.wait_event(event)
-            return
-        before, after = self._pool.pop() if self._pool else (self._new(), self._new())
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._pairs.append((before, after))
-
-    def seconds(self) -> float:
-        """Stalls known so far; waits still in the device's future are not in it."""
-        self._read(len(self._pairs))
-        return self._seconds
-
-    def _new(self) -> RawEvent:
-        return self._ops.new_event(timing=True)
-
-    def _read(self, at_most: int) -> None:
-        while at_most > 0 and self._pairs and self._pairs[0][1].query():
-            before, after = self._pairs.popleft()
-            self._seconds += before.elapsed_time(after) / 1e3
-            self._pool.append((before, after))
-            at_most -= 1
-
-
 class AcceleratorEngine:
     """`Engine` on streams. See the module's text.
 
@@ -167,8 +127,8 @@ class AcceleratorEngine:
         self.tiers: tuple[str, ...] = ("host",) if disk is None else ("host", "disk")
         self._arena = Arena(_host_cap_bytes(host_budget_bytes), self._ops.new_slab)
         self._lanes = {lane: _CopyLane(self._ops, lane) for lane in (Lane.OUT, Lane.IN)}
-        self._pool: deque[RawEvent] = deque(maxlen=STALL_RING)
-        self._stalls = _StallMeter(self._ops)
+        self._pool: deque[RawEvent] = deque(maxlen=MAX_POOLED_EVENTS)
+        self._stalls = StallMeter(self._ops)
         self._disk = disk
         self._stage_blocks: list[Block] = []
         if disk is not None:

@@ -20,6 +20,7 @@ Not covered: devices without streams (that is the host engine's work).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -188,7 +189,8 @@ def _in_thread_on(cpus: frozenset[int], make: Callable[[], torch.Tensor]) -> tor
 
     def work() -> None:
         try:
-            os.sched_setaffinity(0, cpus)  # 0 is the calling thread
+            with contextlib.suppress(OSError):  # CPUs may have been taken from us since; only speed is lost
+                os.sched_setaffinity(0, cpus)  # 0 is the calling thread
             made.append(make())
         except BaseException as error:
             errors.append(error)

@@ -89,6 +89,17 @@ class SimStream:
             self.device.let_run()
 
 
+class HostCompute(SimStream):
+    """The compute stream of a model that really runs on the host: what it was given is done, and a wait blocks."""
+
+    def wait_event(self, event: SimEvent) -> None:
+        if not self.device.are_waits_ignored:
+            event.synchronize()
+
+    def record(self, point: _Point) -> None:
+        point.time = self.now
+
+
 class SimEvent:
     def __init__(self, device: SimDevice, timing: bool) -> None:
         self.device = device
@@ -119,7 +130,7 @@ class SimEvent:
 class SimDevice:
     """`DeviceOps` over ordinary memory."""
 
-    def __init__(self, policy: str | int = "late") -> None:
+    def __init__(self, policy: str | int = "late", *, computes_on_host: bool = False) -> None:
         self.device = torch.device("cpu")
         self.lock = threading.RLock()
         self.policy = policy
@@ -128,7 +139,7 @@ class SimDevice:
         self.streams: list[SimStream] = []
         self.num_events = 0
         self.is_running = False
-        self.compute = self.new_stream()
+        self.compute = HostCompute(self) if computes_on_host else self.new_stream()
 
     def let_run(self) -> None:
         """As much progress as the policy wants here."""
@@ -136,7 +147,7 @@ class SimDevice:
             return
         self.is_running = True  # work may enqueue nothing, but an event may be queried from within
         if self.policy == "early":
-            while any([stream.advance() for stream in self.streams]):
+            while sum(stream.advance() for stream in self.streams):
                 pass
         else:
             for _ in range(self.chance.randrange(4)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.runtime.disk import DiskTier
-from lowtide.runtime.engines import accelerator, staging
+from lowtide.runtime.engines import accelerator, stall_meter, staging
 from lowtide.runtime.engines.accelerator import AcceleratorEngine
 from lowtide.runtime.engines.base import Lane, Slot, TierFull
-from lowtide.runtime.engines.device_ops import TorchDevice, byte_view, parse_cpu_list
+from lowtide.runtime.engines.device_ops import TorchDevice, _in_thread_on, byte_view, parse_cpu_list
+from tests import zoo
 from tests.runtime.engines.sim_device import SimDevice
 
 POLICIES = ["late", "early", *range(12)]
@@ -169,6 +171,20 @@ def test_disk_and_mixed_swaps_are_right(policy, tiers, tmp_path, small_stages):
     engine.close()
 
 
+@pytest.mark.parametrize("policy", ["late", "early", 1, 2])
+@pytest.mark.parametrize("swap", ["all", [{"match": "layers.1", "tier": "disk"}, "layers.0"]], ids=["host", "mixed"])
+@pytest.mark.parametrize("name", ["llama", "strided_views"])
+def test_a_model_trains_to_the_same_bits(name, swap, policy, tmp_path, small_stages):
+    device = SimDevice(policy, computes_on_host=True)
+    engine = AcceleratorEngine(device.device, 256 * MIB, DiskTier(tmp_path), ops=device)
+    plan = {"swap": swap, "min_bytes": 0}
+    result, stats = zoo.lowtide_step(zoo.CASES[name], 3, plan, engine=engine, num_steps=2, accumulate=2)
+    zoo.assert_same(result, zoo.plain_result(name, 3, num_steps=2, accumulate=2))
+    assert stats.swapped_bytes > 0
+    assert engine.memory_in_use() == {"host": 0, "disk": 0}
+    engine.close()
+
+
 @pytest.fixture
 def held(small_stages):
     device = SimDevice("early")
@@ -223,7 +239,7 @@ def test_a_fetch_waits_for_its_own_write_without_blocking_the_caller(held):
 
 
 def test_cancel_drops_what_has_not_started_and_only_that(held):
-    engine, disk, device = held
+    engine, disk, _ = held
     slots = [engine.allocate(3000, "disk") for _ in range(2)]
     events = []
     for slot in slots:
@@ -249,7 +265,7 @@ def test_a_host_copy_cannot_be_cancelled():
 
 
 def test_a_failed_write_is_known_after_the_wait_and_holds_no_memory(held):
-    engine, disk, device = held
+    engine, disk, _ = held
     disk.error = OSError(28, "No space left on device")
     disk.may_write.set()
     engine.copy_out(filled(40_000, 1), engine.allocate(40_000, "disk"))
@@ -263,6 +279,17 @@ def test_a_failed_write_is_known_after_the_wait_and_holds_no_memory(held):
     event = engine.record(Lane.OUT)
     engine.wait(Lane.COMPUTE, event)
     assert engine.failure(event) is None
+
+
+def test_a_copy_after_a_failed_one_has_not_failed(held):
+    engine, disk, _ = held
+    disk.error = OSError(28, "No space left on device")
+    disk.may_write.set()
+    engine.copy_out(filled(9000, 1), engine.allocate(9000, "disk"))
+    engine.wait(Lane.COMPUTE, engine.record(Lane.OUT))
+    assert engine.failure(engine.record(Lane.OUT)) is disk.error
+    engine.copy_out(filled(9000, 1), engine.allocate(9000, "host"))
+    assert engine.failure(engine.record(Lane.OUT)) is None
 
 
 def test_a_failed_read_is_reported(held):
@@ -310,7 +337,7 @@ def test_stalls_are_the_compute_streams_waiting_time():
 
 
 def test_the_stall_ring_is_bounded(monkeypatch):
-    monkeypatch.setattr(accelerator, "STALL_RING", 4)
+    monkeypatch.setattr(stall_meter, "STALL_RING", 4)
     device = SimDevice("late")
     engine = AcceleratorEngine(device.device, MIB, ops=device)
     slot = engine.allocate(1000, "host")
@@ -404,3 +431,20 @@ def test_no_accelerator_is_said_plainly():
 def test_cpu_lists_of_the_kernel():
     assert parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_cpu_list("\n") == frozenset()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be bound to CPUs here")
+def test_slabs_are_touched_on_the_cpus_near_the_device_and_the_caller_stays_where_it_is():
+    before = os.sched_getaffinity(0)
+    near = frozenset([max(before)])
+    seen = []
+
+    def make() -> torch.Tensor:
+        seen.append(os.sched_getaffinity(0))
+        return torch.zeros(1, dtype=torch.uint8)
+
+    assert _in_thread_on(near, make).numel() == 1
+    assert seen == [near]
+    assert os.sched_getaffinity(0) == before
+    with pytest.raises(RuntimeError, match="no more"):
+        _in_thread_on(near, lambda: (_ for _ in ()).throw(RuntimeError("no more")))
