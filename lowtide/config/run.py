@@ -199,9 +199,13 @@ def _model(
     if "dtype" in ours and ours["dtype"] not in get_args(DType):
         hint = did_you_mean(str(ours["dtype"]), get_args(DType))
         fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {ours['dtype']!r}{hint}")
-    if ("path" in ours) == ("model_type" in ours):
-        hint = did_you_mean("model_type", fields) if "path" not in ours else ""
-        fail("", f"'model' needs either 'path' or 'model_type'{', not both' if 'path' in ours else ''}{hint}")
+    if "path" in ours and "model_type" in ours:
+        fail("", "'model' needs either 'path' or 'model_type', not both")
+    if not ours.keys() & {"path", "model_type"}:
+        for key in fields:
+            if hint := did_you_mean(key, ("path", "model_type")):
+                raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
+        fail("", "'model' needs either 'path' or 'model_type'")
     if "path" in ours and fields:
         key = next(iter(fields))
         hint = did_you_mean(key, ("path", "dtype", "seed")) or "; a model from a folder takes only path, dtype and seed"
@@ -212,7 +216,8 @@ def _model(
     if ours.setdefault("dtype", needed) != needed:
         fail(
             "dtype",
-            f"'model.dtype' is {ours['dtype']}, but 'train.precision' {precision} has {needed} weights; remove one",
+            f"'model.dtype' is {ours['dtype']}, but 'train.precision' {precision} has {needed} weights; "
+            "leave one of them out",
         )
     path = Path(ours.pop("path")).expanduser() if "path" in ours else None
     return ModelConfig(path=path, fields=fields, key_places=key_places, **ours)
