@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.catalog.layers import find_layers
 from tests import zoo
 
 SWAP = {"swap": "all", "min_bytes": 0}
@@ -55,6 +56,11 @@ def test_three_steps_on_the_host_engine_are_the_same_to_the_bit(name: str, plan:
 
 
 @every_case
+def test_layers_are_found(case: zoo.Case) -> None:
+    assert find_layers(case.build(SEED)) == case.layers
+
+
+@every_case
 def test_a_plan_does_something(case: zoo.Case) -> None:
     """A run in which nothing was swapped or recomputed would be equal to the bit and prove nothing."""
     _, swapped = zoo.lowtide_step(case, SEED, SWAP, engine="virtual:1", num_steps=3)
@@ -80,7 +86,7 @@ def test_after_remove_the_model_is_plain_again(case: zoo.Case) -> None:
     with lowtide.apply(model, SWAP, optimizer=optimizer, engine="virtual:0"):
         zoo.train(case, model, optimizer, SEED)
         zoo.train(case, twin, twin_optimizer, SEED)
-    assert zoo.footprint(model) == before
+    assert zoo.footprint(model) == zoo.plain_footprint(case.name)
     result = zoo.train(case, model, optimizer, SEED + 1, num_steps=2)
     zoo.assert_same(result, zoo.train(case, twin, twin_optimizer, SEED + 1, num_steps=2))
 
