@@ -14,7 +14,7 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.runtime.disk import DiskTier
-from lowtide.runtime.engines import accelerator, stall_meter, staging
+from lowtide.runtime.engines import accelerator, staging, stall_meter
 from lowtide.runtime.engines.accelerator import AcceleratorEngine
 from lowtide.runtime.engines.base import Lane, Slot, TierFull
 from lowtide.runtime.engines.device_ops import TorchDevice, _in_thread_on, byte_view, parse_cpu_list
@@ -39,6 +39,7 @@ class HeldDisk:
 
     def __init__(self) -> None:
         self.data: dict[int, bytes] = {}
+        self.has_begun = threading.Event()
         self.may_write = threading.Event()
         self.may_read = threading.Event()
         self.error: OSError | None = None
@@ -55,6 +56,7 @@ class HeldDisk:
         self.used_bytes -= nbytes
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
+        self.has_begun.set()
         assert self.may_write.wait(20)
         if self.error is not None:
             raise self.error
@@ -245,7 +247,8 @@ def test_cancel_drops_what_has_not_started_and_only_that(held):
     for slot in slots:
         engine.copy_out(filled(3000, 5), slot)
         events.append(engine.record(Lane.OUT))
-    eventually(lambda: not engine.cancel(events[0]) and engine._lanes[Lane.OUT].open_job() is not None)
+    assert disk.has_begun.wait(10)
+    assert not engine.cancel(events[0])
     assert engine.cancel(events[1])
     assert engine.query(events[1])
     assert engine.wait(Lane.COMPUTE, events[1]) == 0.0
