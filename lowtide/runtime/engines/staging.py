@@ -160,20 +160,18 @@ class Staging:
 
     def write_out(self, source: torch.Tensor, offset: int) -> None:
         """Device to disk. Returns when the last byte is written; the source has then been read to the end."""
+        # A failure leaves copies under way. They do no harm: later ones are behind them on the same stream, and so is
+        # the job's tail.
         under_way: deque[tuple[_Stage, int, int]] = deque()
-        try:
-            for start in range(0, source.numel(), self._stage_bytes):
-                if len(under_way) == len(self._stages):
-                    self._write_oldest(under_way, offset)
-                chunk = source[start : start + self._stage_bytes]
-                stage = self._next_stage()
-                self._copy(stage, stage.memory[: chunk.numel()], chunk)
-                under_way.append((stage, start, chunk.numel()))
-            while under_way:
+        for start in range(0, source.numel(), self._stage_bytes):
+            if len(under_way) == len(self._stages):
                 self._write_oldest(under_way, offset)
-        finally:
-            for stage, _, _ in under_way:  # after a failed write the link may still be filling chunks
-                stage.settle()
+            chunk = source[start : start + self._stage_bytes]
+            stage = self._next_stage()
+            self._copy(stage, stage.memory[: chunk.numel()], chunk)
+            under_way.append((stage, start, chunk.numel()))
+        while under_way:
+            self._write_oldest(under_way, offset)
 
     def read_in(self, offset: int, target: torch.Tensor) -> None:
         """Disk to device. Returns when the last copy is issued on the lane's stream."""
@@ -183,11 +181,6 @@ class Staging:
             stage.settle()
             self._disk.read(offset + start, stage.address, chunk.numel())
             self._copy(stage, chunk, stage.memory[: chunk.numel()])
-
-    def settle(self) -> None:
-        """Wait until no copy uses the ring."""
-        for stage in self._stages:
-            stage.settle()
 
     def _next_stage(self) -> _Stage:
         stage = self._stages[0]
