@@ -1,12 +1,13 @@
 """Everything a run needs to go on to the bit, in a folder that is either whole or not there.
 
 What: `step-00000120/` holds the model and the optimizer (written by `torch.distributed.checkpoint`), one
-`rank-0.json` per rank (random states) and `run.json` (step, place in the data, the settings that shape the loss
-curve, sizes of all files). The learning rate is a pure function of the step, so the step is the scheduler's state.
+`rank-0.json` per rank (random states) and `run.json`: step, place in the data, the settings that shape the loss curve,
+sizes and checksums of all files (torch reads a flipped bit as a number). The learning rate is a pure function of the
+step, so the step is the scheduler's state.
 Why a folder is whole: it is written under another name, flushed to disk, and renamed at the end. A kill at any moment
 leaves the older checkpoints as they were. The newest `num_kept` are kept.
-Cost: one copy of the weights and two of their size for AdamW per checkpoint, and the time to flush them; the step
-waits for it.
+Cost: one copy of the weights and two of their size for AdamW per checkpoint, the time to flush them, and to read them
+back for the checksum (rank 0, at saving and at loading); the step waits for it.
 Not covered: another number of ranks than at saving (refused, because the random states and the order of the sums would
 differ), saving in the background, folders that the ranks do not share, file systems without an atomic rename. As
 everywhere in torch, a checkpoint contains pickles: load only your own.
@@ -21,6 +22,7 @@ import re
 import shutil
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ from lowtide.train.ranks import Ranks
 from lowtide.train.stop import TrainingError
 
 FORMAT = 1
+_CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_SUFFIX = ".partial"
 
@@ -83,7 +86,7 @@ def save(
         ranks.barrier()
         if ranks.is_first:
             run = {"format": FORMAT, "step": step, "num_ranks": ranks.num_ranks, "data": dict(data)}
-            run |= {"settings": dict(settings), "files": _sizes(partial)}
+            run |= {"settings": dict(settings), "files": _describe_files(partial)}
             _write_json(partial / "run.json", run)
             partial.rename(path)
             _flush_folder(folder)
@@ -107,7 +110,7 @@ def load(
     Raises `ConfigError`: the folder is damaged, other settings, another number of ranks.
     """
     run = _read_json(path / "run.json")
-    _check(path, run, settings=settings, num_ranks=ranks.num_ranks)
+    _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
@@ -199,17 +202,21 @@ def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object], num_ranks: int) -> None:
+def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object], rank: int, num_ranks: int) -> None:
     if run.get("format") != FORMAT:
         raise ConfigError(
             f"{path}: written in format {run.get('format')}, this version reads format {FORMAT}; "
             "finish the run with the version that started it, or start a new one with another train.output_dir"
         )
-    for name, size_bytes in run["files"].items():
+    for name, (size_bytes, checksum) in run["files"].items():
         file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size_bytes:
-            raise _damaged(path, f"{name} is missing" if found is None else f"{name} has {found} of {size_bytes} bytes")
+        found_bytes = file.stat().st_size if file.is_file() else None
+        if found_bytes is None:
+            raise _damaged(path, f"{name} is missing")
+        if found_bytes != size_bytes:
+            raise _damaged(path, f"{name} has {found_bytes} of {size_bytes} bytes")
+        if rank == 0 and _checksum(file) != checksum:
+            raise _damaged(path, f"the content of {name} is not what was written")
     if run["num_ranks"] != num_ranks:
         raise ConfigError(
             f"{path}: saved by {run['num_ranks']} ranks, this run has {num_ranks}; "
@@ -257,8 +264,17 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+def _describe_files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32: against damage, not against malice."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _flush_folder(folder: Path) -> None:

@@ -1,0 +1,183 @@
+"""`lowtide train` as a person runs it: a process, its output, its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+RUN = """\
+model:
+  model_type: gpt2
+  n_embd: 16
+  n_layer: 2
+  n_head: 2
+data:
+  files: [text]
+  sequence_length: 16
+train:
+  steps: {steps}
+  batch_size: 2
+  device: cpu
+  log_every: 2
+  checkpoint_every: 50
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lowtide.cli.main", "train", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def num_steps_done(folder: str) -> int:
+    path = Path(folder, "metrics.jsonl")
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_terminated_in_the_middle_and_run_again_is_one_whole_run() -> None:
+    """A real process, a real SIGTERM, a model with dropout: the same losses and weights to the bit."""
+    steps = 120
+    Path("run.yaml").write_text(RUN.format(steps=steps))
+    whole = start("run.yaml", "--json", "--output-dir", "whole")
+    broken = start("run.yaml", "--json", "--output-dir", "parts")
+    deadline = time.monotonic() + 60
+    while num_steps_done("parts") < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    broken.send_signal(signal.SIGTERM)
+    out, err = broken.communicate(timeout=60)
+    assert broken.returncode == 143, err
+    stopped = json.loads(out)
+    assert stopped["stopped_by"] == "SIGTERM"
+    assert 3 <= stopped["steps"] < steps
+    assert "lowtide: SIGTERM: finishing this step, then saving" in err
+    assert f"stopped by SIGTERM after step {stopped['steps']} of {steps}; saved {stopped['checkpoint']}" in err
+
+    again = start("run.yaml", "--json", "--output-dir", "parts")
+    summaries = []
+    for process in (whole, again):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        summaries.append(json.loads(out))
+    assert f"resumed from {stopped['checkpoint']}" in err
+    for key in ("steps", "final_loss", "losses_sha256", "weights_sha256", "text_sha256"):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+@pytest.mark.slow
+def test_second_ctrl_c_ends_at_once() -> None:
+    """The first one is noted; a step that hangs is not waited for after the second."""
+    code = """
+import os, signal, time
+from lowtide.train.stop import StopRequest
+with StopRequest():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("and here", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "still here\nand here\n"
+    assert done.stderr == "lowtide: SIGINT: finishing this step, then saving (Ctrl-C twice: end at once)\n"
+
+
+def test_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN.format(steps="many"))
+    assert main(["train", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "run.yaml:10:10: expected an integer for 'train.steps', not 'many'\n"
+
+
+def test_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN.format(steps=1))
+    assert main(["train", "run.yaml", "--steps", "0"]) == 2
+    assert capsys.readouterr().err == "--steps: must be at least 1, not 0\n"
+
+
+def test_only_the_first_rank_complains(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_memory_section_asks_for_aligned_storages_before_torch_comes() -> None:
+    code = """
+import os, sys
+from lowtide.cli.main import main
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch", os.environ.get("THP_MEM_ALLOC_ENABLE"))
+            os._exit(0)
+sys.meta_path.insert(0, Look())
+main(["train", "run.yaml"])
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    for text, expected in ((RUN, "None"), (RUN + "memory:\n  recompute: [transformer.h.0]\n", "1")):
+        Path("run.yaml").write_text(text.format(steps=1))
+        done = subprocess.run(
+            [sys.executable, "-uc", code],
+            env=environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout == f"torch {expected}\n", done.stderr
+
+
+def test_failed_run_has_status_1_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    text = RUN.format(steps=3) + "  learning_rate: 1e30\n  clip_grad_norm: null\n"
+    Path("run.yaml").write_text(text)
+    assert main(["train", "run.yaml", "--output-dir", "out"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("lowtide: step 2: ")
+
+
+def test_summary_is_one_json_line_and_stdout_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN.format(steps=3))
+    assert main(["train", "run.yaml", "--json"]) == 0
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    assert out.count("\n") == 1
+    assert (summary["steps"], summary["output_dir"]) == (3, "runs/run")
+    lines = err.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:-1]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[-1] == "done: 3 steps; saved runs/run/checkpoints/step-00000003"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_examples_learn(name: str) -> None:
+    assert main(["train", str(ROOT / "examples" / f"{name}_bytes.yaml"), "--output-dir", "out", "--steps", "15"]) == 0
+    losses = [json.loads(line)["loss"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert losses[0] > 5
+    assert losses[-1] < 4.5

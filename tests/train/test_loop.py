@@ -1,0 +1,374 @@
+"""The trainer: the same bits across interruptions, exact accumulation, and clear ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowtide.config.run import TrainConfig, load_run
+from lowtide.errors import ConfigError
+from lowtide.train import checkpoint
+from lowtide.train.loop import Summary, train
+from lowtide.train.progress import StepRecord
+from lowtide.train.stop import TrainingError
+from lowtide.train.trainer import learning_rate_at
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "attention_dropout": 0.1,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+"""Three kinds of dropout, all on by default."""
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
+
+
+def write(
+    *, model: dict[str, object] = LLAMA, memory: str = "", sequence_length: int = 16, **train_keys: object
+) -> Path:
+    """run.yaml in the current folder."""
+    keys = {"steps": 6, "batch_size": 2, "device": "cpu", "warmup_steps": 2, **train_keys}
+    sections = {"model": model, "data": {"files": ["te*t"], "sequence_length": sequence_length}, "train": keys}
+    path = Path("run.yaml")
+    path.write_text("".join(f"{name}: {json.dumps(section)}\n" for name, section in sections.items()) + memory)
+    return path
+
+
+def go(on_step: Callable[[StepRecord], None] | None = None, **keys: object) -> Summary:
+    return train(load_run(write(**keys)), wants_weights_hash=True, on_step=on_step)  # type: ignore[arg-type]
+
+
+def losses(folder: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def error_of(kind: type[Exception] = ConfigError, **keys: object) -> str:
+    with pytest.raises(kind) as error:
+        go(**keys)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def at_step(step: int, act: Callable[[], object]) -> Callable[[StepRecord], None]:
+    def on_step(record: StepRecord) -> None:
+        if record.step == step:
+            act()
+
+    return on_step
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_three_and_three_steps_are_six(model: dict[str, object]) -> None:
+    whole = go(model=model, output_dir="whole", grad_accumulation=2)
+    first = go(model=model, output_dir="parts", grad_accumulation=2, steps=3)
+    second = go(model=model, output_dir="parts", grad_accumulation=2)
+    assert (first.steps, second.steps) == (3, 6)
+    assert losses("parts") == losses("whole")
+    assert second.losses_sha256 == whole.losses_sha256 != first.losses_sha256
+    assert second.weights_sha256 == whole.weights_sha256 != first.weights_sha256
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_the_run_goes_on(number: signal.Signals) -> None:
+    """With a cosine, whose length must not change."""
+    whole = go(model=GPT2, output_dir="whole", schedule="cosine")
+    before = signal.getsignal(number)
+    ask = at_step(2, lambda: signal.raise_signal(number))
+    stopped = go(ask, model=GPT2, output_dir="parts", schedule="cosine")
+    assert signal.getsignal(number) == before
+    assert (stopped.steps, stopped.stopped_by) == (3, number.name)
+    done = go(model=GPT2, output_dir="parts", schedule="cosine")
+    assert (done.steps, done.stopped_by) == (6, None)
+    assert (done.losses_sha256, done.weights_sha256) == (whole.losses_sha256, whole.weights_sha256)
+
+
+def test_crash_between_checkpoints_does_the_lost_steps_again() -> None:
+    def crash() -> None:
+        raise RuntimeError("power cut")
+
+    whole = go(output_dir="whole")
+    with pytest.raises(RuntimeError, match="power cut"):
+        go(at_step(5, crash), output_dir="parts", checkpoint_every=2)
+    assert len(losses("parts")) == 5
+    done = go(output_dir="parts", checkpoint_every=2)
+    assert losses("parts") == losses("whole")
+    assert done.weights_sha256 == whole.weights_sha256
+
+
+def test_memory_section_changes_no_bit() -> None:
+    plain = go(model=GPT2, output_dir="plain", steps=3)
+    memory = "memory:\n  recompute: [transformer.h.0]\n  swap: [transformer.h.1]\n  min_bytes: 256\n"
+    saving = go(model=GPT2, output_dir="saving", steps=3, memory=memory)
+    assert (saving.losses_sha256, saving.weights_sha256) == (plain.losses_sha256, plain.weights_sha256)
+    stats = json.loads(Path("saving/metrics.jsonl").read_text().splitlines()[-1])["tide"]
+    assert stats["swapped_bytes"] > 0
+    assert stats["recomputed_bytes"] > 0
+    assert saving.peak_bytes is not None
+
+
+# ---- one step
+
+
+def test_accumulation_is_the_mean_over_all_tokens() -> None:
+    model = LLAMA | {"attention_dropout": 0.0}
+    go(model=model, output_dir="large", batch_size=6)
+    go(model=model, output_dir="small", batch_size=2, grad_accumulation=3)
+    assert losses("small") == pytest.approx(losses("large"), rel=1e-4)
+
+
+def test_loss_falls() -> None:
+    go(output_dir="out", steps=25, learning_rate=1e-2, batch_size=4)
+    found = losses("out")
+    assert found[0] == pytest.approx(math.log(256), abs=0.3)
+    assert found[-1] < found[0] - 1
+
+
+@pytest.mark.parametrize("precision", ["bf16_autocast", "bf16"])
+def test_bf16(precision: str) -> None:
+    go(output_dir="float32", steps=3)
+    go(output_dir="bf16", steps=3, precision=precision)
+    assert losses("bf16") != losses("float32")
+    assert losses("bf16") == pytest.approx(losses("float32"), rel=0.02)
+
+
+def test_learning_rate() -> None:
+    constant = TrainConfig(steps=10, learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate_at(step, constant) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = TrainConfig(steps=8, learning_rate=1.0, warmup_steps=4, schedule="cosine")
+    assert [learning_rate_at(step, cosine) for step in (3, 4, 6, 8)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+
+
+def test_loss_that_is_not_finite_stops_the_run() -> None:
+    message = error_of(TrainingError, learning_rate=1e30, warmup_steps=0, clip_grad_norm=None, output_dir="out")
+    assert message == (
+        "step 2: the norm of the gradients is nan; stopped before it reached the weights. Lower train.learning_rate, "
+        "raise train.warmup_steps, or write train.allow_non_finite: true to go on all the same"
+    )
+    assert len(losses("out")) == 1
+    keys: dict[str, object] = {"learning_rate": 1e30, "warmup_steps": 0, "steps": 3, "output_dir": "other"}
+    assert go(allow_non_finite=True, **keys).steps == 3  # type: ignore[arg-type]
+
+
+# ---- where to go on
+
+
+def test_never_does_not_mix_runs() -> None:
+    go(output_dir="out", steps=1)
+    assert error_of(output_dir="out", resume="never") == (
+        f"run.yaml:3:{column('never')}: 'train.resume' is never, but out/checkpoints/step-00000001 is already there "
+        "and would be mixed with the new ones; choose another 'train.output_dir', delete the folder, or write auto"
+    )
+
+
+def column(word: str) -> int:
+    """Where a quoted word stands in the train section of run.yaml."""
+    return Path("run.yaml").read_text().splitlines()[2].index(f'"{word}"') + 1
+
+
+def test_resume_from_a_path() -> None:
+    whole = go(output_dir="whole", checkpoint_every=3)
+    done = go(output_dir="parts", resume="whole/checkpoints/step-00000003")
+    assert done.weights_sha256 == whole.weights_sha256
+    assert error_of(output_dir="out", resume="atuo") == (
+        f"run.yaml:3:{column('atuo')}: 'train.resume': atuo is not a checkpoint; write auto, never, or the path of a "
+        "folder such as step-00000100"
+    )
+
+
+def test_nothing_left_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    first = go(output_dir="out", steps=2)
+    capsys.readouterr()
+    second = go(output_dir="out", steps=2)
+    assert (second.steps, second.weights_sha256) == (2, first.weights_sha256)
+    assert second.final_loss == first.final_loss
+    assert (
+        "nothing left to do: out/checkpoints/step-00000002 has all 2 steps; raise train.steps"
+        in capsys.readouterr().err
+    )
+
+
+def test_other_settings_are_refused() -> None:
+    go(output_dir="out", steps=2)
+    assert "train.batch_size was 2 and is now 3" in error_of(output_dir="out", batch_size=3)
+    Path("text").write_bytes(b"another text, long enough for a sequence or two")
+    assert "the checkpoint was made with text_sha256" in error_of(output_dir="out")
+
+
+def test_damaged_checkpoint_is_not_taken_for_a_good_one() -> None:
+    go(output_dir="out", steps=2)
+    path = checkpoint.find(Path("out/checkpoints"))[-1]
+    (path / "rank-0.json").write_text("{}")
+    assert error_of(output_dir="out").startswith(f"{path}: the checkpoint is damaged: rank-0.json has 2 of ")
+
+
+# ---- mistakes that are seen late
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"model": {"model_type": "llama", "hiden_size": 16}},
+            "run.yaml:1:32: unknown key 'model.hiden_size'; did you mean 'hidden_size'?",
+        ),
+        (
+            {"model": {"model_type": "lama"}},
+            "run.yaml:1:23: unknown model_type 'lama'; did you mean 'llama'?",
+        ),
+        (
+            {"model": {"model_type": "vit"}},
+            "run.yaml:1:23: model_type 'vit' has no causal language model; choose one that has, such as llama",
+        ),
+        (
+            {"model": LLAMA | {"vocab_size": 255}},
+            "run.yaml:1:166: 'model.vocab_size' is 255, but the text is made of bytes; expected at least 256",
+        ),
+        (
+            {"model": {**LLAMA, "max_position_embeddings": 8}},
+            "run.yaml:2:46: 'data.sequence_length' is 16, but the model has 8 positions; "
+            "lower it or raise 'model.max_position_embeddings'",
+        ),
+        (
+            {"sequence_length": 99999},
+            "run.yaml:2:17: 'data.files': the text has 3690 bytes, less than one sequence of 99999; "
+            "add files or lower 'data.sequence_length'",
+        ),
+        (
+            {"device": "gpu"},
+            "run.yaml:3:48: 'train.device': 'gpu' is not a device; "
+            "write auto, cpu or the accelerator's name, such as cuda",
+        ),
+    ],
+)
+def test_late_mistakes(keys: dict[str, object], expected: str) -> None:
+    assert error_of(**keys) == expected
+
+
+def test_model_from_a_folder_that_has_none() -> None:
+    Path("empty").mkdir()
+    assert error_of(model={"path": "empty"}).startswith(
+        "run.yaml:1:17: 'model.path': no model can be loaded from empty: "
+    )
+
+
+def test_file_that_does_not_exist() -> None:
+    write()
+    Path("text").unlink()
+    with pytest.raises(ConfigError) as error:
+        train(load_run("run.yaml"))
+    assert str(error.value) == "run.yaml:2:18: 'data.files[0]': no file matches 'te*t'; check the path"
+
+
+# ---- several ranks
+
+
+def start_ranks(tmp_path: Path, code: str) -> list[subprocess.Popen[str]]:
+    """Two processes that run `code` with `train` and `run` at hand, in a gloo group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = (
+        "from lowtide.config.run import load_run\nfrom lowtide.train.loop import train\nrun = load_run('run.yaml')\n"
+    )
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script + textwrap.dedent(code)],
+            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[str]], timeout_seconds: float = 120) -> list[tuple[int, str]]:
+    """Exit status and stderr of each."""
+    try:
+        return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate(timeout=timeout_seconds)]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_and_resume(tmp_path: Path) -> None:
+    model = LLAMA | {"attention_dropout": 0.0}
+    go(model=model, output_dir="alone", batch_size=4, grad_accumulation=2)
+    write(model=model, output_dir="together", grad_accumulation=2, log_every=1)
+    code = """
+    import dataclasses
+    for steps in (3, 6):
+        train(dataclasses.replace(run, train=dataclasses.replace(run.train, steps=steps)))
+        import os; os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    """
+    first, second = finish(start_ranks(tmp_path, code))
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    assert losses("together") == pytest.approx(losses("alone"), rel=1e-4)
+    assert "step 6/6" in first[1]
+    assert "step" not in second[1]
+
+
+@pytest.mark.slow
+def test_failure_of_one_rank_ends_both_with_one_message(tmp_path: Path) -> None:
+    write(output_dir="out", steps=1000)
+    code = """
+    import os
+    def on_step(record):
+        if record.step == 2 and os.environ["RANK"] == "1":
+            raise RuntimeError("the dog ate the batch")
+    train(run, on_step=on_step)
+    """
+    ranks = start_ranks(tmp_path, code)
+    ranks[1].wait(timeout=60)
+    failed = time.monotonic()
+    (status_0, err_0), (status_1, err_1) = finish(ranks, timeout_seconds=20)
+    assert time.monotonic() - failed < 20
+    assert status_0 != 0
+    assert status_1 != 0
+    last_words = "lowtide: rank 1 failed at step 2: RuntimeError: the dog ate the batch"
+    assert (err_0 + err_1).count("lowtide: rank") == 1
+    assert err_1.rstrip().endswith(last_words)
+
+
+@pytest.mark.slow
+def test_rank_that_dies_without_a_word_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
+    write(output_dir="out", steps=100000)
+    code = """
+    import os, signal
+    def on_step(record):
+        if record.step == 2 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    train(run, on_step=on_step)
+    """
+    ranks = start_ranks(tmp_path, code)
+    ranks[0].wait(timeout=60)
+    (status_0, _), (status_1, err_1) = finish(ranks, timeout_seconds=20)
+    assert status_0 == -signal.SIGKILL
+    assert status_1 == 1
+    assert "lowtide: rank 1" in err_1
