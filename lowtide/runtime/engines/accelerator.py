@@ -107,7 +107,7 @@ class _CopyLane:
 class AcceleratorEngine:
     """`Engine` on streams. See the module's text.
 
-    `host_budget_bytes`: the user's cap on pinned host memory; the machine's and the cgroup's hold as well.
+    `host_budget_bytes`: the user's cap on pinned host memory; half of what the machine has to spare is one as well.
     `disk`: a `DiskTier`, which the engine closes with itself; None = no disk tier.
     `ops`: the device, for tests; None = the accelerator of this torch.
     """
@@ -357,7 +357,8 @@ def _pair_up(block: Block, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
 
 
 def _host_cap_bytes(host_budget_bytes: int | None) -> int:
-    """The user's budget or half of what the machine has to spare, whichever is less."""
+    """The user's budget or half of what the machine has to spare, whichever is less. The cgroup is not asked yet: a
+    container smaller than its machine needs a written host_budget until then."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     machine_bytes = available_kib * 1024 // 2 // ALIGN_BYTES * ALIGN_BYTES

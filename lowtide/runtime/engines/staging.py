@@ -193,7 +193,6 @@ class Staging:
         stage.event.record(self._stream)
 
     def _write_oldest(self, under_way: deque[tuple[_Stage, int, int]], offset: int) -> None:
-        stage, start, length = under_way[0]
+        stage, start, length = under_way.popleft()
         stage.settle()
         self._disk.write(offset + start, stage.address, length)
-        under_way.popleft()
