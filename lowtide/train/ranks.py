@@ -11,6 +11,7 @@ backends the launcher must end the job, and torchrun does. Only the failing rank
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -106,6 +107,9 @@ class Ranks:
         assert self._watch is not None
         self._watch.stop()
         self.barrier()
+        # DDP's reducer holds the group from C++. If that were the last reference, the group's threads would be joined
+        # with the interpreter's lock held, and now and then one of them waits for that very lock: a hang.
+        gc.collect()
         dist.destroy_process_group()
 
     def fail(self, error: BaseException) -> NoReturn:

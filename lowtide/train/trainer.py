@@ -63,7 +63,7 @@ class Trainer:
             memory: Any = run.memory
             engine: Any = run.train.engine
             self.tide = lowtide.apply(self.model, memory, optimizer=self.optimizer, engine=engine)
-        self._forward = self.model if ranks.is_alone else DistributedDataParallel(self.model)
+        self._forward: torch.nn.Module = self.model if ranks.is_alone else DistributedDataParallel(self.model)
         # last, because everything above may draw
         if saved:
             checkpoint.set_random_state(saved.random, device)
@@ -120,7 +120,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Leaves the model as it was built."""
+        """Leaves the model as it was built, and lets go of the process group."""
+        self._forward = self.model
         if self.tide is not None:
             self.tide.remove()
 
