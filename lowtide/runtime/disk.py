@@ -40,6 +40,7 @@ CHUNK_BYTES = 8 << 20
 """Largest single transfer. Above it the disk is no faster, below it system calls begin to show."""
 GROW_BYTES = 64 << 20
 """Step by which the file grows: few allocations, and at most this much disk reserved beyond need."""
+_DISK_DIRECTORY = "/var/tmp"  # noqa: S108 - the file is made with mkstemp
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_PREALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
@@ -95,7 +96,9 @@ class RangeAllocator:
 
     def free(self, start: int, nbytes: int) -> None:
         """Give back a range that `allocate` returned."""
-        assert 0 <= start and start + nbytes <= self.end_bytes and start not in self._size_at
+        assert start >= 0
+        assert start + nbytes <= self.end_bytes
+        assert start not in self._size_at
         before = self._start_at.get(start)
         if before is not None:
             self._remove(before, start - before)
@@ -123,7 +126,7 @@ class RangeAllocator:
 
 def file_system_type(path: str | os.PathLike[str], mountinfo: str = "/proc/self/mountinfo") -> str | None:
     """'ext4', 'tmpfs', ... of the mount that holds `path`, or None where the kernel does not say."""
-    device = os.stat(path).st_dev
+    device = Path(path).stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path(mountinfo).read_text().splitlines()
@@ -139,8 +142,8 @@ def file_system_type(path: str | os.PathLike[str], mountinfo: str = "/proc/self/
 def default_directory() -> str:
     """The system's temporary directory, or /var/tmp where that one is memory (swapping to memory frees none)."""
     directory = tempfile.gettempdir()
-    if file_system_type(directory) in _MEMORY_FILE_SYSTEMS and os.path.isdir("/var/tmp"):
-        return "/var/tmp"
+    if file_system_type(directory) in _MEMORY_FILE_SYSTEMS and Path(_DISK_DIRECTORY).is_dir():
+        return _DISK_DIRECTORY
     return directory
 
 
@@ -210,7 +213,7 @@ class DiskTier:
                 self._lock.release()
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
-        """Memory at `address` -> the slot at `offset`. Raises OSError (ENOSPC, EIO, ...); the slot is then undefined."""
+        """Memory at `address` -> the slot at `offset`. Raises OSError; the slot is then undefined."""
         for done, size, staged in self._transfers(address, nbytes):
             if staged is None:
                 _write_all(self._descriptor, _view(address + done, size), offset + done)
@@ -291,7 +294,7 @@ def _open_unlinked(directory: str, direct: bool) -> tuple[int, bool]:
     try:
         unbuffered = _open_direct(path) if direct else None
     finally:
-        os.unlink(path)
+        Path(path).unlink()
     if unbuffered is None:
         return descriptor, False
     os.close(descriptor)

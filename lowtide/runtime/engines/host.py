@@ -31,9 +31,9 @@ import torch
 
 from lowtide.runtime.disk import DiskTier
 from lowtide.runtime.engines.base import Bandwidth, Event, Lane, Slot
-from lowtide.runtime.malloc import BufferPool
+from lowtide.runtime.malloc import HEAP_SLACK_BYTES, BufferPool, HeapTrimmer
 
-IDLE_BUFFER_BYTES = 64 << 20
+IDLE_BUFFER_BYTES = 32 << 20
 """Unused fetch buffers kept for reuse."""
 POOLED_FROM_BYTES = 256 << 10
 """Smaller buffers come from torch: the C library recycles those well."""
@@ -71,7 +71,7 @@ class _HostEvent:
 
 
 class _Lane:
-    """A queue of copies and barriers, in order, and how far it has come. All fields are guarded by the copier's lock."""
+    """A queue of copies and barriers, in order, and how far it has come. Guarded by the copier's lock."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.queue: collections.deque[_Copy | _HostEvent] = collections.deque()
@@ -199,7 +199,7 @@ class _Copier:
             try:
                 assert copy.storage is not None
                 work(copy.offset, copy.storage.data_ptr(), copy.nbytes)
-            except Exception as error:  # noqa: BLE001 - reported by failure(), never lost with the thread
+            except Exception as error:  # reported by failure(), never lost with the thread
                 copy.error = error.with_traceback(None)
             copy.finished_at = time.perf_counter()
             # Before the copy counts as complete: until then the runtime holds the storage too, so that its last
@@ -224,6 +224,7 @@ class HostEngine:
     `directory`, `disk_budget_bytes`: see `DiskTier`; an unusable directory is a `ConfigError`.
     `num_threads`: worker threads per direction, started at the first copy of that direction.
     `idle_buffer_bytes`: most memory kept for recycling fetch buffers.
+    `heap_slack_bytes`: free heap that may stay resident beyond the peak of live memory, see `HeapTrimmer`.
     """
 
     name = "host"
@@ -236,10 +237,12 @@ class HostEngine:
         disk_budget_bytes: int | None = None,
         num_threads: int = 1,
         idle_buffer_bytes: int = IDLE_BUFFER_BYTES,
+        heap_slack_bytes: int = HEAP_SLACK_BYTES,
     ) -> None:
         assert num_threads >= 1
         self.disk = DiskTier(directory, disk_budget_bytes)
         self.pool = BufferPool(idle_buffer_bytes)
+        self.trimmer = HeapTrimmer(heap_slack_bytes)
         self._copier = _Copier(self.disk, num_threads)
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, self._copier.close, False)
@@ -256,11 +259,15 @@ class HostEngine:
 
     def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         assert device.type == "cpu", device
-        return self.pool.take(nbytes) if nbytes >= POOLED_FROM_BYTES else torch.UntypedStorage(nbytes)
+        if nbytes < POOLED_FROM_BYTES:
+            return torch.UntypedStorage(nbytes)
+        self.trimmer.check(self.pool.mapped_bytes)
+        return self.pool.take(nbytes)
 
     def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
         assert source.nbytes() == slot.nbytes
         self._check_process()
+        self.trimmer.check(self.pool.mapped_bytes)
         self._copier.enqueue(Lane.OUT, source, slot.place)
 
     def copy_in(self, slot: Slot, target: torch.UntypedStorage) -> None:
