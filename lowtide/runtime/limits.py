@@ -5,8 +5,8 @@ Why: a swap that fills the container's memory is killed without a message; so th
 Memory in use is subtracted, page cache that the kernel can drop is not counted as used.
 Cost: a few small files, about 0.1 ms.
 
-Not covered: memory that others take afterwards, `ulimit`, cgroup trees mounted elsewhere than /sys/fs/cgroup, swap space
-(never counted as room), systems without /proc (the user's number alone, or None).
+Not covered: memory that others take afterwards, `ulimit`, cgroup trees mounted elsewhere than /sys/fs/cgroup, swap
+space (never counted as room), systems without /proc (the user's number alone, or None).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _headroom(
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The group and all above it. A path from outside a container does not exist inside: there the mount is the group."""
+    """The group and all above it. A path that only exists outside the container means the mount itself."""
     group = mount / path.lstrip("/")
     if not group.is_dir() or ".." in group.parts:
         group = mount
