@@ -1,8 +1,9 @@
 """Which modules of a model are its layers: the repeated blocks that plans speak of.
 
-A layer is a child of a `ModuleList` or `Sequential` in which at least two children share a class and hold parameters.
-The outermost such container wins: what repeats inside a layer (experts, heads) belongs to that layer. Layers whose
-classes differ within one list (dense and MoE blocks) are layers all the same, as long as the list repeats something.
+A layer is a child of a `ModuleList` or `Sequential` in which at least two children share a class and hold parameters,
+or the only such child of a `ModuleList` (a model of one layer, or one that calls its layer several times). The
+outermost such container wins: what repeats inside a layer (experts, heads) belongs to that layer. Layers whose classes
+differ within one list (dense and MoE blocks) are layers all the same, as long as the list repeats something.
 
 Cost: one walk over the modules. Not covered: blocks held in plain attributes (`self.down1`, `self.down2`), which the
 user names with `layers:`.
@@ -27,7 +28,7 @@ def find_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The user's own list of layers, checked. Raises ConfigError for a name that is no module, or one inside another."""
+    """The user's own list of layers, checked. Raises ConfigError for an unknown module, or one inside another."""
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
@@ -51,7 +52,10 @@ def _walk(module: nn.Module, prefix: str, names: list[str]) -> None:
 
 def _repeats(container: nn.Module) -> bool:
     classes = Counter(type(child) for child in container.children() if _has_parameters(child))
-    return bool(classes) and classes.most_common(1)[0][1] >= 2
+    if not classes:
+        return False
+    is_single = isinstance(container, nn.ModuleList) and classes.total() == 1
+    return is_single or classes.most_common(1)[0][1] >= 2
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -114,9 +114,7 @@ class Recorder(TorchDispatchMode):
 
 def _storage_keys(tree: Any) -> set[int]:
     return {
-        leaf.untyped_storage()._cdata
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and is_plain(leaf)
+        leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)
     }
 
 

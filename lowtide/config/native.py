@@ -4,7 +4,7 @@
       recompute: [layers.0-15]                 # none | all | [patterns]
       swap:                                    # none | all | [patterns or {match, prefetch, tier}]
         - layers.16-31.mlp
-        - {match: layers.16-31.self_attn, prefetch: 2, tier: disk}
+        - {match: layers.16-31.self_attn, prefetch: 20, tier: disk}
       keep: [layers.31]                        # wins over both
       min_bytes: 1MiB                          # smaller storages are kept
       host_budget: 96GiB                       # pinned or pageable bytes per rank
@@ -40,13 +40,14 @@ class SwapRule:
 
     match: str
     """A pattern."""
-    prefetch: int = 1
-    """Fetch back this many layers before the backward pass needs it; 0 fetches when it is needed."""
+    prefetch: int | None = None
+    """Start the fetch this many operators of the backward pass before the first reader; 0 fetches when it is needed.
+    Absent: as early as a window of bytes allows."""
     tier: Literal["host", "disk"] | None = None
     """Where the bytes go; absent = the fastest tier with room."""
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0:
+        if self.prefetch is not None and self.prefetch < 0:
             raise FieldError("prefetch", f"must be 0 or more, not {self.prefetch}")
 
 
@@ -98,7 +99,7 @@ class MemoryConfig:
         rules += [self._rule(Fate.KEEP, text, f"keep[{index}]") for index, text in enumerate(self.keep)]
         return Rules(tuple(rules))
 
-    def _rule(self, fate: Fate, text: str, path: str, *, prefetch: int = 1, tier: Tier | None = None) -> Rule:
+    def _rule(self, fate: Fate, text: str, path: str, *, prefetch: int | None = None, tier: Tier | None = None) -> Rule:
         if getattr(self, fate.value) == "all":
             path = fate.value
         where = self.locations.of(path)

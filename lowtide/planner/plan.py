@@ -40,8 +40,8 @@ class SiteDecision:
     fate: Fate
     tier: Tier | None = None
     """Swap only: the tier the bytes go to; None is the fastest that the engine has."""
-    prefetch: int = 1
-    """Swap only: layers ahead that the fetch is issued."""
+    prefetch: int | None = None
+    """Swap only: operators of the backward pass between the start of the fetch and the first reader; None: by bytes."""
     reason: str
     """One short phrase: the rule and where it was written, or what spoke against it."""
 

@@ -26,8 +26,8 @@ class Rule:
 
     pattern: Pattern
     fate: Fate
-    prefetch: int = 1
-    """Swap only: fetch back when the backward pass reaches the layer this many layers later in the forward order."""
+    prefetch: int | None = None
+    """Swap only: start the fetch this many operators of the backward pass before the first reader; None: by bytes."""
     tier: Tier | None = None
     """Swap only: the tier to copy to; None is the fastest that the engine has."""
     where: str = ""
@@ -42,7 +42,7 @@ class Decision:
     """The fate of one layer, module or site, and why."""
 
     fate: Fate
-    prefetch: int = 1
+    prefetch: int | None = None
     tier: Tier | None = None
     reason: str
     """One short phrase, such as `swap 'layers.*.mlp' (run.yaml:4:9)`."""

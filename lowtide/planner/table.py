@@ -66,7 +66,7 @@ def _rule_lines(plan: Plan) -> list[str]:
     cells = [("rule", "fate", "prefetch", "tier", "written at")]
     for rule in plan.rules.rules:
         is_swap = rule.fate is Fate.SWAP
-        prefetch = str(rule.prefetch) if is_swap else ""
+        prefetch = ("auto" if rule.prefetch is None else str(rule.prefetch)) if is_swap else ""
         tier = (rule.tier.value if rule.tier else "fastest") if is_swap else ""
         cells.append((rule.pattern.text, rule.fate.value, prefetch, tier, rule.where))
     return _align(cells, numeric=())

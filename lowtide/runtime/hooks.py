@@ -19,25 +19,32 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowtide.catalog.trace import Recorder, is_plain, storage_keys
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
 from lowtide.planner.rules import Decision, Rules
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
-from lowtide.runtime.recompute import RandomState, Rerun, RerunView, checkpointed, top_hooks
+from lowtide.runtime.recompute import Call, Dropped, RandomState, RegionRun, Rerun, RerunView, top_hooks, without_cache
 from lowtide.runtime.stats import Counters, Ledger
-from lowtide.runtime.swap import Mover, Tape
+from lowtide.runtime.swap import Mover, Site, Tape
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
-_VIEWS_AND_CASTS = ("TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "PermuteBackward", "CloneBackward")
+_VIEWS_AND_CASTS = (
+    "TBackward",
+    "ToCopyBackward",
+    "TransposeBackward",
+    "ViewBackward",
+    "PermuteBackward",
+    "CloneBackward",
+)
 
 
 @dataclass(slots=True)
@@ -81,6 +88,8 @@ class Setting:
     sites: dict[str, SiteDecision] = field(default_factory=dict)
     """Decisions of the first forward, by site name."""
     seen_names: set[str] = field(default_factory=set)
+    input_changers: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """Recomputed modules that were seen to write into their inputs."""
 
 
 class Scope:
@@ -97,6 +106,9 @@ class Scope:
         self.position = 0
         self.recording: list[Entry] = []
         self.reruns: dict[int, tuple[StorageWeakRef, int, Rerun]] = {}
+        # Sites saved by the operator that is being recorded now: its kernel has not been launched yet.
+        self._pending: list[tuple[Site, str | None]] = []
+        self._pending_sequence = -1
         self._recorded_keys: dict[int, StorageWeakRef] = {}
         self._parameter_keys: set[int] | None = None
         # One object, so that `is_innermost` can compare by identity.
@@ -140,6 +152,8 @@ class Scope:
         """The handle that autograd keeps instead of `tensor`."""
         position = self.position
         self.position = position + 1
+        if self._pending and torch.autograd._get_sequence_nr() != self._pending_sequence:
+            self._send_pending()
         table = self.table
         if table is None:
             with _disable_current_modes():
@@ -174,27 +188,35 @@ class Scope:
         storage = tensor.untyped_storage()
         if not self._is_movable(tensor, storage):
             return self._plain(tensor)
+        sequence = torch.autograd._get_sequence_nr()
         site = self.mover.find(storage, tensor._version)
         if site is None:
-            site = self.mover.send(self.tape, storage, tensor._version, tier, distance)
+            site = self.mover.enroll(self.tape, storage, tensor._version, distance)
+            self._pending.append((site, tier))
+            self._pending_sequence = sequence
         site.num_readers += 1
-        site.last_use = torch.autograd._get_sequence_nr()
+        site.last_use = sequence
         return Swapped(site, tensor)
+
+    def _send_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for site, tier in pending:
+            self.mover.send(site, tier)
 
     def _is_movable(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # Conjugate and negative bits are not part of a storage view; such tensors are rare, small, and stay.
-        if tensor.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+        if tensor.is_conj() or tensor.is_neg():
             return False
         return is_plain(tensor) and storage.nbytes() > 0 and tensor.device.type == self.setting.device_type
 
     def _rerun(self, tensor: torch.Tensor) -> Any:
         rerun = self._find_rerun(tensor)
-        if rerun is None:
+        if rerun is None or tensor.is_conj() or tensor.is_neg():
             self.counters.num_divergences += 1
             return self._plain(tensor)
         if rerun.num_readers == 0:
             self.counters.recomputed_bytes += rerun.nbytes
-        rerun.num_readers += 1
+        rerun.add_reader()
         return RerunView(rerun, tensor)
 
     def _find_rerun(self, tensor: torch.Tensor) -> Rerun | None:
@@ -243,7 +265,7 @@ class Scope:
             name,
             SiteDecision(
                 name=name,
-                layer=self.region.name,
+                layer=self.region.name or None,
                 nbytes=nbytes,
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 fate=decision.fate,
@@ -302,8 +324,19 @@ class Scope:
 
     def checkpointed(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a recomputed region (see runtime/recompute.py)."""
-        counters, ledger = self.counters, self.setting.ledger
-        return checkpointed(module, forward, args, kwargs, counters, ledger, self._note_dropped)
+        return self._run_region(self._new_region(module, forward, args, kwargs))
+
+    def _new_region(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
+        call = Call(module, forward, *without_cache(module, args, kwargs))
+        return RegionRun(call, Dropped(self.counters, self.setting.ledger, self._note_dropped))
+
+    def _run_region(self, region: RegionRun) -> Any:
+        changers = self.setting.input_changers
+        module = region.call.module
+        output = region.run(self.pack, may_change_inputs=self.recorder is not None or module in changers)
+        if region.has_changed_inputs:
+            changers.add(module)
+        return output
 
     def _note_dropped(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor inside a recomputed region is an activation; in the first forward, also put it on record."""
@@ -323,44 +356,26 @@ class Scope:
 
     def discarded(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        before = [tensor._version for tensor in tensors]
-        state = RandomState(tensors)
-        output = self.checkpointed(module, forward, args, kwargs)
-        if not self._is_droppable(output, tensors) or before != [tensor._version for tensor in tensors]:
+        region = self._new_region(module, forward, args, kwargs)
+        random = RandomState(region.call.tensors)
+        output = self._run_region(region)
+        if region.has_changed_inputs or not self._is_droppable(output, region.input_keys):
             return output
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-        def make(again: list[torch.Tensor]) -> tuple[tuple, dict]:
-            filled = list(constants)
-            for place, tensor in zip(places, again, strict=True):
-                filled[place] = tensor
-            return tree_unflatten(filled, spec)
-
-        inputs = [self.pack(tensor) for tensor in tensors]
-        rerun = Rerun(module, forward, inputs, make, state, output, self.setting.ledger)
         storage = output.untyped_storage()
+        rerun = Rerun(region, random, output)
         self.reruns[storage._cdata] = (StorageWeakRef(storage), output._version, rerun)
         return output
 
-    def _is_droppable(self, output: Any, inputs: list[torch.Tensor]) -> bool:
+    def _is_droppable(self, output: Any, input_keys: set[int]) -> bool:
         if not isinstance(output, torch.Tensor) or not is_plain(output) or output.grad_fn is None:
             return False
         storage = output.untyped_storage()
-        if storage.nbytes() < self.setting.min_bytes:
-            return False
-        return all(not is_plain(t) or t.untyped_storage()._cdata != storage._cdata for t in inputs)
+        return storage.nbytes() >= self.setting.min_bytes and storage._cdata not in input_keys
 
     def close(self) -> None:
-        """The forward is complete: forget outputs that nobody saved, and their claim on the inputs."""
-        for _, _, rerun in self.reruns.values():
-            if rerun.num_readers:
-                continue
-            for handle in rerun.inputs:
-                if isinstance(handle, Swapped):
-                    handle.site.num_readers -= 1
+        """The forward is complete: send what is pending, forget outputs that nobody saved."""
+        with _disable_current_modes():
+            self._send_pending()
         self.reruns.clear()
         del self.pack_hook  # a bound method of its own owner: a cycle
         self.mover.end_of_pass(self.tape)

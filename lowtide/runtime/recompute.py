@@ -6,12 +6,14 @@ Two regions, one mechanism (`torch.utils.checkpoint`, non-reentrant, never a cop
 - a single *module* without children (an activation, a norm): what it saves is dropped, and so is its **output**, which
   is what the next operator would have saved. Reading that output in backward runs the module once more.
 
-Inputs are flattened and handed to checkpoint as positional tensors, because it saves only those through the
-surrounding hooks: a keyword input would sit in a closure, out of reach of swap.
+The inputs of a region are handles like any other saved tensor, keyword inputs included, so they can be kept, swapped or
+themselves be rerun; checkpoint would hold positional ones only, and keep keyword inputs in a closure out of reach.
 
 Around checkpoint this file adds what checkpoint leaves to chance:
 - in-place writes to a tensor saved inside a region raise, as in plain autograd (checkpoint would recompute silently);
-- module buffers (batch-norm statistics, counters) are put back after the second run, so that they move once a step;
+- a region that writes into its own input is run again from a copy of the input as it was;
+- module buffers (batch-norm statistics, counters) are, in the second run, what they were in the first, and what they
+  had become after it;
 - the bytes that a region drops are counted, and while they exist again they are in the ledger.
 
 Random state and autocast are restored by checkpoint for regions, and by `Rerun` for outputs.
@@ -28,14 +30,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from lowtide.catalog.trace import is_plain
-from lowtide.runtime.handle import View, modified_error, version_witness
+from lowtide.runtime.handle import Kept, Swapped, View, modified_error, version_witness
 from lowtide.runtime.stats import Counters, Ledger
+
+_HELD_BUFFER_BYTES = 2**20
 
 
 def is_checkpoint_hook(hooks: tuple[Callable, Callable] | None) -> bool:
@@ -52,14 +58,15 @@ def top_hooks() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-class Region:
-    """One run of a recomputed region: how many bytes it dropped, and whether they exist again."""
+class Dropped:
+    """What one run of a region dropped, in bytes, and whether it exists again."""
 
     __slots__ = ("_seen", "counters", "is_back", "ledger", "nbytes", "note")
 
     def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
         self.counters = counters
         self.ledger = ledger
+        # Called once for each storage that the region would have saved; says whether it is an activation.
         self.note: Callable[[torch.Tensor], bool] | None = note
         self.nbytes = 0
         self.is_back = False
@@ -75,7 +82,7 @@ class Region:
         if self.note is not None and self.note(tensor):
             self.nbytes += storage.nbytes()
 
-    def leave_out(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def leave_out(self, tensors: list[torch.Tensor]) -> None:
         """The region's own inputs: they remain, and are counted where they are kept or swapped."""
         for tensor in tensors:
             if is_plain(tensor):
@@ -97,14 +104,14 @@ class Region:
             self.ledger.subtract(self.nbytes)
 
 
-class _Dropped:
+class _Saved:
     """A tensor that a region saved and checkpoint dropped: its holder, and the witness of its version."""
 
-    __slots__ = ("device", "dtype", "holder", "region", "size", "version", "witness")
+    __slots__ = ("device", "dropped", "dtype", "holder", "size", "version", "witness")
 
-    def __init__(self, holder: Any, tensor: torch.Tensor, region: Region) -> None:
+    def __init__(self, holder: Any, tensor: torch.Tensor, dropped: Dropped) -> None:
         self.holder = holder
-        self.region = region
+        self.dropped = dropped
         self.dtype, self.device, self.size = tensor.dtype, tensor.device, tensor.size()
         self.version = tensor._version
         self.witness = version_witness(tensor) if tensor.layout is torch.strided else tensor
@@ -115,7 +122,7 @@ class _Dropped:
 
 
 @contextlib.contextmanager
-def _counting(region: Region) -> Iterator[None]:
+def _counting(dropped: Dropped) -> Iterator[None]:
     """Chain to checkpoint's own hooks: it still sees every tensor, in order; we count bytes and watch versions."""
     hooks = top_hooks()
     assert is_checkpoint_hook(hooks) and hooks is not None
@@ -123,74 +130,158 @@ def _counting(region: Region) -> Iterator[None]:
 
     def pack(tensor: torch.Tensor) -> Any:
         if is_plain(tensor):
-            region.count(tensor)
-        return _Dropped(outer_pack(tensor), tensor, region)
+            dropped.count(tensor)
+        return _Saved(outer_pack(tensor), tensor, dropped)
 
-    def unpack(dropped: _Dropped) -> torch.Tensor:
-        dropped.check()
-        tensor = outer_unpack(dropped.holder)
-        dropped.region.come_back()
+    def unpack(saved: _Saved) -> torch.Tensor:
+        saved.check()
+        tensor = outer_unpack(saved.holder)
+        saved.dropped.come_back()
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
         yield
-    region.forward_done()
+    dropped.forward_done()
 
 
-@contextlib.contextmanager
-def _unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module's buffers back as they were: the second run of a region must leave no trace in them."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if buffer.numel()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            # `.data`: the version counter must not move either, another graph may have saved this buffer.
-            buffer.data.copy_(value)
+class Call:
+    """A module's forward with its arguments taken apart, so that it can be made again from other tensors."""
+
+    __slots__ = ("_constants", "_places", "_spec", "forward", "module", "tensors")
+
+    def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> None:
+        self.module = module
+        self.forward = forward
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
+        self._constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def make(self, tensors: list[torch.Tensor]) -> Any:
+        """Run the forward on `tensors` in place of the original ones."""
+        leaves = list(self._constants)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self.forward(*args, **kwargs)
 
 
-def checkpointed(
-    module: torch.nn.Module,
-    forward: Callable,
-    args: tuple,
-    kwargs: dict,
-    counters: Counters,
-    ledger: Ledger,
-    note: Callable[[torch.Tensor], bool],
-) -> Any:
-    """`forward(*args, **kwargs)` as a recomputed region.
+class BufferState:
+    """A module's buffers as they were before a run, for the second run; only those that the run changed are held.
 
-    `note` is called once for each storage that the region would have saved, and says whether it is an activation.
+    A change is seen by identity, version and value. On an accelerator comparing values would wait for the device, so
+    small buffers are simply held, and large ones trusted to their version.
     """
-    args, kwargs = without_cache(module, args, kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    region = Region(counters, ledger, note)
-    has_run = False
 
-    def run(*tensors: torch.Tensor) -> Any:
-        nonlocal has_run
-        filled = list(constants)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        run_args, run_kwargs = tree_unflatten(filled, spec)
-        if has_run:
-            with _unchanged_buffers(module):
-                return forward(*run_args, **run_kwargs)
-        has_run = True
-        region.leave_out(tensors)
-        with _counting(region):
-            return forward(*run_args, **run_kwargs)
+    __slots__ = ("_before",)
 
-    # Only `run` may hold the region's tokens: checkpoint keeps it for as long as the graph lives.
-    return checkpoint(run, *(leaves[i] for i in places), use_reentrant=False)
+    def __init__(self, module: nn.Module) -> None:
+        with _disable_current_modes():
+            self._before = [
+                (owner, name, buffer, buffer._version, buffer.detach().clone())
+                for owner in module.modules()
+                for name, buffer in owner._buffers.items()
+                if buffer is not None and buffer.numel()
+            ]
+
+    def settle(self) -> None:
+        """The first run is over: let go of the copies that are not needed."""
+        with _disable_current_modes():
+            self._before = [entry for entry in self._before if _has_changed(*entry)]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the buffers are what the first run found; what is written to them is forgotten."""
+        current = [(owner, name, owner._buffers[name]) for owner, name, *_ in self._before]
+        for owner, name, _, _, before in self._before:
+            owner._buffers[name] = before.clone()
+        try:
+            yield
+        finally:
+            for owner, name, buffer in current:
+                owner._buffers[name] = buffer
+
+
+def _has_changed(owner: nn.Module, name: str, buffer: torch.Tensor, version: int, before: torch.Tensor) -> bool:
+    if owner._buffers.get(name) is not buffer or buffer._version != version:
+        return True
+    if buffer.device.type == "cpu":
+        return not torch.equal(buffer, before)
+    return buffer.untyped_storage().nbytes() <= _HELD_BUFFER_BYTES
+
+
+class RegionRun:
+    """One run of a region: first from the real inputs, later, in backward, from handles on them."""
+
+    __slots__ = ("_flags", "_has_run", "buffers", "call", "dropped", "has_changed_inputs", "input_keys", "inputs")
+
+    def __init__(self, call: Call, dropped: Dropped) -> None:
+        self.call = call
+        self.dropped = dropped
+        self.inputs: list[Any] = []
+        self.input_keys = {t.untyped_storage()._cdata for t in call.tensors if is_plain(t)}
+        self.has_changed_inputs = False
+        self.buffers = BufferState(call.module)
+        self._flags = [tensor.requires_grad for tensor in call.tensors]
+        self._has_run = False
+
+    def run(self, pack: Callable[[torch.Tensor], Any], *, may_change_inputs: bool) -> Any:
+        """The forward's output. `pack` makes handles; `may_change_inputs`: copy them first, as they may be written to.
+
+        Raises RuntimeError if inputs were written to although `may_change_inputs` is false.
+        """
+        tensors = self.call.tensors
+        with _disable_current_modes():
+            copies = [tensor.detach().clone() for tensor in tensors] if may_change_inputs else None
+            # Checkpoint learns from these which devices' random states to save.
+            markers = [torch.empty(0, device=device) for device in {tensor.device: None for tensor in tensors}]
+        versions = [tensor._version for tensor in tensors]
+        self.inputs = [pack(tensor) for tensor in tensors]
+        output = checkpoint(self._body, *markers, use_reentrant=False)
+        self.buffers.settle()
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if tensor._version != version:
+                self._replace_input(i, copies)
+        self.call.tensors = []
+        return output
+
+    def _replace_input(self, index: int, copies: list[torch.Tensor] | None) -> None:
+        self.has_changed_inputs = True
+        if copies is None:
+            raise RuntimeError(
+                f"lowtide: a recomputed {type(self.call.module).__name__} wrote into its own input in this forward, "
+                "but not in the first one; it cannot be run again. Give it the fate keep or swap."
+            )
+        self.inputs[index] = Kept(copies[index])
+
+    def _body(self, *markers: torch.Tensor) -> Any:
+        if self._has_run:
+            with self.buffers.replayed():
+                return self.call.make(self.open_inputs())
+        self._has_run = True
+        self.dropped.leave_out(self.call.tensors)
+        with _counting(self.dropped):
+            return self.call.make(self.call.tensors)
+
+    def open_inputs(self) -> list[torch.Tensor]:
+        """The inputs as they were, with the same need for gradients (else other tensors would be saved)."""
+        tensors = [
+            handle.open().detach().requires_grad_(flag) for handle, flag in zip(self.inputs, self._flags, strict=True)
+        ]
+        # A copy: the second run writes into them too, and there may be a third.
+        return [tensor.clone() for tensor in tensors] if self.has_changed_inputs else tensors
+
+    def claim_inputs(self) -> None:
+        """One more reader of the inputs: a swapped one must not be let go after the first."""
+        for handle in self.inputs:
+            if isinstance(handle, Swapped):
+                handle.site.num_readers += 1
 
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def without_cache(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def without_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Take an empty key-value cache out of a layer's inputs: its second run would append to it again.
 
     Raises RuntimeError for a cache that already holds tokens, since then dropping it would change the result.
@@ -214,7 +305,7 @@ def without_cache(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[t
     return args, kwargs
 
 
-def _num_cached(module: torch.nn.Module, cache: Any) -> int:
+def _num_cached(module: nn.Module, cache: Any) -> int:
     index = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", 0))
     length = getattr(cache, "get_seq_length", None)
     return int(length(index or 0)) if callable(length) else len(cache)
@@ -227,43 +318,23 @@ class Rerun:
     which the module ran. The result is held from its first reader of a backward to its last.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "autocast",
-        "forward",
-        "inputs",
-        "ledger",
-        "make",
-        "module",
-        "nbytes",
-        "num_readers",
-        "num_reads",
-        "random",
-        "result",
-        "task",
-        "version",
-    )
+    __slots__ = ("autocast", "nbytes", "num_readers", "num_reads", "random", "region", "result", "task")
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        forward: Callable,
-        inputs: list,
-        make: Callable[[list[torch.Tensor]], tuple[tuple, dict]],
-        state: RandomState,
-        output: torch.Tensor,
-        ledger: Ledger,
-    ) -> None:
-        self.module, self.forward, self.inputs, self.make = module, forward, inputs, make
-        self.random = state
+    def __init__(self, region: RegionRun, random: RandomState, output: torch.Tensor) -> None:
+        self.region = region
+        self.random = random
         self.autocast = autocast_state(output.device.type)
         self.nbytes = output.untyped_storage().nbytes()
-        self.version = output._version
-        self.ledger = ledger
         self.num_readers = 0
         self.num_reads = 0
         self.task: int | None = None
         self.result: torch.UntypedStorage | None = None
+
+    def add_reader(self) -> None:
+        """One more saved tensor views this output."""
+        if self.num_readers == 0:
+            self.region.claim_inputs()
+        self.num_readers += 1
 
     def read(self) -> torch.UntypedStorage:
         """The output's storage, bit for bit what the forward produced."""
@@ -276,10 +347,9 @@ class Rerun:
         return storage
 
     def _run(self) -> torch.UntypedStorage:
-        tensors = [handle.open() for handle in self.inputs]
-        args, kwargs = self.make(tensors)
-        with torch.no_grad(), self.random.restored(), self.autocast(), _unchanged_buffers(self.module):
-            output = self.forward(*args, **kwargs)
+        region = self.region
+        with torch.no_grad(), self.random.restored(), self.autocast(), region.buffers.replayed():
+            output = region.call.make(region.open_inputs())
         assert output.untyped_storage().nbytes() == self.nbytes, "a module's second run made an output of another size"
         return output.untyped_storage()
 

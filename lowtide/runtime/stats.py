@@ -59,8 +59,7 @@ class Ledger:
 
     def add(self, nbytes: int) -> None:
         self.now_bytes += nbytes
-        if self.now_bytes > self.peak_bytes:
-            self.peak_bytes = self.now_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def subtract(self, nbytes: int) -> None:
         self.now_bytes -= nbytes

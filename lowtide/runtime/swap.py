@@ -5,7 +5,8 @@ backward needs it. A `Tape` is the list of sites of one forward pass, in the ord
 the end. The `Mover` sends, lands, fetches and frees, in terms of the engine's ordering calls alone.
 
 The rules (each was once somebody's wrong gradient):
-- a copy out waits for the compute lane that made the data;
+- a copy out waits for the compute lane that made the data, and is issued only after the operator that saved it has
+  been launched: some operators save an input first and fill it after;
 - the source is let go only when its copy is complete, or after the compute lane has been told to wait for it;
 - a copy in waits for the compute lane that freed its buffer's memory, and for the site's own copy out;
 - a reader waits for the copy in; every reader does, on its own lane;
@@ -22,6 +23,7 @@ Cost: about 15 us of Python a site. Not covered: what to swap (planner), where h
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -35,6 +37,7 @@ from lowtide.runtime.stats import Counters, Ledger
 
 _MIN_WINDOW_BYTES = 16 * 2**20
 _WINDOW_SHARE = 25
+_POLL_SECONDS = 1e-4
 
 
 class Copy:
@@ -164,23 +167,27 @@ class Mover:
         if reference is not None and reference() in (None, site):
             self.live.pop(site.key, None)
 
-    def send(self, tape: Tape, storage: torch.UntypedStorage, version: int, tier: str | None, distance: int | None):
-        """Make a site of a storage and start its way out. Where no tier has room it stays, counted as kept."""
+    def enroll(self, tape: Tape, storage: torch.UntypedStorage, version: int, distance: int | None) -> Site:
+        """Make a site of a live storage. It stays on the device until `send`."""
         with self.lock:
             site = Site(self, tape, storage, version, distance)
             self.live[site.key] = weakref.ref(site)
-            nbytes = site.copy.nbytes
-            self.ledger.add(nbytes)
-            self._largest_bytes = max(self._largest_bytes, nbytes)
-            slot = self._allocate(nbytes, tier)
-            if slot is None:
-                self._stay(site.copy)
-                return site
-            self.counters.swapped_bytes += nbytes
-            site.copy.slot = slot
-            self._copy_out(site.copy)
-            self.retire(self.window_bytes())
+            self.ledger.add(site.copy.nbytes)
+            self._largest_bytes = max(self._largest_bytes, site.copy.nbytes)
             return site
+
+    def send(self, site: Site, tier: str | None) -> None:
+        """Start a site's way out. Where no tier has room it stays, counted as kept."""
+        with self.lock:
+            copy = site.copy
+            slot = self._allocate(copy.nbytes, tier)
+            if slot is None:
+                self._stay(copy)
+                return
+            self.counters.swapped_bytes += copy.nbytes
+            copy.slot = slot
+            self._copy_out(copy)
+            self.retire(self.window_bytes())
 
     def _allocate(self, nbytes: int, tier: str | None) -> Slot | None:
         tiers = self.engine.tiers
@@ -446,16 +453,22 @@ class Mover:
             self.engine.free(self._unfreed.popleft()[0])
 
     def settle(self) -> None:
-        """Wait for every copy and free what nobody owns. Raises nothing; used between steps, at remove, in tests."""
+        """Wait for every copy and free what nobody owns. Blocks the host; used at remove and in tests."""
         with self.lock:
             self.retire(0)
+            self._free_orphans()
             while self._arriving:
-                self.engine.wait(Lane.COMPUTE, self._arriving.popleft()[1])
-            self._free_orphans()
-            for slot, events in self._unfreed:
+                self._block_until(self._arriving.popleft()[1])
+            for _, events in list(self._unfreed):
                 for event in events:
-                    self.engine.wait(Lane.COMPUTE, event)
+                    self._block_until(event)
             self._free_orphans()
+
+    def _block_until(self, event) -> None:
+        # On an accelerator `wait` only tells the compute stream; the slot may be given back once the copy is done.
+        self.engine.wait(Lane.COMPUTE, event)
+        while not self.engine.query(event):
+            time.sleep(_POLL_SECONDS)
 
     def num_open(self) -> int:
         """Things the mover still holds: zero when every graph is gone and `settle` ran."""

@@ -376,8 +376,8 @@ def _warn_about_checkpointing(model: nn.Module) -> None:
     if names:
         warnings.warn(
             f"lowtide: {len(names)} modules of this model already use gradient checkpointing ('{names[0]}', ...). They "
-            "are left as they are, and rules act on their inputs only; switch it off (gradient_checkpointing_disable()) "
-            "to let lowtide decide.",
+            "are left as they are, and rules act on their inputs only; switch it off to let lowtide decide "
+            "(model.gradient_checkpointing_disable()).",
             stacklevel=4,
         )
 
@@ -389,5 +389,3 @@ def _foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
         "pair, so those would see nothing. Leave them out, enter them around single modules inside the model, or call "
         "tide.remove() first."
     )
-
-

@@ -48,11 +48,11 @@ def test_every_key(in_tmp: Path) -> None:
         layers=("model.layers.0", "model.layers.1"),
     )
     assert [(rule.fate, rule.pattern.text, rule.prefetch, rule.tier, rule.where) for rule in config.rules().rules] == [
-        (Fate.RECOMPUTE, "layers.0-15", 1, None, "memory.yaml:1:13"),
-        (Fate.RECOMPUTE, "mul", 1, None, "memory.yaml:1:26"),
-        (Fate.SWAP, "layers.16-31", 1, None, "memory.yaml:3:5"),
+        (Fate.RECOMPUTE, "layers.0-15", None, None, "memory.yaml:1:13"),
+        (Fate.RECOMPUTE, "mul", None, None, "memory.yaml:1:26"),
+        (Fate.SWAP, "layers.16-31", None, None, "memory.yaml:3:5"),
         (Fate.SWAP, "sdpa", 2, Tier.DISK, "memory.yaml:4:5"),
-        (Fate.KEEP, "layers.31", 1, None, "memory.yaml:5:8"),
+        (Fate.KEEP, "layers.31", None, None, "memory.yaml:5:8"),
     ]
 
 
