@@ -145,7 +145,7 @@ class FailureWatch:
             self._store.set_timeout(timedelta(seconds=5))
             return self._store.add("num_failures", 1) == 1
         except RuntimeError:
-            return False  # the store went with the rank that holds it, which has said why
+            return True  # the store died with its rank; one that fails in good order stays until all have read it
 
     def stop(self) -> None:
         self._is_stopped.set()
