@@ -2,7 +2,7 @@
 
 Exit status: 0 all steps done; 1 the run failed; 2 a mistake in the settings; 143 or 130 stopped by SIGTERM or SIGINT
 after a checkpoint was saved (run the same command again to go on). Several ranks: `torchrun --nproc-per-node 2
--m lowtide.cli.main train RUN.yaml`; torchrun itself then ends with 1 for every status but 0. Progress goes to stderr;
+-m lowtide train RUN.yaml`; torchrun itself then ends with 1 for every status but 0. Progress goes to stderr;
 stdout stays empty unless `--json` is given.
 """
 

@@ -71,10 +71,10 @@ def describe(record: StepRecord) -> str:
 class Silent:
     """For every rank but the first."""
 
-    def show(self, record: StepRecord) -> None:  # noqa: ARG002
+    def show(self, record: StepRecord) -> None:
         return
 
-    def say(self, text: str) -> None:  # noqa: ARG002
+    def say(self, text: str) -> None:
         return
 
 

@@ -45,7 +45,7 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked is signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
