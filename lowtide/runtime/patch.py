@@ -50,11 +50,15 @@ class ForwardPatch:
     def __reduce__(self) -> tuple:
         if self._own_before is not None:
             return (_same, (self._own_before,))
-        return (types.MethodType, (type(self.module).forward, self.module))
+        return (_plain_forward, (self.module,))
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _plain_forward(module: nn.Module) -> Callable:
+    return types.MethodType(type(module).forward, module)
 
 
 def patched_module(model: nn.Module) -> str | None:
