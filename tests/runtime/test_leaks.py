@@ -1,0 +1,202 @@
+"""A thousand steps in which things go wrong all the time, and nothing is left of any of them.
+
+Graphs are dropped, forwards and backwards raise, graphs overlap, plans are removed and applied again. Counted before
+and after: bytes on the slower tiers, the runtime's objects, threads, open files, and what Python allocated.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests import zoo
+
+WIDTH = 16
+NUM_STEPS = 1_000
+WARM_UP_STEPS = 100
+MEMORY = {
+    "swap": {"swap": "all", "min_bytes": 0},
+    "recompute": {"recompute": "all", "min_bytes": 0},
+    "both": {"swap": "all", "recompute": "all", "min_bytes": 0},
+    "mixed": {"swap": ["layers.0", "layers.2"], "recompute": ["layers.1"], "min_bytes": 0},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.fails:
+            raise ZeroDivisionError
+        return x + self.dropout(y) * y
+
+
+def _loss(model: nn.Module, num_rows: int = 4) -> Tensor:
+    return model(torch.randn(num_rows, WIDTH)).square().mean()
+
+
+def _ordinary(model: nn.Module) -> None:
+    _loss(model).backward()
+
+
+def _drop(model: nn.Module) -> None:
+    _loss(model)
+
+
+def _fail_forward(model: nn.Module) -> None:
+    model.layers[1].fails = True
+    with pytest.raises(ZeroDivisionError):
+        _loss(model)
+    model.layers[1].fails = False
+
+
+def _fail_backward(model: nn.Module) -> None:
+    def fail(_grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    loss = _loss(model)
+    hook = model.layers[1].linear.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+
+
+def _overlap(model: nn.Module) -> None:
+    losses = [_loss(model) for _ in range(3)]
+    losses[1].backward()
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
+
+
+def _half(model: nn.Module) -> None:
+    torch.autograd.grad(_loss(model), model.layers[2].linear.weight)
+
+
+def _double(model: nn.Module) -> None:
+    weights = list(model.parameters())
+    sum(g.square().sum() for g in torch.autograd.grad(_loss(model), weights, create_graph=True)).backward()
+
+
+def _other_shape(model: nn.Module) -> None:
+    _loss(model, 7).backward()
+
+
+def _quiet(model: nn.Module) -> None:
+    with torch.no_grad():
+        _loss(model)
+
+
+LIVES: tuple[Callable[[nn.Module], None], ...] = (
+    _ordinary, _drop, _ordinary, _fail_forward, _ordinary, _fail_backward, _overlap, _half, _double, _other_shape,
+    _quiet,
+)  # fmt: skip
+
+
+def _num_objects() -> int:
+    gc.collect()
+    return sum(str(getattr(type(o), "__module__", "")).startswith("lowtide.runtime") for o in gc.get_objects())
+
+
+def _num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _run(model: nn.Module, num_steps: int) -> None:
+    for step in range(num_steps):
+        LIVES[step % len(LIVES)](model)
+        model.zero_grad(set_to_none=True)
+
+
+def _storage_bytes() -> int:
+    """Bytes of all tensors that Python can see: on this machine the model's device is main memory."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (Tensor, nn.Parameter) and found.layout is torch.strided:
+            storages[found.untyped_storage()._cdata] = found.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+@pytest.mark.parametrize("engine", ["virtual:1", "virtual:2", "virtual:4", "host"])
+@pytest.mark.parametrize("plan", MEMORY)
+def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: Path) -> None:
+    model = zoo.Stack(*(Block() for _ in range(3)))
+    memory = {**MEMORY[plan], **({"disk_path": str(tmp_path)} if engine == "host" else {})}
+    tide = lowtide.apply(model, memory, engine=engine)
+    _run(model, WARM_UP_STEPS)
+    tide.settle()
+    before = (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes())
+    tracemalloc.start()
+    _run(model, 2 * len(LIVES))
+    tide.settle()
+    gc.collect()
+    python_before = tracemalloc.get_traced_memory()[0]
+    _run(model, NUM_STEPS)
+    tide.settle()
+    gc.collect()
+    python_after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes()) == before
+    # A leak of one small object a step would be a hundred kilobytes.
+    assert python_after - python_before < 20_000
+    stats = tide.stats
+    assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
+    assert tide._ledger.now_bytes == 0
+    assert tide._mover.num_open() == 0
+    tide.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["virtual:0", "host"])
+def test_nothing_is_left_of_two_hundred_tides(engine: str, tmp_path: Path) -> None:
+    model = zoo.Stack(*(Block() for _ in range(3)))
+
+    def one(plan: str) -> None:
+        memory = {**MEMORY[plan], **({"disk_path": str(tmp_path)} if engine == "host" else {})}
+        with lowtide.apply(model, memory, engine=engine):
+            _run(model, len(LIVES))
+
+    for plan in MEMORY:
+        one(plan)
+    before = (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes())
+    for _ in range(50):
+        for plan in MEMORY:
+            one(plan)
+    assert (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes()) == before
+
+
+@pytest.mark.parametrize("engine", ["virtual:0", "virtual:1", "host"])
+def test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything(engine: str, tmp_path: Path) -> None:
+    model = zoo.Stack(*(Block() for _ in range(3)))
+    _ordinary(model)
+    torch.manual_seed(0)
+    loss = _loss(model)
+    want = torch.autograd.grad(loss, list(model.parameters()))
+    memory = {**MEMORY["mixed"], **({"disk_path": str(tmp_path)} if engine == "host" else {})}
+    threads_before, files_before, objects_before = threading.active_count(), _num_open_files(), _num_objects()
+    for _ in range(2):
+        with lowtide.apply(model, memory, engine=engine):
+            _ordinary(model)
+            torch.manual_seed(0)
+            loss = _loss(model)
+        got = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(zoo.same_bits(*pair) for pair in zip(got, want, strict=True))
+        del loss, got
+    assert (threading.active_count(), _num_open_files(), _num_objects()) == (
+        threads_before, files_before, objects_before,
+    )  # fmt: skip
