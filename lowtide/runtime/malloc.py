@@ -31,7 +31,7 @@ MMAP_THRESHOLD_BYTES = 32 << 20
 """Blocks at least this large get a mapping of their own. The most that glibc accepts: recycle all that can be."""
 TRIM_THRESHOLD_BYTES = 64 << 20
 """Free bytes at the end of the heap past which glibc itself shrinks it."""
-HEAP_SLACK_BYTES = 48 << 20
+HEAP_SLACK_BYTES = 24 << 20
 """Resident free heap tolerated beyond the peak of live memory."""
 HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 """torch reads it once, at its first allocation of 2 MiB or more: huge pages, and storages aligned to 4096 bytes."""
