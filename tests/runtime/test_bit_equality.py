@@ -67,7 +67,8 @@ def test_a_plan_does_something(case: zoo.Case) -> None:
     assert swapped.swapped_bytes > 0
     assert swapped.recomputed_bytes == 0
     _, recomputed = zoo.lowtide_step(case, SEED, RECOMPUTE, engine="virtual:1", num_steps=3)
-    assert recomputed.recomputed_bytes > 0
+    # The layers of one are bare linears, which save nothing but their input; those of the other recompute already.
+    assert recomputed.recomputed_bytes > 0 or case.name in ("mlp", "llama_checkpointed")
     assert recomputed.swapped_bytes == 0
 
 
@@ -186,17 +187,22 @@ def _spawn(folder: Path, jobs: list, seconds: float = 120) -> dict[tuple[int, in
     try:
         for process in ranks:
             process.start()
-        collected = (answers.get(timeout=seconds) for _ in range(2 * len(jobs)))
-        return {(rank, number): answer for rank, number, answer in collected}
+        collected = {}
+        while len(collected) < 2 * len(jobs):
+            rank, number, answer = answers.get(timeout=seconds)
+            assert not isinstance(answer, str), (jobs[number], answer)
+            collected[rank, number] = answer
+        return collected
     finally:
         for process in ranks:
             process.join(5)
             process.kill()
 
 
+RANKED = ("llama", "nested", "lora")
 DISTRIBUTED = [
     (name, plan, wrap_first)
-    for name in ("llama", "mlp", "lora")
+    for name in RANKED
     for plan in (SWAP, RECOMPUTE, dict(zoo.CASES[name].mixed_plans[0]))
     for wrap_first in (False, True)
 ]
@@ -204,14 +210,12 @@ DISTRIBUTED = [
 
 @pytest.mark.slow
 def test_two_ranks_equal_plain_distributed_data_parallel(tmp_path: Path) -> None:
-    truths = [(name, None, True) for name in ("llama", "mlp", "lora")]
+    truths = [(name, None, True) for name in RANKED]
     answers = _spawn(tmp_path, truths + DISTRIBUTED)
     for rank in (0, 1):
         truth = {name: answers[rank, number] for number, (name, _, _) in enumerate(truths)}
-        for number, (name, plan, _wrap_first) in enumerate(DISTRIBUTED, start=len(truths)):
-            answer = answers[rank, number]
-            assert not isinstance(answer, str), (name, plan, answer)
-            zoo.assert_same(_as_result(answer), _as_result(truth[name]))
+        for number, (name, _, _) in enumerate(DISTRIBUTED, start=len(truths)):
+            zoo.assert_same(_as_result(answers[rank, number]), _as_result(truth[name]))
     assert not zoo.same_bits(*(_as_result(answers[r, 0]).loss["0.0"] for r in (0, 1))), "both ranks had the same data"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -56,6 +56,16 @@ def _life(case: zoo.Case, model: nn.Module) -> dict[str, torch.Tensor]:
 def _collect(seen: dict[str, torch.Tensor], when: str, model: nn.Module) -> None:
     seen.update({f"{when}:{name}": p.grad for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad(set_to_none=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """Objects that are older than these tests are not looked at again and again."""
+    zoo.plain_result("llama", 3)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _num_owners() -> int:
