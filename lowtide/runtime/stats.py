@@ -9,7 +9,7 @@ recompute beyond the bytes that its region saves; on an accelerator the allocato
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +68,22 @@ class Ledger:
         self.peak_bytes = self.now_bytes
 
 
+@dataclass(slots=True)
 class Counters:
     """The tally behind `Stats`."""
 
-    __slots__ = (
-        "aliased_bytes",
-        "copied_in_bytes",
-        "copied_out_bytes",
-        "kept_bytes",
-        "num_divergences",
-        "num_forwards",
-        "num_kept_for_lack_of_room",
-        "num_stepped_aside",
-        "recomputed_bytes",
-        "stall_seconds",
-        "swapped_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.reset()
+    aliased_bytes: int = 0
+    copied_in_bytes: int = 0
+    copied_out_bytes: int = 0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    swapped_bytes: int = 0
+    num_divergences: int = 0
+    num_forwards: int = 0
+    num_kept_for_lack_of_room: int = 0
+    num_stepped_aside: int = 0
+    stall_seconds: float = 0.0
 
     def reset(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+        for counter in fields(self):
+            setattr(self, counter.name, counter.default)

@@ -32,7 +32,7 @@ import torch
 from torch.autograd.variable import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.runtime.engines.base import Engine, Lane, Slot, TierFull
+from lowtide.runtime.engines.base import Engine, Event, Lane, Slot, TierFull
 from lowtide.runtime.stats import Counters, Ledger
 
 _MIN_WINDOW_BYTES = 16 * 2**20
@@ -49,7 +49,7 @@ class Copy:
         self.source: torch.UntypedStorage | None = source
         self.nbytes = nbytes
         self.slot: Slot | None = None
-        self.event = None
+        self.event: Event = None
         self.is_leaving = False
         # Backward is about to read it: landing must not drop the source any more.
         self.is_needed_soon = False
@@ -89,7 +89,7 @@ class Site:
         self.distance = distance
         self.last_use = 0
         self.buffer: torch.UntypedStorage | None = None
-        self.arrival = None
+        self.arrival: Event = None
         self.task: int | None = None
         self.num_readers = 0
         self.num_reads = 0
@@ -350,6 +350,7 @@ class Mover:
 
     def _fetch(self, site: Site) -> None:
         engine, copy = self.engine, site.copy
+        assert copy.slot is not None
         site.buffer = engine.new_buffer(copy.nbytes, site.device)
         self.ledger.add(copy.nbytes)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))

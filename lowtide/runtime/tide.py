@@ -236,7 +236,7 @@ class Tide:
     def _check_ops(self, is_whole: bool) -> None:
         """After the first forward, every name is known: a rule that matched nothing is an error now."""
         names = self._setting.seen_names | set(dict(self.model.named_modules()))
-        self._unchecked = Rules(self._unchecked).unmatched(names) if is_whole else self._unchecked
+        self._unchecked = Rules(tuple(self._unchecked)).unmatched(names) if is_whole else self._unchecked
         if not is_whole or not self._unchecked:
             return
         rule, self._unchecked = self._unchecked[0], []
@@ -253,7 +253,7 @@ def _can_hook() -> bool:
     """Not without gradients, not under torch.func or a compiler, and not in a recompute inside a backward pass."""
     return (
         torch.is_grad_enabled()
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and torch._C._current_graph_task_id() == -1
         and not torch.compiler.is_compiling()
     )

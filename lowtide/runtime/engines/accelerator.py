@@ -28,10 +28,10 @@ it surfaces from the next torch call, not from `failure`, which reports the disk
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 
@@ -41,6 +41,7 @@ from lowtide.runtime.engines.base import Bandwidth, Event, Lane, Slot, TierFull
 from lowtide.runtime.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, TorchDevice, byte_view
 from lowtide.runtime.engines.staging import NUM_STAGES, STAGE_BYTES, Disk, Job, LaneWorker, Staging
 from lowtide.runtime.engines.stall_meter import StallMeter
+from lowtide.runtime.limits import host_limit
 
 COPY_BYTES = 64 * 2**20
 """Largest single transfer. Lanes have streams of their own, so nothing urgent waits behind it. To be measured."""
@@ -107,7 +108,7 @@ class _CopyLane:
 class AcceleratorEngine:
     """`Engine` on streams. See the module's text.
 
-    `host_budget_bytes`: the user's cap on pinned host memory; half of what the machine has to spare is one as well.
+    `host_budget_bytes`: the user's cap on pinned host memory; what the cgroup and the machine can spare is one as well.
     `disk`: a `DiskTier`, which the engine closes with itself; None = no disk tier.
     `ops`: the device, for tests; None = the accelerator of this torch.
     """
@@ -357,9 +358,11 @@ def _pair_up(block: Block, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
 
 
 def _host_cap_bytes(host_budget_bytes: int | None) -> int:
-    """The user's budget or half of what the machine has to spare, whichever is less. The cgroup is not asked yet: a
-    container smaller than its machine needs a written host_budget until then."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    machine_bytes = available_kib * 1024 // 2 // ALIGN_BYTES * ALIGN_BYTES
-    return machine_bytes if host_budget_bytes is None else min(host_budget_bytes, machine_bytes)
+    """The user's budget, if the cgroup and the machine have that much. Unasked: this rank's share of four fifths of it,
+    since pinned memory cannot be taken back and the program wants to live beside it."""
+    limit = host_limit(host_budget_bytes)
+    assert limit.limit_bytes is not None, "no /proc: give a host_budget"
+    if host_budget_bytes is not None:
+        return limit.limit_bytes // ALIGN_BYTES * ALIGN_BYTES
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return limit.limit_bytes * 4 // 5 // num_local_ranks // ALIGN_BYTES * ALIGN_BYTES

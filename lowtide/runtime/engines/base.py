@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -48,8 +48,8 @@ class Slot:
     place: Any = None
 
 
-class Event(Protocol):
-    """A point in a lane. Opaque to the runtime: only the engine that recorded it can query it or wait for it."""
+Event: TypeAlias = Any
+"""A point in a lane. Opaque to the runtime: only the engine that recorded it can query it or wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

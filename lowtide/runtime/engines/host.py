@@ -229,7 +229,7 @@ class HostEngine:
 
     name = "host"
     device_type = "cpu"
-    tiers = ("disk",)
+    tiers: tuple[str, ...] = ("disk",)
 
     def __init__(
         self,

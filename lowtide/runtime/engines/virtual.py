@@ -67,7 +67,7 @@ class VirtualEngine:
     """Engine protocol on main memory; deterministic for a seed. `host_bytes` / `disk_bytes` cap the two tiers."""
 
     device_type = "cpu"
-    tiers = ("host", "disk")
+    tiers: tuple[str, ...] = ("host", "disk")
 
     def __init__(self, seed: int = 0, *, host_bytes: int | None = None, disk_bytes: int | None = None) -> None:
         self.name = f"virtual:{seed}"

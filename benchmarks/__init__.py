@@ -1,0 +1,1 @@
+"""Measurements: one file a question, one command each. Results are committed under `benchmarks/results/`."""

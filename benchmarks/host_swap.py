@@ -1,0 +1,186 @@
+"""What swap-everything costs and saves on a machine without an accelerator, beside plain, keep and recompute.
+
+    python -m benchmarks.host_swap [--rounds 12] [--out FILE]
+
+The model is an 8-layer Llama (hidden 768, float32), batch 4 x 512 byte tokens, forward and backward. Variants:
+
+- plain: no lowtide; the same environment as the others (see `ENVIRONMENT`);
+- plain, default malloc: no lowtide and nothing set, what a user has today;
+- keep: lowtide with an empty plan, i.e. the price of its hooks;
+- checkpoint: transformers' own activation checkpointing of every layer;
+- recompute: lowtide, `recompute: all`;
+- swap: lowtide, `swap: all` on the host engine.
+
+Reported per variant: seconds a step, its ratio to plain round by round, the kernel's own peak of resident memory during
+a step (VmHWM) above what is resident between steps, and whether loss and gradients are plain's to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.interleave import Variant, median, ratio, run_interleaved, serve
+
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
+MIB = 2**20
+
+
+def memory_kib(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1])
+    raise RuntimeError(f"no {key} in /proc/self/status")
+
+
+def make_step(args: argparse.Namespace) -> tuple[Any, dict]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import lowtide
+    from lowtide.runtime.malloc import configure_malloc
+
+    if args.mode != "plain_default":
+        configure_malloc()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    model.train()
+    ids = torch.randint(0, 256, (args.batch, args.sequence))
+    memory = {"keep": {}, "recompute": {"recompute": "all"}, "swap": {"swap": "all"}}.get(args.mode)
+    if args.mode == "checkpoint":
+        model.activation_checkpointing_enable()
+    tide = lowtide.apply(model, memory, engine="host") if memory is not None else None
+
+    def step() -> dict:
+        model.zero_grad(set_to_none=False)
+        if tide is not None:
+            tide.reset_stats()
+        Path("/proc/self/clear_refs").write_text("5")
+        resident_kib = memory_kib("VmRSS")
+        started, cpu = time.perf_counter(), time.process_time()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        answer = {
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "resident_mib": resident_kib / 1024,
+            "peak_mib": memory_kib("VmHWM") / 1024,
+            "loss": loss.item(),
+        }
+        if tide is not None:
+            stats = tide.stats
+            answer |= {
+                "kept_mib": stats.kept_bytes / MIB,
+                "swapped_mib": stats.swapped_bytes / MIB,
+                "recomputed_mib": stats.recomputed_bytes / MIB,
+                "copied_out_mib": stats.copied_out_bytes / MIB,
+                "copied_in_mib": stats.copied_in_bytes / MIB,
+                "stall_seconds": stats.stall_seconds,
+            }
+        digest = hashlib.sha256()
+        if args.check:
+            for parameter in model.parameters():
+                digest.update(parameter.grad.numpy().tobytes())
+            answer["gradients"] = digest.hexdigest()[:16]
+        return answer
+
+    step()
+    return step, {"threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def report(variants: list[Variant]) -> dict:
+    plain = variants[0]
+    activation_mib = (median(plain, "peak_mib") or 0) - (median(plain, "resident_mib") or 0)
+    rows = {}
+    for variant in variants:
+        if variant.error is not None:
+            rows[variant.name] = {"error": variant.error}
+            continue
+        above = (median(variant, "peak_mib") or 0) - (median(variant, "resident_mib") or 0)
+        rows[variant.name] = {
+            "seconds": median(variant, "seconds"),
+            "cpu_seconds": median(variant, "cpu_seconds"),
+            "ratio": ratio(variant, plain),
+            "peak_mib": median(variant, "peak_mib"),
+            "above_rest_mib": above,
+            "saved_share": 1 - above / activation_mib if activation_mib else None,
+            "is_equal": all(a["gradients"] == b["gradients"] and a["loss"] == b["loss"]
+                            for a, b in zip(variant.steps, plain.steps, strict=False)),
+            **{key: median(variant, key) for key in variant.steps[-1] if key.endswith("_mib") and "copied" in key},
+            "stall_seconds": median(variant, "stall_seconds"),
+        }  # fmt: skip
+    return rows
+
+
+def table(rows: dict) -> str:
+    lines = [f"{'variant':<16}{'s/step':>8}{'ratio (min-max)':>22}{'peak MiB':>10}{'above rest':>12}{'saved':>8}  equal"]
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"{name:<16}{row['error']}")
+            continue
+        spread = "{median:.3f} ({min:.2f}-{max:.2f})".format(**row["ratio"])
+        lines.append(
+            f"{name:<16}{row['seconds']:>8.2f}{spread:>22}{row['peak_mib']:>10.0f}{row['above_rest_mib']:>12.0f}"
+            f"{row['saved_share']:>8.0%}  {'yes' if row['is_equal'] else 'NO'}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--mode", default="plain", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--modes", default="plain,plain_default,keep,checkpoint,recompute,swap")
+    parser.add_argument("--check", type=int, default=1, help="hash every gradient after every step (0 = do not)")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.child:
+        serve(lambda: make_step(args))
+        return 0
+    shape = [f"--{key}={getattr(args, key)}" for key in ("layers", "hidden", "batch", "sequence", "threads", "check")]
+    variants = [
+        Variant(mode, [f"--mode={mode}", *shape], {} if mode == "plain_default" else ENVIRONMENT)
+        for mode in args.modes.split(",")
+    ]
+    run_interleaved("benchmarks.host_swap", variants, args.rounds)
+    rows = report(variants)
+    print(table(rows))
+    if args.out is not None:
+        document = {
+            "question": "host_swap",
+            "command": "python -m benchmarks.host_swap " + " ".join(sys.argv[1:]),
+            "machine": {"processor": platform.processor() or platform.machine(), "threads": args.threads},
+            "shape": {key: getattr(args, key) for key in ("layers", "hidden", "batch", "sequence")},
+            "versions": variants[0].ready,
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
