@@ -1,0 +1,17 @@
+"""MindSpore Transformers' `recompute_config` and `swap_config`, read as they are.
+
+What: `resolve(...)` for the two sections as Python values, `load(...)` for a YAML file that has them beside other
+sections. Both give a `Resolution`: what is recomputed and what is swapped in every layer, upstream's tables and log
+lines, and warnings. Nothing here imports torch, and nothing is carried out.
+
+`compat` (the default) follows upstream's results and warns where it hangs, crashes on a documented form or silently
+does nothing; without it these places are refused, with where, what and how to fix it.
+
+Not covered: the newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`), which is refused by name.
+"""
+
+from __future__ import annotations
+
+from lowtide.config.mindformers.resolution import LayerPlan, Resolution, resolve
+
+__all__ = ["LayerPlan", "Resolution", "resolve"]

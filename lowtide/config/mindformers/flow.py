@@ -1,0 +1,79 @@
+"""Recompute against swap, for one layer: what of a swap is left.
+
+Two rules, both documented by MindSpore Transformers. What is recomputed is not swapped: recompute frees the memory
+anyway. And what a recomputed part reads is not swapped: recompute needs it again at a time of its own, so upstream
+keeps it on the device. Of a part that is recomputed only here and there, the rest is swapped, and `holes` names what
+is not.
+
+Not covered: readers in the next layer; a layer swapped as a whole loses only what is recomputed in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.config.mindformers.aliases import FAMILIES, ROLES, Role, family_of
+from lowtide.config.mindformers.names import Tree, all_names, is_within, lookup, operators_below
+
+LAYER = "<layer>"
+"""The name of a layer as a whole among swapped parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What becomes of one swapped part."""
+
+    is_swapped: bool
+    holes: tuple[str, ...] = ()
+    """Below it, but recomputed."""
+    reader: str = ""
+    """The recomputed part that reads it, if that is why it is not swapped."""
+    inputs: tuple[str, ...] = ()
+    """All that the reader reads: what can be swapped instead."""
+
+
+def judge(target: str, recomputed: Sequence[str], tree: Tree | None) -> Verdict:
+    """Is `target` still swapped when these parts of its layer are recomputed?"""
+    if any(target != LAYER and is_within(target, outer) for outer in recomputed):
+        return Verdict(is_swapped=False)
+    inside = [name for name in recomputed if target == LAYER or is_within(name, target)]
+    if inside and tree is not None:
+        operators = list(_operators(tree)) if target == LAYER else operators_below(target, tree)
+        if all(any(is_within(operator, outer) for outer in inside) for operator in operators):
+            return Verdict(is_swapped=False, holes=tuple(inside))
+    for reader in _readers(target, tree) if target != LAYER else ():
+        for outer in recomputed:
+            if is_within(reader, outer) and not is_within(outer, target):
+                return Verdict(is_swapped=False, reader=outer, inputs=tuple(_inputs(reader, tree)))
+    return Verdict(is_swapped=True, holes=tuple(inside))
+
+
+def _operators(tree: Tree) -> list[str]:
+    return [name for name in all_names(tree) if not lookup(name, tree)]
+
+
+def _roles(name: str, tree: Tree | None) -> list[tuple[Role, str]]:
+    """The roles that a name may stand for, each with the naming it is written in."""
+    family = family_of(tree)
+    families = FAMILIES if family == "other" else (family,)
+    return [(role, family) for role in ROLES for family in families if name in role.names(family)]
+
+
+def _readers(name: str, tree: Tree | None) -> list[str]:
+    """Names of the parts that read the output of `name`."""
+    found: list[str] = []
+    for role, family in _roles(name, tree):
+        for reader in ROLES:
+            found += reader.names(family) if reader.name in role.readers else ()
+    return list(dict.fromkeys(found))
+
+
+def _inputs(reader: str, tree: Tree | None) -> list[str]:
+    """Names of the parts whose output `reader` reads; of one role the first name that the layer has."""
+    found: dict[str, None] = {}
+    for role, family in _roles(reader, tree):
+        for source in ROLES:
+            names = source.names(family) if role.name in source.readers else ()
+            found |= dict.fromkeys([name for name in names if tree is None or lookup(name, tree) is not False][:1])
+    return [name for name in found if not any(is_within(name, other) and name != other for other in found)]
