@@ -130,7 +130,9 @@ def report(variants: list[Variant]) -> dict:
 
 
 def table(rows: dict) -> str:
-    lines = [f"{'variant':<16}{'s/step':>8}{'ratio (min-max)':>22}{'peak MiB':>10}{'above rest':>12}{'saved':>8}  equal"]
+    lines = [
+        f"{'variant':<16}{'s/step':>8}{'ratio (min-max)':>22}{'peak MiB':>10}{'above rest':>12}{'saved':>8}  equal"
+    ]
     for name, row in rows.items():
         if "error" in row:
             lines.append(f"{name:<16}{row['error']}")

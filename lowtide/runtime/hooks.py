@@ -37,6 +37,7 @@ from lowtide.runtime.swap import Mover, Site, Tape
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
+_MAX_RELEARNED = 3
 _VIEWS_AND_CASTS = (
     "TBackward",
     "ToCopyBackward",
@@ -70,6 +71,9 @@ class Region:
     is_recomputed: bool
     fallback: Decision
     table: list[Entry] | None = None
+    num_misses: int = 0
+    """Forwards in which the table did not fit. After the first few the table is learned anew (a model first run in
+    another mode, say); a layer that is never twice the same is not worth observing forever."""
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class Scope:
         self.region: Region | None = None
         self.table: list[Entry] | None = None
         self.position = 0
+        self.num_missed = 0
         self.recording: list[Entry] = []
         self.reruns: dict[int, tuple[StorageWeakRef, int, Rerun]] = {}
         # Sites saved by the operator that is being recorded now: its kernel has not been launched yet.
@@ -119,8 +124,8 @@ class Scope:
     @contextlib.contextmanager
     def inside(self, region: Region) -> Iterator[None]:
         """Tensors saved inside belong to `region`; its table is learned if this is the first time."""
-        outer = (self.region, self.table, self.position, self.recording)
-        self.region, self.table, self.position, self.recording = region, region.table, 0, []
+        outer = (self.region, self.table, self.position, self.recording, self.num_missed)
+        self.region, self.table, self.position, self.recording, self.num_missed = region, region.table, 0, [], 0
         self._parameter_keys = None
         is_learning = region.table is None
         try:
@@ -128,8 +133,25 @@ class Scope:
                 yield
             if is_learning and self.recording:
                 region.table = self.recording
+            elif not is_learning:
+                self._compare(region)
         finally:
-            self.region, self.table, self.position, self.recording = outer
+            self.region, self.table, self.position, self.recording, self.num_missed = outer
+
+    def _compare(self, region: Region) -> None:
+        """A planned pass through the region is over: did its table fit?"""
+        assert region.table is not None
+        if 0 < self.position < len(region.table):
+            self._miss()
+        if not self.num_missed:
+            return
+        region.num_misses += 1
+        if region.num_misses <= _MAX_RELEARNED:
+            region.table = None
+
+    def _miss(self) -> None:
+        self.num_missed += 1
+        self.counters.num_divergences += 1
 
     @contextlib.contextmanager
     def _observing(self, region: Region) -> Iterator[None]:
@@ -166,7 +188,7 @@ class Scope:
                 and entry.producer is type(tensor.grad_fn)
             ):
                 return self._carry_out(tensor, entry)
-        self.counters.num_divergences += 1
+        self._miss()
         return self._unplanned(tensor)
 
     def _carry_out(self, tensor: torch.Tensor, entry: Entry) -> Any:
@@ -212,7 +234,7 @@ class Scope:
     def _rerun(self, tensor: torch.Tensor) -> Any:
         rerun = self._find_rerun(tensor)
         if rerun is None or tensor.is_conj() or tensor.is_neg():
-            self.counters.num_divergences += 1
+            self._miss()
             return self._plain(tensor)
         if rerun.num_readers == 0:
             self.counters.recomputed_bytes += rerun.nbytes
