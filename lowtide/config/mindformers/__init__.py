@@ -12,6 +12,7 @@ Not covered: the newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`),
 
 from __future__ import annotations
 
+from lowtide.config.mindformers.file import load
 from lowtide.config.mindformers.resolution import LayerPlan, Resolution, resolve
 
-__all__ = ["LayerPlan", "Resolution", "resolve"]
+__all__ = ["LayerPlan", "Resolution", "load", "resolve"]

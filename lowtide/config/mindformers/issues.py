@@ -27,6 +27,8 @@ class Issues:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Facts worth one line of information; nothing is wrong."""
+    foreign: list[str] = field(default_factory=list)
+    """Keys that mean nothing here; all of them go into one note."""
 
     def at(self, path: str) -> str:
         """How a message about `path` starts. A key that was not written is named by what is around it."""
@@ -49,6 +51,10 @@ class Issues:
         text = f"{self.at(path)} {message}"
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def note_foreign(self) -> None:
+        if self.foreign:
+            self.notes.insert(0, f"have no meaning here: {', '.join(self.foreign)}")
 
     def note(self, text: str) -> None:
         if text not in self.notes:

@@ -17,14 +17,18 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowtide.config.mindformers.aliases import FREE_OPS, FUNCTIONS, ROLES, Role, family_of
+from lowtide.config.mindformers.issues import Issues
 
 Tree = Mapping[str, Any]
 """Name -> None for an operator, -> a tree for a module."""
+
+Names = Tree | Sequence[Tree]
+"""One tree for all layers, or one per layer."""
 
 _QUANTIFIERS = frozenset("*+?{")
 
@@ -50,6 +54,16 @@ class Found:
     @property
     def matches(self) -> list[Match]:
         return [match for group in self.groups for match in group]
+
+
+def trees_of(names: Names | None, num_layers: int, issues: Issues) -> list[Tree | None]:
+    if names is None or isinstance(names, Mapping):
+        return [names] * num_layers
+    if isinstance(names, str) or not all(isinstance(tree, Mapping) for tree in names):
+        issues.refuse("names", "must be a mapping of names, or one mapping per layer")
+    if len(names) != num_layers:
+        issues.refuse("names", f"has {len(names)} layers, but the model has {num_layers}")
+    return list(names)
 
 
 def levels(pattern: str) -> list[str]:

@@ -119,7 +119,7 @@ def _values(config: object, issues: Issues) -> dict[str, Any]:
         if key in values:
             values[key] = value
         elif is_foreign(key):
-            issues.note(f"has no meaning here: {join_path(ROOT, key)}")
+            issues.foreign.append(join_path(ROOT, key))
         else:
             issues.refuse(join_path(ROOT, str(key)), unknown_key(str(key), KEYS))
     for key in FLAG_KEYS:
@@ -171,6 +171,8 @@ class _Reader:
             named = {name: (True, join_path(path, index), False) for index, name in enumerate(value)}
         else:
             named = dict.fromkeys(defaults, (value, path, True))
+            if not by_index and len(defaults) > 1:
+                self._check_shared(value, path)
             self.selection(value, path, by_index=by_index)  # refuses a wrong value even where there are no defaults
         return {
             name: self.selection(below, where, by_index=by_index, is_default=is_default, of_op=not is_default)
@@ -310,6 +312,24 @@ class _Reader:
         elif item > size:
             self._clipped(path, item, size)
         return min(item, size)
+
+    def _check_shared(self, value: Any, path: str) -> None:
+        """Upstream rewrites one table in place for each default op, and refuses its own result for the second one."""
+        if not isinstance(value, list | tuple) or not any(isinstance(row, list | tuple) for row in value):
+            return
+        rows = [(row, sizes) for row, sizes in zip(value, self.grid.sizes, strict=False)]
+        if any(
+            isinstance(row, bool)
+            or any(isinstance(item, bool) or (isinstance(item, int) and item > size) for item, size in zip(row, sizes))
+            for row, sizes in rows
+            if isinstance(row, bool | list | tuple)
+        ):
+            self.issues.tolerate(
+                path,
+                "has true, false or too large a count in a table, which upstream refuses where it names no ops",
+                meaning="read as for named ops",
+                fix="write counts that fit, or name the ops",
+            )
 
     def _clipped(self, path: str, count: int, size: int) -> None:
         self.issues.warn(path, f"asks for {_of(count, 'layer')} of {size}; read as {size}")

@@ -10,7 +10,7 @@ Not covered: carrying any of it out; the newer schema (`recompute: {mode: ...}`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,19 @@ from lowtide.config.mindformers.aliases import family_of
 from lowtide.config.mindformers.flow import LAYER, judge
 from lowtide.config.mindformers.grid import Grid, Table, make_grid
 from lowtide.config.mindformers.issues import Issues, layers_text
-from lowtide.config.mindformers.names import Found, Tree, check, find, is_within, matches_everything, nearest
-from lowtide.config.mindformers.recompute import SELECT_KEYS, Recompute, Selection, read_recompute
+from lowtide.config.mindformers.names import (
+    Found,
+    Names,
+    Tree,
+    check,
+    find,
+    is_within,
+    matches_everything,
+    nearest,
+    trees_of,
+)
+from lowtide.config.mindformers.recompute import SELECT_KEYS, Recompute, read_recompute
 from lowtide.config.mindformers.swap import Prefetch, Swap, first_entry, read_swap
-
-Names = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +79,40 @@ def resolve(
     offset: object = 0,
     names: Names | None = None,
     compat: bool = True,
-    places: Mapping[str, str] | None = None,
 ) -> Resolution:
     """Resolve the two sections for a model of `num_layers` layers.
 
     `names`: what a layer consists of, `{"feed_forward": {"mul": None, "w1": {...}}}`: None for an operator, a mapping
     for a module; one for all layers or one per layer. Absent: any name matches.
     `compat`: True follows MindSpore Transformers and warns where it hangs, crashes or silently does nothing; False
-    refuses there. `places`: dotted key -> `run.yaml:3:14`, for messages.
-    Raises `ConfigError`.
+    refuses there. Raises `ConfigError`; the dotted key is the place.
     """
-    issues = Issues(compat=compat, places=places or {})
+    return resolve_sections(
+        recompute_config,
+        swap_config,
+        num_layers=num_layers,
+        pipeline_stage=pipeline_stage,
+        pp_interleave_num=pp_interleave_num,
+        offset=offset,
+        names=names,
+        issues=Issues(compat=compat),
+    )
+
+
+def resolve_sections(
+    recompute_config: object,
+    swap_config: object,
+    *,
+    num_layers: int,
+    pipeline_stage: int,
+    pp_interleave_num: int,
+    offset: object,
+    names: Names | None,
+    issues: Issues,
+) -> Resolution:
+    """`resolve` for values whose places are known to `issues`."""
     grid = make_grid(num_layers, pipeline_stage, pp_interleave_num, offset, issues)
-    trees = _trees(names, num_layers, issues)
+    trees = trees_of(names, num_layers, issues)
     families = {family_of(tree) for tree in trees}
     family = "mcore" if families == {"mcore"} else "legacy"
     swap = read_swap(swap_config, num_layers, family=family, issues=issues)
@@ -92,6 +121,7 @@ def resolve(
     work.check_patterns()
     layers = [work.layer(index) for index in range(num_layers)]
     work.report()
+    issues.note_foreign()
     return Resolution(
         num_layers_per_stage=grid.table(),
         normalized=recompute.normalized() | swap.normalized(),
@@ -100,16 +130,6 @@ def resolve(
         warnings=issues.warnings,
         notes=issues.notes,
     )
-
-
-def _trees(names: Names | None, num_layers: int, issues: Issues) -> list[Tree | None]:
-    if names is None or isinstance(names, Mapping):
-        return [names] * num_layers
-    if isinstance(names, str) or not all(isinstance(tree, Mapping) for tree in names):
-        issues.refuse("names", "must be a mapping of names, or one mapping per layer")
-    if len(names) != num_layers:
-        issues.refuse("names", f"has {len(names)} layers, but the model has {num_layers}")
-    return list(names)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -382,6 +402,3 @@ class _Work:
         if pattern.startswith(("layers", "model")):
             hint = "names start below the layer, and layers are chosen by number"
         self.issues.tolerate(path, f"{shown} names nothing in a layer", meaning=f"it does nothing; {hint}", fix=hint)
-
-
-__all__ = ["LayerPlan", "Resolution", "Selection", "resolve"]

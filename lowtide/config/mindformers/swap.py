@@ -76,7 +76,7 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
         issues.refuse(ROOT, f"must be a mapping of keys such as 'swap', not {config!r}")
     for key in config:
         if is_foreign(key):
-            issues.note(f"has no meaning here: {join_path(ROOT, key)}")
+            issues.foreign.append(join_path(ROOT, key))
         elif key not in KEYS:
             issues.refuse(join_path(ROOT, str(key)), unknown_key(str(key), KEYS))
     is_on = config.get("swap", False)

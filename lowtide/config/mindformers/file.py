@@ -1,0 +1,141 @@
+"""The two sections out of a YAML file that has them beside others: a run file of lowtide's or one of upstream's.
+
+What: `load("run.yaml")` finds `recompute_config` and `swap_config`, and the numbers they need wherever the file has
+them: layers, offset and chunks below `model` (or `model.model_config`), stages in `parallel_config`. An argument wins
+over the file.
+Why the words differ from lowtide's own files: upstream reads YAML 1.1, so `True`, `yes` and `on` are true here, too.
+Not covered: what else upstream's file says; those keys are named in one note and not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from lowtide.config.loader import did_you_mean
+from lowtide.config.mindformers.issues import Issues
+from lowtide.config.mindformers.names import Names
+from lowtide.config.mindformers.resolution import Resolution, resolve_sections
+from lowtide.config.source import Node, join_path, read_yaml
+from lowtide.errors import ConfigError
+
+SECTIONS = ("recompute_config", "swap_config")
+_OURS = ("model", "data", "train", "memory", "pipeline")
+_READ = ("parallel_config", "parallel")
+_NEWER = ("recompute", "recompute_comm", "swap")
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*", re.ASCII)
+_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    num_layers: int | None = None,
+    pipeline_stage: int | None = None,
+    pp_interleave_num: int | None = None,
+    offset: object = None,
+    names: Names | None = None,
+    compat: bool = True,
+) -> Resolution:
+    """Resolve the sections of a file. Raises `ConfigError` with `file:line:column`."""
+    root = read_yaml(path)
+    name = os.fspath(path)
+    if root.kind != "mapping":
+        raise ConfigError(
+            f"{root.place}: expected a mapping with the section 'recompute_config', not {root.describe()}"
+        )
+    places: dict[str, str] = {}
+    values = _values(root, "", places)
+    issues = Issues(compat=compat, places=places)
+    _check_sections(name, list(values), issues)
+    model = _below(values, "model")
+    model = model | _below(model, "model_config")
+    if num_layers is None:
+        num_layers = _num_layers(model, name)
+    if pipeline_stage is None:
+        pipeline_stage = model.get("stage_num") or _below(values, "parallel_config").get("pipeline_stage", 1)
+    if pp_interleave_num is None:
+        pp_interleave_num = _num_chunks(values, model, issues)
+    return resolve_sections(
+        values.get("recompute_config"),
+        values.get("swap_config"),
+        num_layers=num_layers,
+        pipeline_stage=pipeline_stage,
+        pp_interleave_num=pp_interleave_num,
+        offset=model.get("offset", 0) if offset is None else offset,
+        names=names,
+        issues=issues,
+    )
+
+
+def _check_sections(name: str, keys: list[str], issues: Issues) -> None:
+    """Is one of the sections there? What other keys are there is noted, unless one looks like a section."""
+    others = [key for key in keys if key not in (*SECTIONS, *_OURS, *_READ)]
+    for key in others:
+        if key not in _NEWER and did_you_mean(key, [section for section in SECTIONS if section not in keys]):
+            hint = did_you_mean(key, SECTIONS)
+            raise ConfigError(f"{issues.places[key]}: unknown key '{key}'{hint}")
+    if not any(section in keys for section in SECTIONS):
+        newer = next((key for key in others if key in _NEWER), None)
+        if newer is not None:
+            raise ConfigError(
+                f"{issues.places[newer]}: '{newer}' belongs to the newer schema of MindSpore Transformers, which is "
+                "not read; write it as recompute_config and swap_config"
+            )
+        raise ConfigError(f"{name}:1:1: missing section 'recompute_config' or 'swap_config'")
+    issues.foreign += others
+
+
+def _num_layers(model: dict[str, Any], name: str) -> int:
+    for key in ("num_layers", "num_hidden_layers"):
+        if key in model:
+            extra = model.get("mtp_depth") or model.get("num_nextn_predict_layers") or 0
+            return model[key] + extra if isinstance(model[key], int) and isinstance(extra, int) else model[key]
+    raise ConfigError(f"{name}: the file does not say how many layers the model has; pass num_layers")
+
+
+def _num_chunks(values: dict[str, Any], model: dict[str, Any], issues: Issues) -> int:
+    """Chunks count only where interleaving is switched on; upstream takes 1 without a word."""
+    num_chunks = model.get("pp_interleave_num", 1)
+    is_on = _below(_below(values, "parallel"), "pipeline_config").get("pipeline_interleave", False)
+    if num_chunks != 1 and not is_on:
+        issues.note("no effect: pp_interleave_num, because parallel.pipeline_config.pipeline_interleave is not true")
+        return 1
+    return num_chunks
+
+
+def _below(values: dict[str, Any], key: str) -> dict[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _values(node: Node, path: str, places: dict[str, str]) -> Any:
+    """Python values by the rules of YAML 1.1; the place of each goes to `places` under its dotted key."""
+    if path:
+        places.setdefault(path, node.place)
+    if node.kind == "list":
+        return [_values(item, join_path(path, index), places) for index, item in enumerate(node.items)]
+    if node.kind == "mapping":
+        found = {}
+        for entry in node.entries:
+            below = join_path(path, entry.key)
+            if not path:
+                places[below] = entry.place
+            found[entry.key] = _values(entry.node, below, places)
+        return found
+    return _scalar(node)
+
+
+def _scalar(node: Node) -> Any:
+    text = node.value
+    if node.is_null:
+        return None
+    if not node.is_text or not isinstance(text, str):
+        return text
+    if text in _WORDS or (text.lower() in _WORDS and text in (text.upper(), text.capitalize())):
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
