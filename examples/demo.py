@@ -16,28 +16,21 @@ Exit status: 0; 1 if a loss or a weight differs or a run fails; 2 wrong flags; 1
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import hashlib
-import importlib.util
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 SEED = 0
 MIB = 2**20
+_FATES = ("kept", "swapped", "recomputed")
 RUNS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "recompute": {"recompute": "all"},
@@ -55,201 +48,6 @@ SIZES = {
 CHILD_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-# -- one run, in a process of its own --------------------------------------------------------------------------------
-
-
-def run_child(name: str, size: Mapping[str, int], num_steps: int) -> None:
-    """Train `num_steps` steps; a JSON line per step on stdout, and one with the result at the end."""
-    import torch
-
-    import lowtide
-
-    memory = _memory_of(name, size)
-    model, optimizer, batches = _build(size)
-    tide = lowtide.apply(model, memory, optimizer=optimizer) if memory is not None else None
-    losses: list[float] = []
-    step_seconds: list[float] = []
-    rest_bytes = saved_bytes = 0
-    stats = None
-    meter = PeakMeter()
-    for step in range(num_steps):
-        if tide is not None:
-            tide.reset_stats()
-        start = time.perf_counter()
-        # The first step warms up: it makes the optimizer state, and lowtide learns the model. Not timed.
-        if step == 0 and tide is None:
-            loss, saved_bytes = _counted_step(model, optimizer, next(batches))
-        else:
-            loss = _step(model, optimizer, next(batches))
-        seconds = time.perf_counter() - start
-        losses.append(loss)
-        if step == 0:
-            rest_bytes = _come_to_rest(tide)
-            meter.restart()
-        else:
-            step_seconds.append(seconds)
-        stats = tide.stats if tide is not None else None
-        _say({"step": step + 1, "loss": loss, "seconds": seconds})
-    result = {
-        "peak_resident_bytes": meter.peak_bytes(),
-        "peak_method": meter.method,
-        "rest_resident_bytes": rest_bytes,
-        "state_bytes": _state_bytes(model, optimizer),
-        "saved_bytes": stats.saved_bytes if stats else saved_bytes,
-        "kept_bytes": stats.kept_bytes if stats else saved_bytes,
-        "swapped_bytes": stats.swapped_bytes if stats else 0,
-        "recomputed_bytes": stats.recomputed_bytes if stats else 0,
-        "stall_seconds": stats.stall_seconds if stats else 0.0,
-        "step_seconds": step_seconds,
-        "losses": [loss.hex() for loss in losses],
-        "weights_sha256": _sha256(model),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    if tide is not None:
-        tide.remove()
-    _say({"result": result})
-
-
-def _memory_of(name: str, size: Mapping[str, int]) -> dict[str, Any] | None:
-    rules = RUNS[name]
-    if rules is None or "min_bytes" not in size:
-        return rules
-    return {**rules, "min_bytes": size["min_bytes"]}
-
-
-def _build(size: Mapping[str, int]) -> tuple[Any, torch.optim.Optimizer, Iterator[torch.Tensor]]:
-    """The model, its optimizer and its batches, all from one seed."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from lowtide.train.data import NUM_BYTE_TOKENS, Sampler, open_corpus, standard_library
-
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=NUM_BYTE_TOKENS,
-        hidden_size=size["hidden"],
-        intermediate_size=size["intermediate"],
-        num_hidden_layers=size["layers"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["heads"],
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    corpus = open_corpus(standard_library())
-    sampler = Sampler(corpus, sequence_length=size["sequence"], batch_size=size["batch"], seed=SEED)
-    return model, optimizer, iter(sampler.next_batch, None)
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
-    """One optimizer step; the loss before it."""
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
-
-
-def _counted_step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> tuple[float, int]:
-    """A step without lowtide, and the bytes of the storages that autograd saved beside the parameters."""
-    import torch
-
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=tokens, labels=tokens).loss
-    for parameter in model.parameters():
-        saved.pop(parameter.untyped_storage()._cdata, None)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach()), sum(saved.values())
-
-
-def _come_to_rest(tide: Any) -> int:
-    """Resident bytes between two steps: the program, the weights and the optimizer state, and no free heap."""
-    from lowtide.train.progress import resident_bytes
-
-    if tide is not None:
-        tide.settle()
-    gc.collect()
-    with suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
-    return resident_bytes()[0] or 0
-
-
-def _state_bytes(model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters and optimizer state."""
-    import torch
-
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*model.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
-    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def _sha256(model: Any) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().numpy())
-    return digest.hexdigest()
-
-
-class PeakMeter:
-    """The highest resident memory since `restart`: the kernel's own mark, else samples, else that of the whole run."""
-
-    def __init__(self) -> None:
-        self.method = self._choose()
-        self._peak_bytes = 0
-        self._is_over = threading.Event()
-        if self.method == "sampled":
-            threading.Thread(target=self._sample, daemon=True).start()
-
-    def restart(self) -> None:
-        self._peak_bytes = 0
-        if self.method == "kernel":
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-    def peak_bytes(self) -> int:
-        """Ends the measurement."""
-        self._is_over.set()
-        if self.method == "kernel":
-            from lowtide.train.progress import resident_bytes
-
-            return resident_bytes()[1] or 0
-        if self.method == "sampled":
-            return self._peak_bytes
-        import resource
-
-        unit_bytes = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-
-    def _choose(self) -> str:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            return "kernel"
-        return "sampled" if importlib.util.find_spec("psutil") else "whole process"
-
-    def _sample(self) -> None:
-        import psutil
-
-        process = psutil.Process()
-        while not self._is_over.wait(0.002):
-            self._peak_bytes = max(self._peak_bytes, process.memory_info().rss)
-
-
-def _say(line: Mapping[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
-
-
 # -- the runs together -----------------------------------------------------------------------------------------------
 
 
@@ -260,11 +58,7 @@ class DemoError(Exception):
 def run_all(size_name: str, num_steps: int) -> dict[str, Any]:
     """Every run, one after the other, with progress on stderr; everything measured, as JSON takes it."""
     start = time.perf_counter()
-    runs: dict[str, dict[str, Any]] = {}
-    for name in RUNS:
-        runs[name] = _run(name, size_name, num_steps)
-        for key in ("num_parameters", "num_threads", "torch", "peak_method"):
-            runs["plain"].setdefault(key, runs[name][key])
+    runs = {name: _run(name, size_name, num_steps) for name in RUNS}
     plain = runs["plain"]
     return {
         "command": "python examples/demo.py --json",
@@ -286,8 +80,9 @@ def run_all(size_name: str, num_steps: int) -> dict[str, Any]:
 
 
 def _run(name: str, size_name: str, num_steps: int) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--steps", str(num_steps), "--child", name]
-    command += ["--tiny"] if size_name == "tiny" else []
+    size = SIZES[size_name]
+    settings = {"memory": _memory_of(name, size), "size": size, "num_steps": num_steps, "seed": SEED}
+    command = [sys.executable, str(Path(__file__).resolve().with_name("demo_run.py")), json.dumps(settings)]
     environment = {**os.environ, **CHILD_ENVIRONMENT}
     _note(f"{name:<10} starting")
     result = None
@@ -297,13 +92,16 @@ def _run(name: str, size_name: str, num_steps: int) -> dict[str, Any]:
             line = json.loads(text)
             result = line.get("result", result)
             if "step" in line:
-                _note(
-                    f"{name:<10} step {line['step']}/{num_steps}  loss {line['loss']:.4f}  {line['seconds']:.1f} s"
-                    + ("  (warm-up)" if line["step"] == 1 else "")
-                )
+                time_text = f"{line['seconds']:.1f} s" if "seconds" in line else "warm-up, not measured"
+                _note(f"{name:<10} step {line['step']}/{num_steps}  loss {line['loss']:.4f}  {time_text}")
     if process.returncode or result is None:
         raise DemoError(f"run '{name}' failed with status {process.returncode}; its own message is above")
     return result
+
+
+def _memory_of(name: str, size: Mapping[str, int]) -> dict[str, Any] | None:
+    rules = RUNS[name]
+    return rules if rules is None or "min_bytes" not in size else {**rules, "min_bytes": size["min_bytes"]}
 
 
 @contextmanager
@@ -343,24 +141,29 @@ def differences(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """The measured table as plain text."""
+def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The measured table: a header, then a row for each run."""
     runs = report["runs"]
     differing = {line.split("'")[1] for line in differences(runs)}
     plain_seconds = statistics.median(runs["plain"]["step_seconds"])
-    rows = [("", "peak MiB", "above rest", "kept", "swapped", "recomputed", "s/step", "x plain", "losses, weights")]
+    found: list[tuple[str, ...]] = [
+        ("run", "peak MiB", "above rest", "kept", "swapped", "recomputed", "s/step", "x plain", "losses, weights")
+    ]
     for name, run in runs.items():
         seconds = statistics.median(run["step_seconds"])
         above_bytes = run["peak_resident_bytes"] - run["rest_resident_bytes"]
         sizes = (run["peak_resident_bytes"], above_bytes, *(run[f"{fate}_bytes"] for fate in _FATES))
         verdict = "-" if name == "plain" else "DIFFERENT" if name in differing else "identical"
         times = (f"{seconds:.2f}", f"{seconds / plain_seconds:.2f}")
-        rows.append((name, *(f"{round(size / MIB)}" for size in sizes), *times, verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(_aligned(row, widths) for row in rows)
+        found.append((name, *(f"{round(size / MIB)}" for size in sizes), *times, verdict))
+    return found
 
 
-_FATES = ("kept", "swapped", "recomputed")
+def table(report: Mapping[str, Any]) -> str:
+    """The measured table as plain text."""
+    found = rows(report)
+    widths = [max(len(row[column]) for row in found) for column in range(len(found[0]))]
+    return "\n".join(_aligned(row, widths) for row in found)
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -393,17 +196,13 @@ def legend(report: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status."""
     parser = argparse.ArgumentParser(description="Train a small model plain and under lowtide, and compare.")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of each run, at least 2 (default: 5)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of each run, at least 2 (default: 4)")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout; the table goes to stderr")
     parser.add_argument("--tiny", action="store_true", help="a very small model: for tests, says little about memory")
-    parser.add_argument("--child", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step warms up")
     size_name = "tiny" if args.tiny else "demo"
-    if args.child:
-        run_child(args.child, SIZES[size_name], args.steps)
-        return 0
     try:
         report = run_all(size_name, args.steps)
     except DemoError as error:
