@@ -113,6 +113,11 @@ def _num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def _left() -> tuple[int, ...]:
+    """Objects, bytes, threads and files, counted after what is unreachable has gone."""
+    return _num_objects(), _storage_bytes(), threading.active_count(), _num_open_files()
+
+
 def _run(model: nn.Module, num_steps: int) -> None:
     for step in range(num_steps):
         LIVES[step % len(LIVES)](model)
@@ -131,17 +136,18 @@ def _storage_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
-@pytest.mark.parametrize("engine", ["virtual:1", "virtual:2", "virtual:4", "host"])
-@pytest.mark.parametrize("plan", MEMORY)
+@pytest.mark.parametrize(
+    ("plan", "engine"), [*((plan, "virtual:1") for plan in MEMORY), ("swap", "virtual:0"), ("both", "host")]
+)
 def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: Path) -> None:
     model = zoo.Stack(*(Block() for _ in range(3)))
     memory = {**MEMORY[plan], **({"disk_path": str(tmp_path)} if engine == "host" else {})}
     tide = lowtide.apply(model, memory, engine=engine)
     _run(model, WARM_UP_STEPS)
     tide.settle()
-    before = (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes())
+    before = _left()
     tracemalloc.start()
-    _run(model, 2 * len(LIVES))
+    _run(model, 5 * len(LIVES))
     tide.settle()
     gc.collect()
     python_before = tracemalloc.get_traced_memory()[0]
@@ -150,9 +156,9 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
     gc.collect()
     python_after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes()) == before
-    # A leak of one small object a step would be a hundred kilobytes.
-    assert python_after - python_before < 20_000
+    assert _left() == before
+    # Dictionaries and free lists breathe by some 20 kB; a leak of one small object a step would be 60 kB and more.
+    assert python_after - python_before < 40_000
     stats = tide.stats
     assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
     assert tide._ledger.now_bytes == 0
@@ -173,11 +179,11 @@ def test_nothing_is_left_of_two_hundred_tides(engine: str, tmp_path: Path) -> No
 
     for plan in MEMORY:
         one(plan)
-    before = (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes())
+    before = _left()
     for _ in range(50):
         for plan in MEMORY:
             one(plan)
-    assert (_num_objects(), _num_open_files(), threading.active_count(), _storage_bytes()) == before
+    assert _left() == before
 
 
 @pytest.mark.parametrize("engine", ["virtual:0", "virtual:1", "host"])
@@ -185,10 +191,9 @@ def test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything(en
     model = zoo.Stack(*(Block() for _ in range(3)))
     _ordinary(model)
     torch.manual_seed(0)
-    loss = _loss(model)
-    want = torch.autograd.grad(loss, list(model.parameters()))
+    want = torch.autograd.grad(_loss(model), list(model.parameters()))
     memory = {**MEMORY["mixed"], **({"disk_path": str(tmp_path)} if engine == "host" else {})}
-    threads_before, files_before, objects_before = threading.active_count(), _num_open_files(), _num_objects()
+    before = _left()
     for _ in range(2):
         with lowtide.apply(model, memory, engine=engine):
             _ordinary(model)
@@ -197,6 +202,4 @@ def test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything(en
         got = torch.autograd.grad(loss, list(model.parameters()))
         assert all(zoo.same_bits(*pair) for pair in zip(got, want, strict=True))
         del loss, got
-    assert (threading.active_count(), _num_open_files(), _num_objects()) == (
-        threads_before, files_before, objects_before,
-    )  # fmt: skip
+    assert _left() == before
