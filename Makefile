@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-SOURCES := lowtide tests examples benchmarks
+SOURCES := lowtide tests examples benchmarks docs
 
 .PHONY: test check demo gpu format clean
 

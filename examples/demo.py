@@ -5,7 +5,7 @@ seed. Printed are the peak of resident memory as the kernel saw it, what became 
 and whether every loss and every weight is the same to the bit.
 Why resident memory: without an accelerator main memory plays the device and the next tier is the disk, so what the
 kernel counts is what a run needs. Why processes: a peak belongs to a process, and memory once freed is reused.
-Cost: about a minute on two cores, 3 GB of memory, 1 GB of disk. Nothing is downloaded and nothing is left behind.
+Cost: about a minute on two cores, 2 GB of memory, 1 GB of disk. Nothing is downloaded and nothing is left behind.
 Not covered: accelerators; long runs. A few steps give the memory exactly and the time roughly.
 
     python examples/demo.py                  the table on stdout, progress on stderr
