@@ -57,7 +57,13 @@ def _roles(name: str, tree: Tree | None) -> list[tuple[Role, str]]:
     """The roles that a name may stand for, each with the naming it is written in."""
     family = family_of(tree)
     families = FAMILIES if family == "other" else (family,)
-    return [(role, family) for role in ROLES for family in families if name in role.names(family)]
+    return [(role, family) for role in ROLES for family in families if name in _names(role, family)]
+
+
+def _names(role: Role, family: str) -> tuple[str, ...]:
+    """The names of a role that is one part; where it is two Hugging Face modules, each has a role of its own."""
+    names = role.names(family)
+    return names if family != "hf" or len(names) == 1 else ()
 
 
 def _readers(name: str, tree: Tree | None) -> list[str]:
@@ -65,7 +71,7 @@ def _readers(name: str, tree: Tree | None) -> list[str]:
     found: list[str] = []
     for role, family in _roles(name, tree):
         for reader in ROLES:
-            found += reader.names(family) if reader.name in role.readers else ()
+            found += _names(reader, family) if reader.name in role.readers else ()
     return list(dict.fromkeys(found))
 
 
@@ -74,6 +80,6 @@ def _inputs(reader: str, tree: Tree | None) -> list[str]:
     found: dict[str, None] = {}
     for role, family in _roles(reader, tree):
         for source in ROLES:
-            names = source.names(family) if role.name in source.readers else ()
+            names = _names(source, family) if role.name in source.readers else ()
             found |= dict.fromkeys([name for name in names if tree is None or lookup(name, tree) is not False][:1])
     return [name for name in found if not any(is_within(name, other) and name != other for other in found)]

@@ -140,6 +140,12 @@ def operators_below(name: str, tree: Tree | None) -> list[str]:
     return found or [name]
 
 
+def operator_in(module: str, trees: Sequence[Tree | None]) -> str:
+    """The name of some operator right in a module, for an example."""
+    below: Tree = next((found for found in (lookup(module, tree) for tree in trees) if found), {})
+    return next((name for name, inner in below.items() if inner is None), "...")
+
+
 def lookup(name: str, tree: Tree | None) -> Any:
     """A tree for a module, None for an operator, False for what is not there."""
     below: Any = tree

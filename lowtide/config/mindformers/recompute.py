@@ -135,8 +135,8 @@ def is_foreign(key: object) -> bool:
 
 def unknown_key(key: str, keys: tuple[str, ...]) -> str:
     if key in ("mode", "full_recompute_layer", "select_module", "exclude_op", "enable"):
-        return (
-            "belongs to the newer schema of MindSpore Transformers, which is not read; write recompute_config instead"
+        return "belongs to the newer schema of MindSpore Transformers, which is not read; known keys: " + ", ".join(
+            keys
         )
     return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 

@@ -2,15 +2,14 @@
 
 What: `resolve(...)` gives the tables as MindSpore Transformers normalises them, its log lines, and for every layer what
 is recomputed and what is swapped, with recompute winning over swap. It looks at names and numbers only.
-Why `log_lines` and `layers` may differ: upstream logs a swap also where recompute undoes it. The lines follow upstream,
-so that they can be compared; `layers` is what happens, and `warnings` says where the two part.
+Why `log_lines` and `layers` may differ: upstream logs a swap also where recompute undoes it, and of several parts with
+one parent only the last. The lines follow upstream; `layers` is what happens, and `warnings` says where the two part.
 Cost: a few expressions per pattern and layer.
 Not covered: carrying any of it out; the newer schema (`recompute: {mode: ...}`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from lowtide.config.mindformers.names import (
     is_within,
     matches_everything,
     nearest,
+    operator_in,
     trees_of,
 )
 from lowtide.config.mindformers.recompute import SELECT_KEYS, Recompute, read_recompute
@@ -244,17 +244,8 @@ class _Work:
             path,
             f"names the module '{name}', but {key} takes operators only",
             meaning="ignored",
-            fix=f"name an operator in it, such as '{name}\\.{self._an_operator(name)}'",
+            fix=f"name an operator in it, such as '{name}\\.{operator_in(name, self.trees)}'",
         )
-
-    def _an_operator(self, name: str) -> str:
-        for tree in self.trees:
-            below: Any = tree
-            for part in name.split("."):
-                below = below.get(part) if isinstance(below, Mapping) else None
-            if below:
-                return next((child for child, inner in below.items() if inner is None), "...")
-        return "..."
 
     def _everything(self, path: str, pattern: str) -> None:
         self.issues.tolerate(
@@ -393,7 +384,13 @@ class _Work:
             )
         elif "alias" in readings and "exact" not in readings:
             names = next(one for one in found if one.reading == "alias").matches
-            self.issues.note(f"{path}: '{pattern}' is here " + ", ".join(f"'{match.name}'" for match in names))
+            shown = ", ".join(f"'{match.name}'" for match in names)
+            if self.issues.compat and family_of(self.trees[0]) in ("legacy", "mcore"):
+                self.issues.warn(
+                    path, f"'{pattern}' is a Hugging Face name, which upstream does not know; read as {shown}"
+                )
+            else:
+                self.issues.note(f"{path}: '{pattern}' is here {shown}")
 
     def _report_nothing(self, path: str, shown: str, pattern: str) -> None:
         tree = next((tree for tree in self.trees if tree is not None), {})
