@@ -1,0 +1,152 @@
+"""What the documentation says is true: its code runs, its tests exist, its numbers are the measured ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(path.read_text(encoding="utf-8")) if found == language]
+
+
+@pytest.fixture(scope="module")
+def make_picture() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_picture", ROOT / "docs" / "make_picture.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_python_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = ROOT / "README.md"
+    (yaml,) = blocks(readme, "yaml")
+    (tmp_path / "run.yaml").write_text(yaml, encoding="utf-8")
+    scope: dict[str, Any] = {}
+    for number, code in enumerate(blocks(readme, "python"), start=1):
+        exec(compile(code, f"README.md, block {number}", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert "swap 'layers.0-1'" in printed
+    assert int(printed.split()[-2]) > 0
+    assert "forward" not in vars(scope["model"])
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.cli.main import main
+
+    commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {words[1] for words in commands if words and words[0] == "make"} <= set(targets)
+    (train,) = [words[1:] for words in commands if words and words[0] == "lowtide"]
+    monkeypatch.chdir(ROOT)
+    assert main([*train, "--steps", "2", "--output-dir", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_yaml_block_is_a_good_section(page: Path, tmp_path: Path) -> None:
+    from lowtide.config.native import load_memory
+    from lowtide.config.run import load_run
+
+    for text in blocks(page, "yaml"):
+        file = tmp_path / "run.yaml"
+        file.write_text(text, encoding="utf-8")
+        assert not load_memory(file).rules().does_nothing
+        if text.startswith("model:"):
+            assert load_run(file).memory is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_python_block_is_python(page: Path) -> None:
+    for code in blocks(page, "python"):
+        ast.parse(code)
+
+
+def test_the_mistakes_that_are_shown_are_the_ones_that_are_made(tmp_path: Path) -> None:
+    from lowtide.config.native import load_memory
+    from lowtide.errors import ConfigError
+
+    file = tmp_path / "run.yaml"
+    file.write_text("memory:\n  recomptue: all\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_memory(file)
+    said = str(error.value).replace(str(file), "run.yaml")
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert said in (ROOT / "docs" / "memory-rules.md").read_text(encoding="utf-8")
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:tests|examples|lowtide|docs)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`((?:runtime|catalog|planner|config|train)/[\w./]+\.py)`", text):
+        assert (ROOT / "lowtide" / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_test_that_is_named_exists(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
+def test_the_contract_has_twelve_points_with_tests() -> None:
+    text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    points = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert [point.split(".")[0] for point in points[:12]] == [str(number) for number in range(1, 13)]
+    assert all("::test_" in point for point in points)
+
+
+def test_every_key_is_documented() -> None:
+    import dataclasses
+
+    from lowtide.config.native import MemoryConfig
+    from lowtide.config.run import DataConfig, TrainConfig
+
+    pages = {MemoryConfig: "memory-rules.md", DataConfig: "trainer.md", TrainConfig: "trainer.md"}
+    for config, page in pages.items():
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for field in dataclasses.fields(config):
+            if field.name not in ("locations", "places"):
+                assert f"| `{field.name}` |" in text, f"{page}: {field.name}"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_picture_and_table_are_of_the_measured_numbers(make_picture: ModuleType) -> None:
+    report = json.loads(make_picture.RESULT.read_text(encoding="utf-8"))
+    assert make_picture.PICTURE.read_text(encoding="utf-8") == make_picture.picture(report)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert make_picture.readme(readme, report) == readme
+    assert make_picture._demo().differences(report["runs"]) == []
+
+
+def test_the_picture_says_what_was_measured(make_picture: ModuleType) -> None:
+    report = json.loads(make_picture.RESULT.read_text(encoding="utf-8"))
+    report["runs"]["swap"]["peak_resident_bytes"] = 1234 * 2**20
+    assert ">1234<" in make_picture.picture(report)
