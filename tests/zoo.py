@@ -199,7 +199,7 @@ def footprint(model: nn.Module) -> dict[str, tuple]:
 
 @functools.lru_cache(maxsize=64)
 def plain_footprint(name: str, device: str | torch.device = "cpu") -> dict[str, tuple]:
-    """The footprint of a model that has only ever run plainly: transformers adds hooks of its own in a first forward."""
+    """The footprint of a model that only ran plainly: transformers adds hooks of its own in a first forward."""
     case = CASES[name]
     model = case.build(0, device)
     case.loss(model, case.batch(0, device)).backward()
@@ -631,7 +631,10 @@ register(
         make_batch=lambda g: {"src": torch.randn(SAMPLES, TOKENS, WIDTH, generator=g)},
         loss_of=square_loss,
         layers=("layers.0", "layers.1"),
-        mixed_plans=alternating(("layers.0", "layers.1")),
+        mixed_plans=(
+            *alternating(("layers.0", "layers.1")),
+            mixed(swap=["layers.*.linear*"], recompute=["layers.*.self_attn", "layers.*.norm*"]),
+        ),
         draws=True,
         why="torch's own layer: packed projections, views of one storage",
     )

@@ -11,6 +11,7 @@ import datetime
 import multiprocessing
 import os
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -53,6 +54,51 @@ def test_three_steps_on_the_host_engine_are_the_same_to_the_bit(name: str, plan:
     zoo.assert_same(result, truth)
     assert stats.swapped_bytes > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def _leaves(case: zoo.Case) -> list[str]:
+    return [name for name, module in case.build(SEED).named_modules() if name and not list(module.children())]
+
+
+@every_case
+@pytest.mark.parametrize("swap", ["none", "all"])
+def test_recomputing_every_module_without_children_is_the_same_to_the_bit(case: zoo.Case, swap: str) -> None:
+    """Activations, norms and dropouts drop their outputs; linears and convolutions drop nothing, and must not mind."""
+    truth = zoo.plain_result(case.name, SEED, num_steps=3, accumulate=2)
+    for leaves in (_leaves(case), _leaves(case)[::2], _leaves(case)[1::2]):
+        if leaves:
+            plan = {"recompute": leaves, "swap": swap, "min_bytes": 0}
+            result, _ = zoo.lowtide_step(case, SEED, plan, engine="virtual:2", num_steps=3, accumulate=2)
+            zoo.assert_same(result, truth)
+
+
+def _random_plan(case: zoo.Case, random: Random) -> dict:
+    """Any fates for any modules, nested ones included; what contradicts itself is decided by precedence."""
+    names = [name for name, _ in case.build(SEED).named_modules() if name]
+    some = {fate: random.sample(names, min(len(names), random.choice((0, 1, 2, 5)))) for fate in ("recompute", "keep")}
+    swap = [
+        {
+            "match": random.choice((*names, "*")),
+            "prefetch": random.choice((0, 1, 3)),
+            "tier": random.choice(("host", "disk")),
+        }
+        for _ in range(random.choice((0, 1, 4)))
+    ]
+    return {"swap": swap, **some, "min_bytes": random.choice((0, 0, 600, 2000))}
+
+
+@pytest.mark.slow
+@every_case
+def test_random_plans_are_the_same_to_the_bit(case: zoo.Case) -> None:
+    truth = zoo.plain_result(case.name, SEED, num_steps=2, accumulate=2)
+    for number in range(20):
+        plan = _random_plan(case, Random(f"{case.name}{number}"))
+        try:
+            result, _ = zoo.lowtide_step(case, SEED, plan, engine=f"virtual:{number}", num_steps=2, accumulate=2)
+            zoo.assert_same(result, truth)
+        except Exception as error:
+            error.add_note(f"number {number}: {plan}")
+            raise
 
 
 @every_case
