@@ -22,8 +22,8 @@ PICTURE = ROOT / "docs" / "memory.svg"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
-WIDTH, ROW, TOP, BAR = 760, 34, 62, 20
-LABEL_X, MEMORY_X, MEMORY_WIDTH, TIME_X, TIME_WIDTH = 16, 100, 340, 530, 150
+WIDTH, ROW, TOP, BAR = 770, 34, 62, 20
+LABEL_X, MEMORY_X, MEMORY_WIDTH, TIME_X, TIME_WIDTH = 16, 110, 340, 545, 150
 REST, ABOVE, TIME, INK, PAPER = "#b8c4ce", "#1f6f9f", "#c9822b", "#22303a", "#ffffff"
 MIB = 2**20
 

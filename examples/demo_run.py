@@ -24,13 +24,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
+from lowtide.runtime.malloc import configure_malloc
 from lowtide.train.data import NUM_BYTE_TOKENS, Sampler, open_corpus, standard_library
 from lowtide.train.progress import resident_bytes
 
 
 def run(settings: Mapping[str, Any]) -> None:
-    """Train; `settings` has `memory` (None: without lowtide), `size`, `num_steps` and `seed`."""
+    """Train; `settings`: `memory` (None: without lowtide), `size`, `num_steps`, `seed`, `sets_malloc`."""
     model, optimizer, batches = _build(settings["size"], settings["seed"])
+    if settings["sets_malloc"]:
+        configure_malloc()  # where lowtide.apply does it in the other runs
     memory = settings["memory"]
     tide = lowtide.apply(model, memory, optimizer=optimizer) if memory is not None else None
     meter = PeakMeter()
