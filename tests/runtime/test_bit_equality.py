@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import lowtide
 from lowtide.catalog.layers import find_layers
@@ -194,33 +197,49 @@ def test_a_deep_copy_and_a_state_dict_made_meanwhile_are_plain(tmp_path: Path) -
 # Two ranks
 
 
-def _train_on_a_rank(rank: int, folder: str, jobs: list[tuple[str, dict | None, bool]], answers: Any) -> None:
-    """Trains each (case, plan, wrap first) with DistributedDataParallel and reports every result."""
+def _train_on_a_rank(rank: int, folder: str, jobs: list[tuple[str, dict | None, str]], answers: Any) -> None:
+    """Trains each (case, plan, way of being distributed) and reports every result."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
-    for number, (name, plan, wrap_first) in enumerate(jobs):
+    for number, (name, plan, how) in enumerate(jobs):
         try:
-            answers.put((rank, number, _train_distributed(zoo.CASES[name], plan, wrap_first, rank)))
+            answers.put((rank, number, _train_distributed(zoo.CASES[name], plan, how, rank)))
         except BaseException as error:
             answers.put((rank, number, f"{type(error).__name__}: {error}"))
             raise
     torch.distributed.destroy_process_group()
 
 
-def _train_distributed(case: zoo.Case, plan: dict | None, wrap_first: bool, rank: int) -> dict[str, dict]:
+def _train_distributed(case: zoo.Case, plan: dict | None, how: str, rank: int) -> dict[str, dict]:
     model = case.build(SEED)
+    if how == "sharded":
+        _shard(case, model)
     optimizer = zoo.make_optimizer(model)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if wrap_first else None
-    tide = lowtide.apply(wrapped or model, plan, optimizer=optimizer, engine=f"virtual:{rank}") if plan else None
-    wrapped = wrapped or torch.nn.parallel.DistributedDataParallel(model)
-    result = zoo.train(case, wrapped, optimizer, SEED + 10 * rank, num_steps=3, accumulate=2)
+    if how == "replicated":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    tide = lowtide.apply(model, plan, optimizer=optimizer, engine=f"virtual:{rank}") if plan else None
+    if how == "replicated later":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    result = zoo.train(case, model, optimizer, SEED + 10 * rank, num_steps=3, accumulate=2)
     if tide:
         assert tide.stats.swapped_bytes + tide.stats.recomputed_bytes > 0
+        assert tide.stats.num_divergences == 0
         tide.remove()
-    return {part: {k: v.numpy() for k, v in values.items()} for part, values in vars(result).items()}
+    return {part: {k: _local(v).numpy() for k, v in values.items()} for part, values in vars(result).items()}
+
+
+def _shard(case: zoo.Case, model: torch.nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name in case.layers:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _spawn(folder: Path, jobs: list, seconds: float = 120) -> dict[tuple[int, int], Any]:
@@ -246,21 +265,23 @@ def _spawn(folder: Path, jobs: list, seconds: float = 120) -> dict[tuple[int, in
 
 
 RANKED = ("llama", "nested", "lora")
-DISTRIBUTED = [
-    (name, plan, wrap_first)
-    for name in RANKED
-    for plan in (SWAP, RECOMPUTE, dict(zoo.CASES[name].mixed_plans[0]))
-    for wrap_first in (False, True)
-]
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_plain_distributed_data_parallel(tmp_path: Path) -> None:
-    truths = [(name, None, True) for name in RANKED]
-    answers = _spawn(tmp_path, truths + DISTRIBUTED)
+@pytest.mark.parametrize("ways", [("replicated", "replicated later"), ("sharded",)], ids=["replicated", "sharded"])
+def test_two_ranks_equal_plain_torch(ways: tuple[str, ...], tmp_path: Path) -> None:
+    """DistributedDataParallel, wrapped around a tide or inside one, and fully sharded parameters."""
+    truths = [(name, None, ways[0]) for name in RANKED]
+    jobs = [
+        (name, plan, how)
+        for name in RANKED
+        for plan in (SWAP, RECOMPUTE, dict(zoo.CASES[name].mixed_plans[0]))
+        for how in ways
+    ]
+    answers = _spawn(tmp_path, truths + jobs)
     for rank in (0, 1):
         truth = {name: answers[rank, number] for number, (name, _, _) in enumerate(truths)}
-        for number, (name, _, _) in enumerate(DISTRIBUTED, start=len(truths)):
+        for number, (name, _, _) in enumerate(jobs, start=len(truths)):
             zoo.assert_same(_as_result(answers[rank, number]), _as_result(truth[name]))
     assert not zoo.same_bits(*(_as_result(answers[r, 0]).loss["0.0"] for r in (0, 1))), "both ranks had the same data"
 
