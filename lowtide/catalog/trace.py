@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_COPIES_OF_PARAMETERS = frozenset({"to", "clone", "contiguous", "cat", "t", "transpose", "detach", "lift_fresh"})
+# A fresh storage that is still a parameter: autocast makes these. (Views of a parameter share its storage anyway.)
+_CASTS = frozenset({"to"})
 _SHORT_NAMES = {
     "to_copy": "to",
     "native_layer_norm": "layer_norm",
@@ -70,7 +71,7 @@ class Recorder(TorchDispatchMode):
         if not fresh:
             return
         op = op_name(func.overloadpacket.__name__)
-        is_parameter = op in _COPIES_OF_PARAMETERS and bool(inputs) and inputs <= self.parameter_keys
+        is_parameter = op in _CASTS and bool(inputs) and inputs <= self.parameter_keys
         name = self._name(op)
         for key in fresh:
             self.names[key] = name

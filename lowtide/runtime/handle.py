@@ -18,21 +18,65 @@ the version counter; plain autograd does not see those either.
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
 import torch
 
-_HINT = (
-    "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-    "with torch.autograd.set_detect_anomaly(True)."
-)
+
+class Origin(Protocol):
+    """Where a saved tensor came from, for the words of an error."""
+
+    @property
+    def producer(self) -> type:
+        """Type of the node that made it; NoneType for a leaf."""
+
+    @property
+    def output_nr(self) -> int:
+        """Which output of that node it is."""
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it is a view: autograd gives a view whose base was modified a new node."""
 
 
-def modified_error(dtype: torch.dtype, shape: torch.Size, device: torch.device, now: int, then: int) -> RuntimeError:
-    """The error that plain autograd raises for a saved tensor that was modified in place."""
-    kind = torch.empty(0, dtype=dtype, device=device).type()
+def modified_error(tensor: torch.Tensor, size: torch.Size, now: int, then: int, origin: Origin) -> RuntimeError:
+    """The error that plain autograd raises for a saved tensor that was modified in place, in its own words.
+
+    `tensor` gives dtype and device.
+    """
+    name, hint = _plain_words(origin)
+    which = f", which is output {origin.output_nr} of {name}," if name else ""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(shape)}] is at version {now}; expected version {then} instead. {_HINT}"
+        f"[{tensor.type()} {list(size)}]{which} is at version {now}; expected version {then} instead. {hint}"
     )
+
+
+def _plain_words(origin: Origin) -> tuple[str, str]:
+    """How this version of torch writes an operator's name, and its hint: learned by making it raise the error."""
+    # In a thread of its own: here, saved-tensor hooks may be active, and with those there is no such error.
+    with ThreadPoolExecutor(1) as thread:
+        text = thread.submit(_provoke).result()
+    name = "" if origin.producer is type(None) else origin.producer.__name__
+    if name and origin.is_view:
+        name = "AsStridedBackward0"
+    if "ExpBackward0" not in text:
+        name = re.sub(r"Backward\d*$", "", name)
+    return name, text[text.rindex("Hint: ") :]
+
+
+def _provoke() -> str:
+    with torch.enable_grad():
+        broken = torch.ones(1, requires_grad=True).exp()
+        result = broken.sin()
+        broken.detach().add_(1)
+    try:
+        result.backward()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("autograd did not notice an in-place write")
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,17 +92,21 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 class Kept:
     """A saved tensor that stays on the device."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("is_view", "output_nr", "producer", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        grad_fn = tensor.grad_fn
         self.version = tensor._version
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.producer = type(grad_fn)
+        self.output_nr = tensor.output_nr
+        self.is_view = tensor._is_view()
+        self.tensor = tensor if grad_fn is None else tensor.detach()
 
     def open(self) -> torch.Tensor:
         """The tensor. Raises RuntimeError if it was modified in place since it was saved."""
         tensor = self.tensor
         if tensor._version != self.version:
-            raise modified_error(tensor.dtype, tensor.shape, tensor.device, tensor._version, self.version)
+            raise modified_error(tensor, tensor.size(), tensor._version, self.version, self)
         return tensor
 
 
@@ -80,11 +128,12 @@ class KeptSite(Kept):
 class View:
     """How one saved tensor looks at a storage, and the version at which it was saved."""
 
-    __slots__ = ("device", "dtype", "offset", "size", "stride", "version", "witness")
+    __slots__ = ("is_view", "offset", "output_nr", "producer", "size", "stride", "version", "witness")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype = tensor.dtype
-        self.device = tensor.device
+        self.producer = type(tensor.grad_fn)
+        self.output_nr = tensor.output_nr
+        self.is_view = tensor._is_view()
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
@@ -94,11 +143,11 @@ class View:
     def check(self) -> None:
         """Raise RuntimeError if the tensor was modified in place since it was saved."""
         if self.witness._version != self.version:
-            raise modified_error(self.dtype, self.size, self.device, self.witness._version, self.version)
+            raise modified_error(self.witness, self.size, self.witness._version, self.version, self)
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same view over another storage with the same bytes."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        empty = torch.empty(0, dtype=self.witness.dtype, device=self.witness.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 

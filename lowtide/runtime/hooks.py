@@ -33,18 +33,19 @@ from lowtide.planner.rules import Decision, Rules
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
 from lowtide.runtime.recompute import Call, Dropped, RandomState, RegionRun, Rerun, RerunView, top_hooks, without_cache
 from lowtide.runtime.stats import Counters, Ledger
-from lowtide.runtime.swap import Mover, Site, Tape
+from lowtide.runtime.swap import Mover
+from lowtide.runtime.tape import Site, Tape
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
 _MAX_RELEARNED = 3
+_VIEW_NODES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AsStridedBackward0"})
 _VIEWS_AND_CASTS = (
     "TBackward",
     "ToCopyBackward",
     "TransposeBackward",
     "ViewBackward",
     "PermuteBackward",
-    "CloneBackward",
 )
 
 
@@ -64,13 +65,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Region:
-    """A layer of the model, or the model around its layers, and the table of what it saves (None: not yet seen)."""
+    """A layer of the model, or the model around its layers, and the tables of what it saves."""
 
     name: str
     module: nn.Module
     is_recomputed: bool
     fallback: Decision
-    table: list[Entry] | None = None
+    tables: dict[int, list[Entry]] = field(default_factory=dict)
+    """By how often the region has run before in this forward (a layer that is called three times has three)."""
     num_misses: int = 0
     """Forwards in which the table did not fit. After the first few the table is learned anew (a model first run in
     another mode, say); a layer that is never twice the same is not worth observing forever."""
@@ -99,8 +101,9 @@ class Setting:
 class Scope:
     """One forward pass on one thread."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, entry: Region) -> None:
         self.setting = setting
+        self.entry = entry
         self.mover = setting.mover
         self.counters = setting.counters
         self.tape = Tape()
@@ -109,6 +112,7 @@ class Scope:
         self.table: list[Entry] | None = None
         self.position = 0
         self.num_missed = 0
+        self._calls: dict[str, int] = {}
         self.recording: list[Entry] = []
         self.reruns: dict[int, tuple[StorageWeakRef, int, Rerun]] = {}
         # Sites saved by the operator that is being recorded now: its kernel has not been launched yet.
@@ -125,29 +129,31 @@ class Scope:
     def inside(self, region: Region) -> Iterator[None]:
         """Tensors saved inside belong to `region`; its table is learned if this is the first time."""
         outer = (self.region, self.table, self.position, self.recording, self.num_missed)
-        self.region, self.table, self.position, self.recording, self.num_missed = region, region.table, 0, [], 0
+        call = self._calls[region.name] = self._calls.get(region.name, -1) + 1
+        table = region.tables.get(call)
+        self.region, self.table, self.position, self.recording, self.num_missed = region, table, 0, [], 0
         self._parameter_keys = None
-        is_learning = region.table is None
         try:
-            with self._observing(region) if is_learning and self.recorder is None else contextlib.nullcontext():
+            with self._observing(region) if table is None and self.recorder is None else contextlib.nullcontext():
                 yield
-            if is_learning and self.recording:
-                region.table = self.recording
-            elif not is_learning:
-                self._compare(region)
+            if table is not None:
+                self._compare(region, table)
+            elif self.recording:
+                region.tables[call] = self.recording
         finally:
             self.region, self.table, self.position, self.recording, self.num_missed = outer
 
-    def _compare(self, region: Region) -> None:
+    def _compare(self, region: Region, table: list[Entry]) -> None:
         """A planned pass through the region is over: did its table fit?"""
-        assert region.table is not None
-        if 0 < self.position < len(region.table):
+        if 0 < self.position < len(table):
             self._miss()
         if not self.num_missed:
             return
         region.num_misses += 1
         if region.num_misses <= _MAX_RELEARNED:
-            region.table = None
+            region.tables.clear()
+            # Observe the whole forward again: names come from producers, which may lie outside this region.
+            self.entry.tables.clear()
 
     def _miss(self) -> None:
         self.num_missed += 1
@@ -185,7 +191,7 @@ class Scope:
             if (
                 entry.dtype is tensor.dtype
                 and entry.num_dims == tensor.dim()
-                and entry.producer is type(tensor.grad_fn)
+                and _is_same_producer(entry.producer, type(tensor.grad_fn))
             ):
                 return self._carry_out(tensor, entry)
         self._miss()
@@ -418,6 +424,11 @@ class KeptOnTape(Kept):
         if node is not None:
             self.mover.advance(self.tape, node._sequence_nr())
         return super().open()
+
+
+def _is_same_producer(seen: type, now: type) -> bool:
+    # Under a dispatch mode `reshape` makes other view nodes than without.
+    return seen is now or (seen.__name__ in _VIEW_NODES and now.__name__ in _VIEW_NODES)
 
 
 def _leads_to_parameter(tensor: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def top_hooks() -> tuple[Callable, Callable] | None:
 class Dropped:
     """What one run of a region dropped, in bytes, and whether it exists again."""
 
-    __slots__ = ("_seen", "counters", "is_back", "ledger", "nbytes", "note")
+    __slots__ = ("_inputs", "_seen", "counters", "is_back", "ledger", "nbytes", "note", "saved_inputs")
 
     def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
         self.counters = counters
@@ -71,12 +71,17 @@ class Dropped:
         self.nbytes = 0
         self.is_back = False
         self._seen: dict[int, StorageWeakRef] = {}
+        self._inputs: dict[int, int] = {}
+        # Which inputs the region saves, as plain autograd would; the others it needs only to run again.
+        self.saved_inputs: set[int] = set()
 
     def count(self, tensor: torch.Tensor) -> None:
         """Add a storage that the region would have saved. Units: bytes."""
         storage = tensor.untyped_storage()
         seen = self._seen.get(storage._cdata)
         if seen is not None and not seen.expired():
+            if storage._cdata in self._inputs:
+                self.saved_inputs.add(self._inputs[storage._cdata])
             return
         self._seen[storage._cdata] = StorageWeakRef(storage)
         if self.note is not None and self.note(tensor):
@@ -84,13 +89,15 @@ class Dropped:
 
     def leave_out(self, tensors: list[torch.Tensor]) -> None:
         """The region's own inputs: they remain, and are counted where they are kept or swapped."""
-        for tensor in tensors:
+        for index, tensor in enumerate(tensors):
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
                 self._seen[storage._cdata] = StorageWeakRef(storage)
+                self._inputs[storage._cdata] = index
 
     def forward_done(self) -> None:
         self._seen = {}
+        self._inputs = {}
         self.note = None
         self.counters.recomputed_bytes += self.nbytes
 
@@ -107,18 +114,19 @@ class Dropped:
 class _Saved:
     """A tensor that a region saved and checkpoint dropped: its holder, and the witness of its version."""
 
-    __slots__ = ("device", "dropped", "dtype", "holder", "size", "version", "witness")
+    __slots__ = ("dropped", "holder", "is_view", "output_nr", "producer", "size", "version", "witness")
 
     def __init__(self, holder: Any, tensor: torch.Tensor, dropped: Dropped) -> None:
         self.holder = holder
         self.dropped = dropped
-        self.dtype, self.device, self.size = tensor.dtype, tensor.device, tensor.size()
+        self.producer, self.output_nr, self.is_view = type(tensor.grad_fn), tensor.output_nr, tensor._is_view()
+        self.size = tensor.size()
         self.version = tensor._version
-        self.witness = version_witness(tensor) if tensor.layout is torch.strided else tensor
+        self.witness = version_witness(tensor) if tensor.layout is torch.strided else tensor.detach()
 
     def check(self) -> None:
         if self.witness._version != self.version:
-            raise modified_error(self.dtype, self.size, self.device, self.witness._version, self.version)
+            raise modified_error(self.witness, self.size, self.witness._version, self.version, self)
 
 
 @contextlib.contextmanager
@@ -210,10 +218,49 @@ def _has_changed(owner: nn.Module, name: str, buffer: torch.Tensor, version: int
     return buffer.untyped_storage().nbytes() <= _HELD_BUFFER_BYTES
 
 
+class ParameterState:
+    """The tensors that played a module's parameters in a run: `functional_call` lends others for one call only."""
+
+    __slots__ = ("_then",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._then = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the parameters are the tensors of the first run."""
+        lent = [entry for entry in self._then if entry[0]._parameters.get(entry[1]) is not entry[2]]
+        # A sharded parameter whose full storage was given back is gathered again by its owner, not by us.
+        lent = [entry for entry in lent if not is_plain(entry[2]) or entry[2].untyped_storage().nbytes()]
+        current = [(owner, name, owner._parameters[name]) for owner, name, _ in lent]
+        for owner, name, parameter in lent:
+            owner._parameters[name] = parameter
+        try:
+            yield
+        finally:
+            for owner, name, now in current:
+                owner._parameters[name] = now
+
+
 class RegionRun:
     """One run of a region: first from the real inputs, later, in backward, from handles on them."""
 
-    __slots__ = ("_flags", "_has_run", "buffers", "call", "dropped", "has_changed_inputs", "input_keys", "inputs")
+    __slots__ = (
+        "_flags",
+        "_has_run",
+        "buffers",
+        "call",
+        "dropped",
+        "has_changed_inputs",
+        "input_keys",
+        "inputs",
+        "parameters",
+    )
 
     def __init__(self, call: Call, dropped: Dropped) -> None:
         self.call = call
@@ -222,6 +269,7 @@ class RegionRun:
         self.input_keys = {t.untyped_storage()._cdata for t in call.tensors if is_plain(t)}
         self.has_changed_inputs = False
         self.buffers = BufferState(call.module)
+        self.parameters = ParameterState(call.module)
         self._flags = [tensor.requires_grad for tensor in call.tensors]
         self._has_run = False
 
@@ -256,20 +304,36 @@ class RegionRun:
 
     def _body(self, *markers: torch.Tensor) -> Any:
         if self._has_run:
-            with self.buffers.replayed():
+            with self.replayed():
                 return self.call.make(self.open_inputs())
         self._has_run = True
         self.dropped.leave_out(self.call.tensors)
         with _counting(self.dropped):
             return self.call.make(self.call.tensors)
 
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the module's buffers and parameters are those of the first run."""
+        with self.buffers.replayed(), self.parameters.replayed():
+            yield
+
     def open_inputs(self) -> list[torch.Tensor]:
         """The inputs as they were, with the same need for gradients (else other tensors would be saved)."""
-        tensors = [
-            handle.open().detach().requires_grad_(flag) for handle, flag in zip(self.inputs, self._flags, strict=True)
-        ]
+        tensors = [self._open_input(i).detach().requires_grad_(flag) for i, flag in enumerate(self._flags)]
         # A copy: the second run writes into them too, and there may be a third.
         return [tensor.clone() for tensor in tensors] if self.has_changed_inputs else tensors
+
+    def _open_input(self, index: int) -> torch.Tensor:
+        try:
+            return self.inputs[index].open()
+        except RuntimeError as error:
+            if index in self.dropped.saved_inputs or "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"lowtide: an input of a recomputed {type(self.call.module).__name__} was modified in place after it "
+                "had run, so it cannot be run again. Plain autograd does not need this input; give the module the "
+                f"fate keep or swap, or do not write into its input. ({error})"
+            ) from error
 
     def claim_inputs(self) -> None:
         """One more reader of the inputs: a swapped one must not be let go after the first."""
@@ -348,7 +412,7 @@ class Rerun:
 
     def _run(self) -> torch.UntypedStorage:
         region = self.region
-        with torch.no_grad(), self.random.restored(), self.autocast(), region.buffers.replayed():
+        with torch.no_grad(), self.random.restored(), self.autocast(), region.replayed():
             output = region.call.make(region.open_inputs())
         assert output.untyped_storage().nbytes() == self.nbytes, "a module's second run made an output of another size"
         return output.untyped_storage()

@@ -1,8 +1,7 @@
 """Swap: every ordering decision between compute and copies, made once for all engines.
 
-What: a `Site` is one activation storage that leaves the device after the forward has saved it and returns before the
-backward needs it. A `Tape` is the list of sites of one forward pass, in the order of saving; backward reads it from
-the end. The `Mover` sends, lands, fetches and frees, in terms of the engine's ordering calls alone.
+What: the `Mover` takes sites (runtime/tape.py) away from the device after the forward has saved them and brings them
+back before the backward needs them: it sends, lands, fetches and frees, in terms of the engine's ordering calls alone.
 
 The rules (each was once somebody's wrong gradient):
 - a copy out waits for the compute lane that made the data, and is issued only after the operator that saved it has
@@ -22,7 +21,6 @@ Cost: about 15 us of Python a site. Not covered: what to swap (planner), where h
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 import weakref
@@ -30,105 +28,15 @@ from collections import deque
 
 import torch
 from torch.autograd.variable import Variable
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.runtime.engines.base import Engine, Event, Lane, Slot, TierFull
+from lowtide.runtime.engines.base import Engine, Lane, Slot, TierFull
+from lowtide.runtime.lock import Lock
 from lowtide.runtime.stats import Counters, Ledger
+from lowtide.runtime.tape import Copy, Site, Tape
 
 _MIN_WINDOW_BYTES = 16 * 2**20
 _WINDOW_SHARE = 25
 _POLL_SECONDS = 1e-4
-
-
-class Copy:
-    """One site's bytes on a slower tier, and the source on the device while it is still there."""
-
-    __slots__ = ("event", "is_leaving", "is_needed_soon", "nbytes", "slot", "source")
-
-    def __init__(self, source: torch.UntypedStorage, nbytes: int) -> None:
-        self.source: torch.UntypedStorage | None = source
-        self.nbytes = nbytes
-        self.slot: Slot | None = None
-        self.event: Event = None
-        self.is_leaving = False
-        # Backward is about to read it: landing must not drop the source any more.
-        self.is_needed_soon = False
-
-
-class Site:
-    """One activation storage, at one version, shared by all saved tensors that view it. Owned by autograd's handles."""
-
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "buffer",
-        "copy",
-        "device",
-        "distance",
-        "index",
-        "is_ahead",
-        "key",
-        "last_use",
-        "mover",
-        "num_readers",
-        "num_reads",
-        "tape",
-        "task",
-        "version",
-        "weak",
-    )
-
-    def __init__(self, mover: Mover, tape: Tape, storage: torch.UntypedStorage, version: int, distance: int | None):
-        self.mover = mover
-        self.tape = tape
-        self.key = storage._cdata
-        self.weak = StorageWeakRef(storage)
-        self.version = version
-        self.device = storage.device
-        self.copy = Copy(storage, storage.nbytes())
-        self.distance = distance
-        self.last_use = 0
-        self.buffer: torch.UntypedStorage | None = None
-        self.arrival: Event = None
-        self.task: int | None = None
-        self.num_readers = 0
-        self.num_reads = 0
-        self.is_ahead = False
-        self.index = tape.append(self)
-
-    def elsewhere(self) -> torch.UntypedStorage | None:
-        """The original storage, if something other than this site keeps it alive."""
-        pointer = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        return pointer if pointer is not None and pointer.nbytes() == self.copy.nbytes else None
-
-    def read(self) -> torch.UntypedStorage:
-        """The bytes on the device, safe to use on the current compute lane."""
-        return self.mover.read(self)
-
-    def __del__(self) -> None:
-        # May run at any point, also while this thread holds the mover's lock: only leave a note.
-        self.mover.orphans.append((self.copy, self.buffer, self.arrival, self.is_ahead))
-        self.mover.forget(self)
-
-
-class Tape:
-    """The sites of one forward pass in the order of saving. Holds them weakly: a dropped graph frees itself."""
-
-    __slots__ = ("cursor", "has_distances", "sites", "swapped_bytes", "task")
-
-    def __init__(self) -> None:
-        self.sites: list[weakref.ref[Site]] = []
-        self.cursor = 0
-        self.task: int | None = None
-        self.swapped_bytes = 0
-        self.has_distances = False
-
-    def append(self, site: Site) -> int:
-        self.sites.append(weakref.ref(site))
-        self.cursor = len(self.sites)
-        self.swapped_bytes += site.copy.nbytes
-        self.has_distances |= site.distance is not None
-        return len(self.sites) - 1
 
 
 class Mover:
@@ -138,7 +46,8 @@ class Mover:
         self.engine = engine
         self.counters = counters
         self.ledger = ledger
-        self.lock = threading.RLock()
+        self.lock = Lock()
+        self._is_closed = False
         self.live: dict[int, weakref.ref[Site]] = {}
         self.orphans: deque[tuple] = deque()
         self._leaving: deque[Copy] = deque()
@@ -300,6 +209,8 @@ class Mover:
             site.tape.task = task
             site.tape.cursor = len(site.tape.sites)
         if task != -1 and task not in self._open_sites:
+            # A backward that failed never said that it was over.
+            self._open_sites = {known: sites for known, sites in self._open_sites.items() if sites}
             self._open_sites[task] = weakref.WeakSet()
             Variable._execution_engine.queue_callback(lambda: self.end_of_backward(task))
 
@@ -452,6 +363,17 @@ class Mover:
                 self._drop_source(copy)
         while self._unfreed and all(self.engine.query(event) for event in self._unfreed[0][1]):
             self.engine.free(self._unfreed.popleft()[0])
+
+    def close(self) -> None:
+        """No forward will follow. Sites of graphs that are still alive keep working, and free themselves."""
+        self._is_closed = True
+        self.settle()
+
+    def after_close(self) -> None:
+        """A site died after `close`: nothing else will come by to free what it owned."""
+        if self._is_closed and self.lock.depth == 0:
+            with self.lock:
+                self._free_orphans()
 
     def settle(self) -> None:
         """Wait for every copy and free what nobody owns. Blocks the host; used at remove and in tests."""

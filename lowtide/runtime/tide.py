@@ -136,7 +136,7 @@ class Tide:
         self._is_removed = True
         for patch in reversed(self._patches):
             patch.undo()
-        self._mover.settle()
+        self._mover.close()
 
     def __enter__(self) -> Tide:
         return self
@@ -217,7 +217,7 @@ class Tide:
             return forward(*args, **kwargs)
         if hooks is not None:
             raise _foreign_hooks_error(hooks)
-        scope = Scope(self._setting)
+        scope = Scope(self._setting, region)
         self._local.scope = scope
         try:
             with (
@@ -229,7 +229,7 @@ class Tide:
             self._local.scope = None
             scope.close()
         self._counters.num_forwards += 1
-        if self._unchecked and region.table is not None:
+        if self._unchecked and region.tables:
             self._check_ops(is_whole=region.name == "")
         return output
 
@@ -255,6 +255,7 @@ def _can_hook() -> bool:
         torch.is_grad_enabled()
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and torch._C._current_graph_task_id() == -1
+        and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
     )
 
