@@ -31,7 +31,8 @@ from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
 from lowtide.planner.rules import Decision, Rules
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
-from lowtide.runtime.recompute import Call, Dropped, RandomState, RegionRun, Rerun, RerunView, top_hooks, without_cache
+from lowtide.runtime.recompute import Call, Dropped, RegionRun, Rerun, RerunView, top_hooks, without_cache
+from lowtide.runtime.state import RandomState
 from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tape import Site, Tape

@@ -35,13 +35,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.catalog.trace import is_plain
 from lowtide.runtime.handle import Kept, Swapped, View, modified_error, version_witness
+from lowtide.runtime.state import BufferState, ParameterState, RandomState, autocast_state
 from lowtide.runtime.stats import Counters, Ledger
-
-_HELD_BUFFER_BYTES = 2**20
 
 
 def is_checkpoint_hook(hooks: tuple[Callable, Callable] | None) -> bool:
@@ -153,98 +152,43 @@ def _counting(dropped: Dropped) -> Iterator[None]:
 
 
 class Call:
-    """A module's forward with its arguments taken apart, so that it can be made again from other tensors."""
+    """A module's forward with its arguments taken apart, so that it can be made again from other tensors.
 
-    __slots__ = ("_constants", "_places", "_spec", "forward", "module", "tensors")
+    The first run gets the caller's own containers, so that what a module writes into them arrives; later runs get new
+    ones, filled as the caller's were before the first. A tensor that was given twice is one tensor in every run.
+    """
+
+    __slots__ = ("_constants", "_places", "_spec", "_written", "forward", "module", "tensors")
 
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> None:
         self.module = module
         self.forward = forward
+        self._written: tuple[tuple, dict] | None = (args, kwargs)
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
+        unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        order = {key: index for index, key in enumerate(unique)}
+        self.tensors: list[torch.Tensor] = list(unique.values())
+        self._places = [(i, order[id(leaf)]) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def make_first(self) -> Any:
+        """Run the forward on the caller's own arguments."""
+        assert self._written is not None
+        args, kwargs = self._written
+        return self.forward(*args, **kwargs)
+
+    def forget(self) -> None:
+        """The first run is over: do not hold its tensors any longer."""
+        self._written = None
+        self.tensors = []
 
     def make(self, tensors: list[torch.Tensor]) -> Any:
         """Run the forward on `tensors` in place of the original ones."""
         leaves = list(self._constants)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for place, index in self._places:
+            leaves[place] = tensors[index]
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self.forward(*args, **kwargs)
-
-
-class BufferState:
-    """A module's buffers as they were before a run, for the second run; only those that the run changed are held.
-
-    A change is seen by identity, version and value. On an accelerator comparing values would wait for the device, so
-    small buffers are simply held, and large ones trusted to their version.
-    """
-
-    __slots__ = ("_before",)
-
-    def __init__(self, module: nn.Module) -> None:
-        with _disable_current_modes():
-            self._before = [
-                (owner, name, buffer, buffer._version, buffer.detach().clone())
-                for owner in module.modules()
-                for name, buffer in owner._buffers.items()
-                if buffer is not None and buffer.numel()
-            ]
-
-    def settle(self) -> None:
-        """The first run is over: let go of the copies that are not needed."""
-        with _disable_current_modes():
-            self._before = [entry for entry in self._before if _has_changed(*entry)]
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, the buffers are what the first run found; what is written to them is forgotten."""
-        current = [(owner, name, owner._buffers[name]) for owner, name, *_ in self._before]
-        for owner, name, _, _, before in self._before:
-            owner._buffers[name] = before.clone()
-        try:
-            yield
-        finally:
-            for owner, name, buffer in current:
-                owner._buffers[name] = buffer
-
-
-def _has_changed(owner: nn.Module, name: str, buffer: torch.Tensor, version: int, before: torch.Tensor) -> bool:
-    if owner._buffers.get(name) is not buffer or buffer._version != version:
-        return True
-    if buffer.device.type == "cpu":
-        return not torch.equal(buffer, before)
-    return buffer.untyped_storage().nbytes() <= _HELD_BUFFER_BYTES
-
-
-class ParameterState:
-    """The tensors that played a module's parameters in a run: `functional_call` lends others for one call only."""
-
-    __slots__ = ("_then",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self._then = [
-            (owner, name, parameter)
-            for owner in module.modules()
-            for name, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, the parameters are the tensors of the first run."""
-        lent = [entry for entry in self._then if entry[0]._parameters.get(entry[1]) is not entry[2]]
-        # A sharded parameter whose full storage was given back is gathered again by its owner, not by us.
-        lent = [entry for entry in lent if not is_plain(entry[2]) or entry[2].untyped_storage().nbytes()]
-        current = [(owner, name, owner._parameters[name]) for owner, name, _ in lent]
-        for owner, name, parameter in lent:
-            owner._parameters[name] = parameter
-        try:
-            yield
-        finally:
-            for owner, name, now in current:
-                owner._parameters[name] = now
 
 
 class RegionRun:
@@ -290,7 +234,7 @@ class RegionRun:
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if tensor._version != version:
                 self._replace_input(i, copies)
-        self.call.tensors = []
+        self.call.forget()
         return output
 
     def _replace_input(self, index: int, copies: list[torch.Tensor] | None) -> None:
@@ -309,7 +253,7 @@ class RegionRun:
         self._has_run = True
         self.dropped.leave_out(self.call.tensors)
         with _counting(self.dropped):
-            return self.call.make(self.call.tensors)
+            return self.call.make_first()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -431,34 +375,3 @@ class RerunView:
         """The tensor, made again. Raises RuntimeError if it was modified in place since it was saved."""
         self.view.check()
         return self.view.over(self.rerun.read())
-
-
-class RandomState:
-    """Random generator states of the host and of the devices of some tensors, as they are now."""
-
-    __slots__ = ("cpu", "device_type", "devices", "states")
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.cpu = torch.get_rng_state()
-        on_device = [t for t in tensors if t.device.type not in ("cpu", "meta")]
-        self.device_type = on_device[0].device.type if on_device else None
-        self.devices, self.states = get_device_states(*on_device) if on_device else ([], [])
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Draw from these states inside, and leave the generators outside untouched."""
-        with torch.random.fork_rng(devices=self.devices, device_type=self.device_type or "cuda"):
-            torch.set_rng_state(self.cpu)
-            if self.device_type is not None:
-                set_device_states(self.devices, self.states, device_type=self.device_type)
-            yield
-
-
-def autocast_state(device_type: str) -> Callable[[], contextlib.AbstractContextManager]:
-    """A factory of contexts that re-enter autocast as it is now on `device_type`."""
-    if not torch.amp.is_autocast_available(device_type):
-        return contextlib.nullcontext
-    is_enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    is_caching = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=is_enabled, cache_enabled=is_caching)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.runtime import handle, hooks, recompute, swap, tape
+from lowtide.runtime import handle, hooks, recompute, state, swap, tape
 from tests import zoo
 
 KEEP = {"keep": ["layers"], "swap": "all", "min_bytes": 0}
@@ -91,7 +91,7 @@ def under(model: nn.Module, memory: dict, engine: Any = "virtual:0") -> Iterator
 _OF_THE_TIDE = ("Mover", "Setting", "Counters", "Ledger", "Region", "Entry")
 _OWNERS = {
     found
-    for module in (handle, hooks, recompute, swap, tape)
+    for module in (handle, hooks, recompute, state, swap, tape)
     for found in vars(module).values()
     if isinstance(found, type) and found.__module__ == module.__name__ and found.__name__ not in _OF_THE_TIDE
 }
