@@ -1,6 +1,6 @@
 """Writes docs/memory.svg and the table in README.md from what `make demo` measured. No number is written by hand.
 
-    python examples/demo.py --json > benchmarks/results/cpu-2-core/demo.json
+    python examples/demo.py --steps 4 --json > benchmarks/results/cpu-2-core/demo.json
     python docs/make_picture.py
 
 Cost: milliseconds. Not covered: other results; the picture shows one file.

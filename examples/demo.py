@@ -64,7 +64,7 @@ def run_all(size_name: str, num_steps: int) -> dict[str, Any]:
     runs = {name: _run(name, size_name, num_steps) for name in RUNS}
     plain = runs["plain"]
     return {
-        "command": "python examples/demo.py --json",
+        "command": f"python examples/demo.py --steps {num_steps} --json",
         "machine": {
             "cores": os.cpu_count(),
             "threads": plain["num_threads"],
@@ -201,7 +201,7 @@ def legend(report: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status."""
     parser = argparse.ArgumentParser(description="Train a small model plain and under lowtide, and compare.")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of each run, at least 2 (default: 4)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each run, at least 2 (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout; the table goes to stderr")
     parser.add_argument("--tiny", action="store_true", help="a very small model: for tests, says little about memory")
     args = parser.parse_args(argv)
