@@ -121,7 +121,7 @@ def report(variants: list[Variant]) -> dict:
             "peak_mib": median(variant, "peak_mib"),
             "above_rest_mib": above,
             "saved_share": 1 - above / activation_mib if activation_mib else None,
-            "is_equal": all(a["gradients"] == b["gradients"] and a["loss"] == b["loss"]
+            "is_equal": all(a.get("gradients") == b.get("gradients") and a["loss"] == b["loss"]
                             for a, b in zip(variant.steps, plain.steps, strict=False)),
             **{key: median(variant, key) for key in variant.steps[-1] if key.endswith("_mib") and "copied" in key},
             "stall_seconds": median(variant, "stall_seconds"),

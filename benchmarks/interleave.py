@@ -41,7 +41,8 @@ def run_interleaved(module: str, variants: Sequence[Variant], num_rounds: int) -
         for index in range(num_rounds):
             for variant in variants:
                 _ask(variant)
-            print(f"round {index + 1}/{num_rounds}", file=sys.stderr, flush=True)
+            latest = ", ".join(f"{v.name} {v.steps[-1]['seconds']:.2f} s" for v in variants if v.steps and not v.error)
+            print(f"round {index + 1}/{num_rounds}: {latest}", file=sys.stderr, flush=True)
     finally:
         for variant in variants:
             _stop(variant)

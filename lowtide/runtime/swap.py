@@ -13,7 +13,7 @@ The rules (each was once somebody's wrong gradient):
   else has let go of them.
 
 Bounds: bytes leaving and bytes fetched ahead of need are each held below a window, which follows the bytes that a
-pass really swaps (1/25 of them, and never less than two of the largest sites). When copies fall behind, compute
+pass really swaps (1/50 of them, and never less than two of the largest sites). When copies fall behind, compute
 waits: a stall, not an out-of-memory.
 
 Cost: about 15 us of Python a site. Not covered: what to swap (planner), where host bytes live (engines).
@@ -35,7 +35,7 @@ from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.tape import Copy, Site, Tape
 
 _MIN_WINDOW_BYTES = 16 * 2**20
-_WINDOW_SHARE = 25
+_WINDOW_SHARE = 50
 _POLL_SECONDS = 1e-4
 
 

@@ -54,7 +54,10 @@ def apply(
     _check_patterns(model, plan)
     _agree_across_ranks(plan)
     _warn_about_checkpointing(model)
-    return Tide(model, plan, optimizer, choose_engine(engine, model, plan))
+    _warn_about_parts_of_recomputed_layers(model, plan)
+    chosen = choose_engine(engine, model, plan)
+    _warn_about_tiers(plan, chosen)
+    return Tide(model, plan, optimizer, chosen)
 
 
 class Tide:
@@ -381,6 +384,37 @@ def _warn_about_checkpointing(model: nn.Module) -> None:
             "(model.gradient_checkpointing_disable()).",
             stacklevel=4,
         )
+
+
+def _warn_about_parts_of_recomputed_layers(model: nn.Module, plan: Plan) -> None:
+    """A recomputed layer keeps nothing but its inputs: a rule about a part of it has no effect there, and says so."""
+    recomputed = [name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE]
+    names = _module_names(model)
+    for rule in plan.rules.rules:
+        if rule.fate is Fate.RECOMPUTE or rule.pattern.text == "*":
+            continue
+        matched = [name for name in names if rule.pattern.matches(name, is_site=False)]
+        inside = {layer for layer in recomputed for name in matched if name.startswith(layer + ".")}
+        inside -= {layer for layer in inside if rule.pattern.matches(layer, is_site=False)}
+        if inside:
+            first = next(layer for layer in recomputed if layer in inside)
+            others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+            warnings.warn(
+                f"lowtide: {_at(rule)}{rule} has no effect inside '{first}'{others}: a recomputed layer holds on to "
+                "nothing but its inputs. To treat its parts differently, name the modules to recompute instead of the "
+                "layer.",
+                stacklevel=4,
+            )
+
+
+def _warn_about_tiers(plan: Plan, engine: Engine) -> None:
+    for rule in plan.rules.rules:
+        if rule.tier is not None and rule.tier.value not in engine.tiers:
+            warnings.warn(
+                f"lowtide: {_at(rule)}engine '{engine.name}' has no tier '{rule.tier.value}'; these activations go to "
+                f"'{engine.tiers[0]}'.",
+                stacklevel=4,
+            )
 
 
 def _foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:

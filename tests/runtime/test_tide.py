@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,6 +192,26 @@ def test_a_cap_is_kept_and_what_has_no_room_stays(llama: nn.Module) -> None:
         assert stats.kept_bytes > 0
         assert stats.swapped_bytes > 0
     assert engine.memory_in_use() == {"host": 0, "disk": 0}
+
+
+def test_a_rule_about_a_part_of_a_recomputed_layer_says_that_it_has_no_effect(llama: nn.Module) -> None:
+    memory = {"recompute": ["layers.0-1"], "keep": ["*.mlp"]}
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        lowtide.apply(llama, memory, engine="virtual:0").remove()
+    assert [str(warning.message) for warning in caught] == [
+        "lowtide: memory.keep[0]: keep '*.mlp' has no effect inside 'model.layers.0' and 1 more: a recomputed layer "
+        "holds on to nothing but its inputs. To treat its parts differently, name the modules to recompute instead of "
+        "the layer."
+    ]
+
+
+def test_a_tier_that_the_engine_does_not_have_is_said_to_be_another(llama: nn.Module, tmp_path: Path) -> None:
+    memory = {"swap": [{"match": "layers.0", "tier": "host"}], "disk_path": str(tmp_path)}
+    with pytest.warns(UserWarning, match="has no tier") as caught:
+        lowtide.apply(llama, memory, engine="host").remove()
+    assert [str(warning.message) for warning in caught] == [
+        "lowtide: memory.swap[0]: engine 'host' has no tier 'host'; these activations go to 'disk'."
+    ]
 
 
 # -- what is left behind ---------------------------------------------------------------------------------------------

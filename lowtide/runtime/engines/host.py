@@ -33,7 +33,7 @@ from lowtide.runtime.disk import DiskTier
 from lowtide.runtime.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.runtime.malloc import HEAP_SLACK_BYTES, BufferPool, HeapTrimmer
 
-IDLE_BUFFER_BYTES = 32 << 20
+IDLE_BUFFER_BYTES = 16 << 20
 """Unused fetch buffers kept for reuse."""
 POOLED_FROM_BYTES = 256 << 10
 """Smaller buffers come from torch: the C library recycles those well."""
