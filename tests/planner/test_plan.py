@@ -143,7 +143,12 @@ PATTERNS = st.sampled_from(["*", "layers.0-15", "layers.*.mlp", "mul", "h.0,2,5-
 TIERS = st.sampled_from([None, Tier.HOST, Tier.DISK])
 SIZES = st.integers(min_value=0, max_value=1 << 50)
 RULES = st.builds(
-    Rule, pattern=PATTERNS, fate=st.sampled_from(Fate), prefetch=st.none() | st.integers(0, 9), tier=TIERS, where=st.text()
+    Rule,
+    pattern=PATTERNS,
+    fate=st.sampled_from(Fate),
+    prefetch=st.none() | st.integers(0, 9),
+    tier=TIERS,
+    where=st.text(),
 )
 SITES = st.builds(
     SiteDecision,

@@ -41,8 +41,8 @@ class WithoutSourceAfterCopyOut(VirtualEngine):
         return True if event.lane is Lane.OUT else super().query(event)
 
 
-# A fifth wait, of a copy in for its own copy out, cannot be missed here: the source is dropped only once this engine has
-# run the copy. On streams it can (test_accelerator_order.py).
+# A fifth wait, of a copy in for its own copy out, cannot be missed here: the source is dropped only once this engine
+# has run the copy. On streams it can (test_accelerator_order.py).
 MUTANTS = [
     WithoutCopyOutAfterCompute,
     WithoutCopyInAfterCompute,
