@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu [--out benchmarks/results/<hardware>/first_table.json]
 
-The model is a stack of Llama-7B-like layers (bf16, random weights), forward and backward of one sequence. Variants run in
-one process, interleaved round by round; each is checked against plain, loss and gradients to the bit. Reported: seconds
-a step from device events, its ratio to plain, the allocator's peak, the driver's view, bytes copied, stalls.
+The model is a stack of Llama-7B-like layers (bf16, random weights), forward and backward of one sequence. Variants run
+in one process, interleaved round by round; each is checked against plain, loss and gradients to the bit. Reported:
+seconds a step (the device is synchronised before and after), its ratio to plain, the allocator's peak, the driver's
+view, bytes copied, stalls.
 
 With `--device cpu` and a tiny shape the same code runs on a machine without an accelerator, to be tested, not timed.
 """
