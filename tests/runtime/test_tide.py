@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -163,6 +166,13 @@ def test_a_model_that_checkpoints_already_is_warned_about_and_right() -> None:
     tide.remove()
 
 
+def test_a_directory_that_cannot_be_written_is_refused(llama: nn.Module, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    text = refusal(lowtide.apply, llama, {"swap": "all", "disk_path": str(missing)}, engine="host")
+    assert str(missing) in text
+    assert "cannot" in text
+
+
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,3 +308,51 @@ def test_a_plan_that_does_nothing_says_so(llama: nn.Module) -> None:
         run(llama).backward()
         assert "This plan does nothing: every activation is kept." in str(tide.plan)
         assert tide.stats.saved_bytes == tide.stats.kept_bytes > 0
+
+
+# -- a disk that fills up in the middle of a step ----------------------------------------------------------------------
+
+_FULL_DISK = """
+import resource, signal, sys, warnings
+import torch, zoo, lowtide
+
+torch.set_num_threads(1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+case = zoo.CASES["llama"]
+model = case.build(0)
+optimizer = zoo.make_optimizer(model)
+memory = {"swap": "all", "min_bytes": 0, "disk_path": sys.argv[1]}
+tide = lowtide.apply(model, memory, optimizer=optimizer, engine="host")
+if sys.argv[2] == "in the middle":  # the file has its space already; it is the writes that fail
+    case.loss(model, case.batch(99))
+    tide.settle()
+    tide.reset_stats()
+resource.setrlimit(resource.RLIMIT_FSIZE, (10 * 4096, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    result = zoo.train(case, model, optimizer, 0, num_steps=2)
+tide.settle()
+stats = tide.stats
+tide.remove()
+zoo.assert_same(result, zoo.plain_result("llama", 0, 2))
+assert stats.num_kept_for_lack_of_room > 0
+assert stats.disk_bytes == 0, stats.disk_bytes
+texts = [str(w.message) for w in caught if "lowtide" in str(w.message)]
+assert len(texts) == 1, texts
+print(texts[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "text"),
+    [
+        ("from the start", "lowtide: no room left for swapped activations (disk: "),
+        ("in the middle", "lowtide: writing an activation to a slower tier failed ("),
+    ],
+)
+def test_nothing_is_lost_when_the_disk_is_full(tmp_path: Path, when: str, text: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{Path(zoo.__file__).parent}"}
+    command = [sys.executable, "-c", _FULL_DISK, str(tmp_path), when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(text)
