@@ -57,13 +57,21 @@ def apply(
     _warn_about_parts_of_recomputed_layers(model, plan)
     chosen = choose_engine(engine, model, plan)
     _warn_about_tiers(plan, chosen)
-    return Tide(model, plan, optimizer, chosen)
+    return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine)
 
 
 class Tide:
     """A model under a plan. A context manager: leaving it removes it. All sizes in bytes, times in seconds."""
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None, engine: Engine) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer | None,
+        engine: Engine,
+        *,
+        owns_engine: bool,
+    ) -> None:
         self.model = model
         self.engine = engine
         self._plan = plan
@@ -71,8 +79,10 @@ class Tide:
         self._counters = Counters()
         self._ledger = Ledger()
         self._mover = Mover(engine, self._counters, self._ledger)
-        # The engine must outlive every graph that still holds activations: the last of them takes it down.
-        weakref.finalize(self._mover, engine.close)
+        if owns_engine:
+            # It must outlive every graph that still holds activations: the last of them takes it down. An engine that
+            # the caller made is the caller's to close.
+            weakref.finalize(self._mover, engine.close)
         self._setting = Setting(
             model=model,
             rules=plan.rules,

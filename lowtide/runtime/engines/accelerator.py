@@ -339,6 +339,7 @@ class AcceleratorEngine:
         for block in self._stage_blocks:
             self._arena.free(block)
         self._stage_blocks.clear()
+        self._staging_bytes = 0
         self._arena.trim()
         self._ops.release_slabs()
 
