@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     import torch
 
     from lowtide.config.native import MemoryConfig
-    from lowtide.errors import ConfigError
+    from lowtide.errors import BudgetError, ConfigError
     from lowtide.planner.plan import Plan
     from lowtide.runtime.engines.base import Engine
     from lowtide.runtime.tide import Tide
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "Plan", "Tide", "__version__", "apply"]
+__all__ = ["BudgetError", "ConfigError", "Plan", "Tide", "__version__", "apply"]
 
 _HOMES = {
+    "BudgetError": "lowtide.errors",
     "ConfigError": "lowtide.errors",
     "Plan": "lowtide.planner.plan",
     "Tide": "lowtide.runtime.tide",

@@ -11,25 +11,28 @@ import pytest
 import lowtide
 import lowtide.config
 import lowtide.planner
+import lowtide.timeline
 
-HEAVY = ("torch", "transformers", "numpy", "rich")
-PLAIN = ["lowtide", "lowtide.units", "lowtide.errors", "lowtide.cli.main"] + [
+HEAVY = ("torch", "transformers", "numpy", "scipy", "rich")
+FRONT = ["lowtide", "lowtide.units", "lowtide.errors", "lowtide.cli.main"]
+PLAIN = ["lowtide.catalog.site"] + [
     f"{package.__name__}.{module.name}"
-    for package in (lowtide.config, lowtide.planner)
+    for package in (lowtide.config, lowtide.planner, lowtide.timeline)
     for module in pkgutil.iter_modules(package.__path__)
 ]
 
 
-def test_plain_modules_import_neither_torch_nor_transformers() -> None:
-    imports = "\n".join(f"import {name}" for name in PLAIN)
+@pytest.mark.parametrize(("modules", "heavy"), [(FRONT, HEAVY), (FRONT + PLAIN, ("torch", "transformers", "rich"))])
+def test_plain_modules_import_nothing_heavy(modules: list[str], heavy: tuple[str, ...]) -> None:
+    imports = "\n".join(f"import {name}" for name in modules)
     code = f"{imports}\nimport sys, lowtide\nlowtide.Plan, lowtide.ConfigError\n"
-    code += f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    code += f"print([name for name in {heavy!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
 
 
 def test_public_surface() -> None:
-    assert dir(lowtide) == ["ConfigError", "Plan", "Tide", "__version__", "apply"]
+    assert dir(lowtide) == ["BudgetError", "ConfigError", "Plan", "Tide", "__version__", "apply"]
     assert lowtide.__version__ == "0.1.0"
     assert issubclass(lowtide.ConfigError, ValueError)
     with pytest.raises(AttributeError, match=r"^module 'lowtide' has no attribute 'plann'$"):

@@ -4,7 +4,10 @@ that does, so it is plain data: frozen, comparable, printable, and the same afte
 A plan made from rules knows the layers of the model and the rules. The sites (names, bytes, dtypes) are known once a
 step was observed; until then `sites` is empty and the table shows the rules.
 
-Not covered in this version: optimizer state, schedules, predicted times and peaks.
+A plan that the solver found has `sites` from the start, with recipes and distances, and says what it will cost
+(`predicted`) and where the bytes are at the worst moment (`account`).
+
+Not covered in this version: optimizer state that lives elsewhere, schedules of pipelines.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lowtide.catalog.site import Anchor, Recipe, recipe_from_dict
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate, Tier
 from lowtide.planner.rules import Pattern, Rule, Rules
@@ -23,7 +27,7 @@ from lowtide.planner.rules import Pattern, Rule, Rules
 if TYPE_CHECKING:
     from lowtide.config.native import MemoryConfig
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +46,47 @@ class SiteDecision:
     """Swap only: the tier the bytes go to; None is the fastest that the engine has."""
     prefetch: int | None = None
     """Swap only: operators of the backward pass between the start of the fetch and the first reader; None: by bytes."""
+    leave: int | None = None
+    """Swap only: forward operators (autograd's sequence numbers) after its first save by which its copy must be
+    complete, else compute waits; None: whenever the window of bytes on their way out asks for it."""
+    anchor: Anchor | None = None
+    """Where module hooks catch it; None for what autograd saves."""
+    recipe: Recipe | None = None
+    """Recompute only: how it is made again. None where a whole layer or module runs again."""
+    cost_seconds: float = 0.0
+    """Predicted time that this fate adds to the step: recompute time; for a swap its share of compute lost."""
     reason: str
     """One short phrase: the rule and where it was written, or what spoke against it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a solved plan will cost. One step of one micro-batch."""
+
+    peak_bytes: int
+    """Everything on the device at the worst moment of forward and backward."""
+    step_seconds: float
+    stall_seconds: float
+    recompute_seconds: float
+    gap: float
+    """No schedule of the same model can be faster than `step_seconds` by more than this share of it."""
+    plain_peak_bytes: int
+    """With everything kept."""
+    plain_seconds: float
+    floor_bytes: int
+    """The smallest peak that the solver can reach."""
+    certainty: str
+    """Where bytes and times come from: 'observed on cpu', 'traced without a device, times by roofline of h200'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountLine:
+    """One line of the account: what is on the device at the worst moment, without and with the plan."""
+
+    what: str
+    """'weights', 'gradients', 'optimizer state', 'activations', 'outside layers', 'temporaries'."""
+    plain_bytes: int
+    planned_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +103,11 @@ class Plan:
     disk_path: str | None = None
     sites: tuple[SiteDecision, ...] = ()
     """In order of production; empty until a step was observed."""
+    is_solved: bool = False
+    """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
+    budget_bytes: int | None = None
+    predicted: Prediction | None = None
+    account: tuple[AccountLine, ...] = ()
 
     @classmethod
     def from_rules(cls, config: MemoryConfig, layers: Sequence[str]) -> Plan:
@@ -89,14 +137,16 @@ class Plan:
         return self.rules.does_nothing
 
     def digest(self) -> str:
-        """12 hex digits over what all ranks must agree on: rules, `min_bytes` and layer names, not byte counts, not
-        budgets, and not where a rule was written."""
+        """12 hex digits over what all ranks must agree on: rules, `min_bytes` and layer names, and the fates of a
+        solved plan; not byte counts, not budgets, and not where a rule was written."""
         agreed = {
             "schema": SCHEMA,
             "layers": self.layers,
             "min_bytes": self.min_bytes,
             "rules": [{key: value for key, value in _rule_to_dict(rule).items() if key != "where"}
                       for rule in self.rules.rules],
+            "sites": [(site.name, site.fate.value, site.tier, site.prefetch, site.leave) for site in self.sites]
+                     if self.is_solved else [],
         }  # fmt: skip
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -112,6 +162,10 @@ class Plan:
             "disk_budget_bytes": self.disk_budget_bytes,
             "disk_path": self.disk_path,
             "rules": [_rule_to_dict(rule) for rule in self.rules.rules],
+            "is_solved": self.is_solved,
+            "budget_bytes": self.budget_bytes,
+            "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
+            "account": [dataclasses.asdict(line) for line in self.account],
             "sites": [dataclasses.asdict(site) for site in self.sites],
         }
         return json.dumps(document, indent=2) + "\n"
@@ -126,7 +180,7 @@ class Plan:
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise ConfigError(
-                f"plan: schema {schema} is not supported by this version; write the plan again (schema 1)"
+                f"plan: schema {schema} is not supported by this version; write the plan again (schema {SCHEMA})"
             )
         try:
             plan = cls(
@@ -137,6 +191,10 @@ class Plan:
                 disk_budget_bytes=document["disk_budget_bytes"],
                 disk_path=document["disk_path"],
                 sites=tuple(_site_from_dict(site) for site in document["sites"]),
+                is_solved=document["is_solved"],
+                budget_bytes=document["budget_bytes"],
+                predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
+                account=tuple(AccountLine(**line) for line in document["account"]),
             )
             digest = document["digest"]
         except KeyError as error:
@@ -174,7 +232,16 @@ def _rule_from_dict(entry: dict[str, Any]) -> Rule:
 
 
 def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
-    return SiteDecision(**{**entry, "fate": Fate(entry["fate"]), "tier": _tier(entry["tier"])})
+    anchor = entry["anchor"]
+    return SiteDecision(
+        **{
+            **entry,
+            "fate": Fate(entry["fate"]),
+            "tier": _tier(entry["tier"]),
+            "anchor": None if anchor is None else Anchor(**anchor),
+            "recipe": recipe_from_dict(entry["recipe"]),
+        }
+    )
 
 
 def _tier(name: str | None) -> Tier | None:

@@ -120,10 +120,13 @@ def edited(**changes: object) -> str:
     ("text", "message"),
     [
         ("{", "plan:1:2: not valid JSON: Expecting property name enclosed in double quotes"),
-        ("[]", "plan: schema None is not supported by this version; write the plan again (schema 1)"),
-        (edited(schema=2), "plan: schema 2 is not supported by this version; write the plan again (schema 1)"),
-        ('{"schema": 1}', "plan: missing key 'layers'; write the plan again"),
-        (edited(sites=[{"name": "a", "fate": "hold"}]), "plan: 'hold' is not a valid Fate; write the plan again"),
+        ("[]", "plan: schema None is not supported by this version; write the plan again (schema 2)"),
+        (edited(schema=3), "plan: schema 3 is not supported by this version; write the plan again (schema 2)"),
+        ('{"schema": 2}', "plan: missing key 'layers'; write the plan again"),
+        (
+            edited(sites=[{"name": "a", "fate": "hold", "anchor": None, "recipe": None}]),
+            "plan: 'hold' is not a valid Fate; write the plan again",
+        ),
     ],
 )
 def test_from_json_refuses(text: str, message: str) -> None:

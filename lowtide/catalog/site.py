@@ -1,0 +1,236 @@
+"""What was observed: sites, recipes, and the profile of one step. Plain data, no torch.
+
+A *step* here is one micro-batch: its forward pass and its backward pass. Time is counted in operators: operator `i` is
+the i-th that ran, forward first. A lifetime is half open: born at `a`, gone at `b` means present while operators
+`a .. b-1` run.
+
+Nodes are what a plan decides about: *sites* (storages that autograd saves) and *anchors* (module inputs or outputs that
+it does not save, but that a recipe may start from). Both have a name, the path of the module that was running and the
+operator that produced the storage (`model.layers.3.mlp.mul`), unique within one forward pass.
+
+Units: bytes, seconds, operator indices. Not covered: how a profile comes about (observe.py, fake.py, recipes.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import ConfigError
+
+PROFILE_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """How a tensor looks at a storage. Counts are elements of `dtype`, not bytes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    """`bfloat16`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeInput:
+    """One tensor that a recipe starts from."""
+
+    kind: str
+    """'node' (a site or an anchor), 'parameter' or 'buffer'."""
+    name: str
+    """Name of the node, or dotted name of the parameter or buffer."""
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeStep:
+    """One operator of a recipe.
+
+    `args` and `kwargs` are JSON values, in which a dictionary with one key stands for something else:
+    {"input": i} the i-th input of the recipe; {"step": i, "output": k} output k of the i-th step (0 if it has one);
+    {"dtype": "bfloat16"}, {"device": "cuda"} (always the model's own), {"layout": "strided"},
+    {"memory_format": "contiguous_format"}; {"float": "inf"} for what JSON cannot write; {"list": [...]} is not needed.
+    """
+
+    op: str
+    """`aten.mul.Tensor`: namespace, packet, overload."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A straight-line list of operators that makes a node's storage again, bit for bit.
+
+    The last step's output `output` is a tensor whose storage has exactly the node's bytes.
+    """
+
+    inputs: tuple[RecipeInput, ...]
+    steps: tuple[RecipeStep, ...]
+    output: int = 0
+    seconds: float
+    transient_bytes: int
+    """Most bytes that exist at once while it runs, beyond its inputs and including its result."""
+    is_shape_free: bool
+    """No size, stride or offset is written in it: it stays right when shapes change."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes it reads."""
+        return tuple(dict.fromkeys(entry.name for entry in self.inputs if entry.kind == "node"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """Where an ordinary module hook can catch a tensor."""
+
+    module: str
+    side: str
+    """'input' or 'output'."""
+    leaf: int
+    """Which leaf of the (args, kwargs), or of the output, as `torch.utils._pytree` flattens them."""
+    call: int = 0
+    """Which call of that module within one forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One node: a storage that autograd saves, or an anchor that it does not."""
+
+    name: str
+    layer: str | None
+    """`model.layers.3`, or None outside the layers."""
+    nbytes: int
+    dtype: str
+    op: str
+    """Short name of the operator that produced it (`mul`, `sdpa`)."""
+    anchor: Anchor | None = None
+    """None for a site; a node that autograd saves is never an anchor."""
+    born: int
+    """Forward operator that produced it; -1 if it was there before the first."""
+    saved: int
+    """Forward operator after which its (first) hook ran: from here on it can be sent away."""
+    dies: int
+    """First operator that runs after everybody but autograd has let go of it."""
+    reads: tuple[int, ...] = ()
+    """Backward operators before which autograd opens it, ascending; empty for an anchor."""
+    release: int = 0
+    """First operator that runs after backward has let go of it (if nothing else holds it). 0 for an anchor."""
+    first_sequence: int = 0
+    """Autograd's sequence number at its first save, counted from the start of the forward pass."""
+    last_sequence: int = 0
+    """The same at its last save: backward first reads it at the operator with this number."""
+    recipe: Recipe | None = None
+    why_no_recipe: str = ""
+    """'random', 'collective', 'unknown producer', 'mutated', 'input' or another short phrase; empty with a recipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What is on the device whatever the fates. Bytes of unique storages."""
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    """Of the trained parameters, once they all exist."""
+    optimizer: int = 0
+    """State between steps."""
+    optimizer_temporaries: int = 0
+    """Most that `optimizer.step()` needs beyond everything else."""
+    inputs: int = 0
+    """The batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One observed step. The columns `op_*` have one entry for each operator, forward first."""
+
+    model: str
+    """Class name of the model."""
+    device: str
+    """'cpu', 'cuda', ...: where times were measured, or the hardware whose roofline gave them."""
+    is_fake: bool
+    """True when no device ran: times are a roofline's, bytes are exact."""
+    batch: str
+    """Shapes and dtypes of the batch, as one line; the key under which a plan is cached."""
+    layers: tuple[str, ...]
+    signatures: tuple[str, ...]
+    """Parallel to `layers`: layers of one signature saved the same things."""
+    state: StateBytes
+    num_forward_ops: int
+    op_names: tuple[str, ...]
+    """`model.layers.3.mlp.mul`; backward operators end in `:backward`."""
+    op_seconds: tuple[float, ...]
+    op_bytes: tuple[int, ...]
+    """Bytes alive while the operator runs and its outputs exist, without `state` (gradients excepted: those that have
+    been made so far are in here) and without the nodes."""
+    nodes: tuple[Site, ...]
+    """In order of `saved`."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The nodes that autograd saves."""
+        return tuple(node for node in self.nodes if node.anchor is None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Unique bytes that plain autograd keeps between forward and backward."""
+        return sum(site.nbytes for site in self.sites)
+
+    def to_json(self) -> str:
+        """JSON text; `Profile.from_json` gives back an equal profile."""
+        return json.dumps({"schema": PROFILE_SCHEMA, **dataclasses.asdict(self)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The profile that `to_json` wrote. Raises `ConfigError` when the text is something else."""
+        try:
+            document = json.loads(text)
+            if document.pop("schema") != PROFILE_SCHEMA:
+                raise ConfigError("profile: written by another version of lowtide; profile the model again")
+            return _profile_from(document)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"profile:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"profile: not a profile of lowtide ({error}); profile the model again") from None
+
+
+def site_from_dict(entry: dict[str, Any]) -> Site:
+    """A node from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
+    anchor = entry["anchor"]
+    return Site(
+        **{
+            **entry,
+            "anchor": None if anchor is None else Anchor(**anchor),
+            "reads": tuple(entry["reads"]),
+            "recipe": recipe_from_dict(entry["recipe"]),
+        }
+    )
+
+
+def recipe_from_dict(entry: dict[str, Any] | None) -> Recipe | None:
+    """A recipe from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
+    if entry is None:
+        return None
+    inputs = tuple(RecipeInput(**{**item, "geometry": _geometry(item["geometry"])}) for item in entry["inputs"])
+    steps = tuple(RecipeStep(**{**step, "args": tuple(step["args"])}) for step in entry["steps"])
+    return Recipe(**{**entry, "inputs": inputs, "steps": steps})
+
+
+def _geometry(entry: dict[str, Any]) -> Geometry:
+    return Geometry(**{**entry, "size": tuple(entry["size"]), "stride": tuple(entry["stride"])})
+
+
+def _profile_from(document: dict[str, Any]) -> Profile:
+    columns = ("layers", "signatures", "op_names", "op_seconds", "op_bytes")
+    return Profile(
+        **{
+            **document,
+            **{column: tuple(document[column]) for column in columns},
+            "state": StateBytes(**document["state"]),
+            "nodes": tuple(site_from_dict(entry) for entry in document["nodes"]),
+        }
+    )

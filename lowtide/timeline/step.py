@@ -1,0 +1,80 @@
+"""What a timeline runs: a training step as numbers. Plain data, no torch.
+
+A step is a row of *ticks* (one or more operators that ran one after another), forward ticks first, and the *items* that
+live across them. An item is one activation storage, or an anchor; a plan gives each one a fate. Everything else that is
+on the device while a tick runs is in the tick's own `base_bytes`: model state, gradients made so far, temporaries.
+
+Lifetimes are half open, in ticks: born `a`, gone `b` means present in ticks `a .. b-1`.
+Units: bytes, seconds, tick indices. Not covered: how a profile becomes a step (planner/problem.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.planner.fate import Fate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A piece of computation."""
+
+    seconds: float
+    base_bytes: int
+    """Most bytes on the device while it runs, beyond the items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Something that is kept, swapped or recomputed."""
+
+    name: str
+    nbytes: int
+    born: int
+    saved: int
+    """It can be sent away once this tick has run."""
+    dies: int
+    """First tick in which only autograd still holds it. Before this it is present whatever its fate."""
+    reads: tuple[int, ...] = ()
+    """Backward ticks that read it, ascending. Empty for an anchor, which only recipes read."""
+    release: int = 0
+    """First tick in which backward no longer holds it."""
+    fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP)
+    """The fates that it may have."""
+    recipe_seconds: float = 0.0
+    recipe_bytes: int = 0
+    """Bytes that its recipe needs beyond its inputs and its result, while it runs."""
+    inputs: tuple[int, ...] = ()
+    """Items that its recipe reads (indices into `Step.items`), always produced before it."""
+
+    @property
+    def is_anchor(self) -> bool:
+        """Not saved by autograd: present only if a recipe reads it."""
+        return not self.reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One training step of one micro-batch."""
+
+    ticks: tuple[Tick, ...]
+    num_forward_ticks: int
+    items: tuple[Item, ...]
+    """In order of `saved`."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of the step when everything is kept."""
+        return sum(tick.seconds for tick in self.ticks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The way between the device and the next tier, under load. Bytes per second of each direction."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    latency_seconds: float = 0.0
+    """Added to each copy."""
+    compute_share: float = 0.0
+    """Seconds by which compute falls behind for each second that a copy runs (contention)."""
