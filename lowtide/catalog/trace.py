@@ -1,9 +1,9 @@
 """Who made which storage: one forward pass under a dispatch mode.
 
 What: while a `Recorder` is active, every storage that an operator produces gets a name, the path of the module that
-was running and the operator (`model.layers.3.mlp.mul`; a second `mul` there is `mul_1`), and storages that are
-parameters in disguise (`weight.t()`, autocast casts, with or without gradients) are recognised by where they came
-from. A planned step then needs none of this: it goes by position, and checks.
+was running and the operator (`model.layers.3.mlp.mul`; a second `mul` there is `mul_1`, a second output `sdpa:1`), and
+storages that are parameters in disguise (`weight.t()`, autocast casts, with or without gradients) are recognised by
+where they came from. A planned step then needs none of this: it goes by position, and checks.
 
 Cost: about 7 us an operator and two module hooks a module call; used in the first forward of a plan only.
 Not covered: operator times and backward reads (the autopilot's observation), and tensor subclasses, which are left
@@ -62,19 +62,19 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        outputs = _storage_keys(out)
+        outputs = _ordered_storage_keys(out)
         if not outputs:
             return
         inputs = _storage_keys((args, kwargs))
         is_mutable = func._schema.is_mutable
-        fresh = outputs if is_mutable else outputs - inputs
+        fresh = outputs if is_mutable else [key for key in outputs if key not in inputs]
         if not fresh:
             return
         op = op_name(func.overloadpacket.__name__)
         is_parameter = op in _CASTS and bool(inputs) and inputs <= self.parameter_keys
         name = self._name(op)
-        for key in fresh:
-            self.names[key] = name
+        for number, key in enumerate(fresh):
+            self.names[key] = f"{name}:{number}" if number else name
             if is_parameter:
                 self.parameter_keys.add(key)
             elif key not in inputs:
@@ -114,9 +114,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _storage_keys(tree: Any) -> set[int]:
-    return {
-        leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)
-    }
+    return set(_ordered_storage_keys(tree))
+
+
+def _ordered_storage_keys(tree: Any) -> list[int]:
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+    return list(dict.fromkeys(leaf.untyped_storage()._cdata for leaf in leaves))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

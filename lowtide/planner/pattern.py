@@ -29,7 +29,7 @@ from lowtide.errors import ConfigError
 _INDEX_LIST = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*", re.ASCII)
 _INDEX_CHARACTERS = re.compile(r"[0-9]*[-,][-,0-9]*", re.ASCII)
 _FORBIDDEN = re.compile(r"[\s?\[\](){}^$|\\+,'\"]")
-_OP_NUMBER = re.compile(r"_[0-9]+$", re.ASCII)
+_OP_NUMBER = re.compile(r"(_[0-9]+)?(:[0-9]+)?$", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Pattern:
 
 
 def base_op(op: str) -> str:
-    """`mul_1` -> `mul`."""
+    """`mul_1` -> `mul`, `sdpa:1` -> `sdpa`."""
     return _OP_NUMBER.sub("", op) or op
 
 
