@@ -145,6 +145,14 @@ class StateBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenBytes:
+    """A storage that a custom `autograd.Function` keeps by itself (`ctx.x = tensor`): no plan can reach it."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One observed step. The columns `op_*` have one entry for each operator, forward first."""
 
@@ -167,8 +175,12 @@ class Profile:
     op_bytes: tuple[int, ...]
     """Bytes alive while the operator runs and its outputs exist, without `state` (gradients excepted: those that have
     been made so far are in here) and without the nodes."""
+    op_gradient_bytes: tuple[int, ...]
+    """The part of `op_bytes` that is gradients of parameters made so far (each from the operator that made it on)."""
     nodes: tuple[Site, ...]
     """In order of `saved`."""
+    hidden: tuple[HiddenBytes, ...] = ()
+    """What lives from forward to backward although no hook saw it."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -225,12 +237,13 @@ def _geometry(entry: dict[str, Any]) -> Geometry:
 
 
 def _profile_from(document: dict[str, Any]) -> Profile:
-    columns = ("layers", "signatures", "op_names", "op_seconds", "op_bytes")
+    columns = ("layers", "signatures", "op_names", "op_seconds", "op_bytes", "op_gradient_bytes")
     return Profile(
         **{
             **document,
             **{column: tuple(document[column]) for column in columns},
             "state": StateBytes(**document["state"]),
             "nodes": tuple(site_from_dict(entry) for entry in document["nodes"]),
+            "hidden": tuple(HiddenBytes(**entry) for entry in document["hidden"]),
         }
     )

@@ -9,8 +9,11 @@
       min_bytes: 1MiB                          # smaller storages are kept
       host_budget: 96GiB                       # pinned or pageable bytes per rank
 
-Every key is optional; a section that names nothing does nothing. Patterns are described in planner/pattern.py.
-Not covered in this version, and refused with a message: `budget`, `auto`, `optimizer: swap`.
+      budget: 20GiB                          # peak device bytes per rank: what no rule names, the solver decides
+
+Every key is optional; a section that names nothing does nothing. Patterns are described in planner/pattern.py. With a
+budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
+Not covered in this version, and refused with a message: `optimizer: swap`.
 """
 
 from __future__ import annotations
@@ -63,8 +66,10 @@ class MemoryConfig:
     """Cap on disk bytes for swapped activations; absent = what the disk has."""
     disk_path: Path | None = None
     """Directory for swap files; they are unlinked at once, so nothing is left behind. Absent = the system's own."""
-    recompute: Literal["auto", "none", "all"] | tuple[str, ...] = "none"
-    swap: Literal["auto", "none", "all"] | tuple[SwapRule, ...] = "none"
+    recompute: Literal["auto", "none", "all"] | tuple[str, ...] | None = None
+    """Absent: auto with a budget, none without."""
+    swap: Literal["auto", "none", "all"] | tuple[SwapRule, ...] | None = None
+    """Absent: auto with a budget, none without."""
     keep: tuple[str, ...] = ()
     """Patterns that are kept whatever `recompute` and `swap` say."""
     optimizer: Literal["keep", "swap", "auto"] = "keep"
@@ -76,22 +81,30 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         missing = f"is not available in lowtide {_VERSION}"
-        as_rules = "write the fates as rules, e.g. recompute: ['layers.0-15'], swap: ['layers.16-31']"
-        if self.budget is not None:
-            raise FieldError("budget", f"{missing}: {as_rules}")
-        if self.recompute == "auto":
-            raise FieldError("recompute", f"auto {missing}: {as_rules}")
-        if self.swap == "auto":
-            raise FieldError("swap", f"auto {missing}: {as_rules}")
+        if self.budget == 0:
+            raise FieldError("budget", "must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out")
+        for key in ("recompute", "swap"):
+            if self.budget is None and getattr(self, key) == "auto":
+                raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
         if self.optimizer == "swap":
             raise FieldError("optimizer", f"swap {missing}: write optimizer: keep")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
+    @property
+    def recomputes_freely(self) -> bool:
+        """Whether the solver may recompute what no rule names."""
+        return self.budget is not None and self.recompute in (None, "auto")
+
+    @property
+    def swaps_freely(self) -> bool:
+        """Whether the solver may swap what no rule names."""
+        return self.budget is not None and self.swap in (None, "auto")
+
     def rules(self) -> Rules:
         """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""
-        recompute = ("*",) if self.recompute == "all" else () if isinstance(self.recompute, str) else self.recompute
-        swap = (SwapRule(match="*"),) if self.swap == "all" else () if isinstance(self.swap, str) else self.swap
+        recompute = ("*",) if self.recompute == "all" else _patterns(self.recompute)
+        swap = (SwapRule(match="*"),) if self.swap == "all" else _patterns(self.swap)
         rules = [self._rule(Fate.RECOMPUTE, text, f"recompute[{index}]") for index, text in enumerate(recompute)]
         for index, item in enumerate(swap):
             tier = Tier(item.tier) if item.tier else None
@@ -105,6 +118,10 @@ class MemoryConfig:
         where = self.locations.of(path)
         pattern = Pattern.parse(text, where=where)
         return Rule(pattern=pattern, fate=fate, prefetch=prefetch, tier=tier, where=where)
+
+
+def _patterns(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else ()
 
 
 def load_memory(source: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str]) -> MemoryConfig:

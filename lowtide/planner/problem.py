@@ -1,0 +1,303 @@
+"""From a profile to a step that a solver can work on, and from its solution to a plan that the runtime can carry out.
+
+What: operators between two events (something is born, saved, let go of, read, released) become one tick; nodes that may
+have only one fate become part of the ticks' base bytes; the rest become items. On the way back, ticks become autograd's
+sequence numbers, which are what the runtime can count in a step without a dispatch mode.
+
+Cost: linear in operators and nodes. Not covered: choosing fates (solve.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.catalog.site import Profile, Site
+from lowtide.planner.fate import Fate
+from lowtide.planner.plan import SiteDecision
+from lowtide.timeline.step import Item, Step, Tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A step, and the way back from it to the profile."""
+
+    profile: Profile
+    step: Step
+    nodes: tuple[int, ...]
+    """Index in `profile.nodes` of each item."""
+    starts: tuple[int, ...]
+    """First operator of each tick, and at the end the number of operators."""
+    why_fixed: Mapping[int, str]
+    """Nodes that are no items: why they are kept."""
+
+
+def make_problem(
+    profile: Profile,
+    *,
+    allowed: Mapping[str, tuple[tuple[Fate, ...], str]],
+    min_bytes: int,
+    has_gradients: bool = False,
+) -> Problem:
+    """The step of `profile`.
+
+    `allowed` gives for a node's name the fates that rules leave to it, and the reason; a name that is absent may have
+    any. `has_gradients`: gradients of earlier micro-batches are on the device from the start.
+    """
+    fates, why_fixed = _fates(profile, allowed, min_bytes)
+    chosen = [index for index, node_fates in enumerate(fates) if len(node_fates) > 1 or _is_forced(node_fates)]
+    starts = _tick_starts(profile, [profile.nodes[index] for index in chosen])
+    items_at = set(chosen)
+    # Fixed nodes, and whether they are held for backward: an anchor that no recipe reads is not.
+    fixed = {index: fates[index] != () for index in range(len(profile.nodes)) if index not in items_at}
+    ticks = _ticks(profile, starts, fixed, has_gradients)
+    items = _items(profile, chosen, fates, starts)
+    num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
+    step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items)
+    return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed)
+
+
+def _is_forced(fates: tuple[Fate, ...]) -> bool:
+    return fates not in ((), (Fate.KEEP,))
+
+
+def _fates(
+    profile: Profile, allowed: Mapping[str, tuple[tuple[Fate, ...], str]], min_bytes: int
+) -> tuple[list[tuple[Fate, ...]], dict[int, str]]:
+    result: list[tuple[Fate, ...]] = []
+    why: dict[int, str] = {}
+    for index, node in enumerate(profile.nodes):
+        possible = [Fate.KEEP]
+        if node.nbytes < min_bytes:
+            why[index] = "smaller than min_bytes"
+        elif node.reads and node.dies >= node.reads[0]:
+            why[index] = "something else holds it until backward"
+        else:
+            possible.append(Fate.SWAP)
+            if node.recipe is not None:
+                possible.append(Fate.RECOMPUTE)
+        if node.name in allowed:
+            wanted, reason = allowed[node.name]
+            left = [fate for fate in possible if fate in wanted]
+            possible = left or [Fate.KEEP]
+            if possible == [Fate.KEEP]:
+                why.setdefault(index, reason)
+        result.append(tuple(possible))
+    # An anchor of its own accord is nothing: it matters only as the input of a recipe.
+    needed = _read_by_recipes(profile, result)
+    for index, node in enumerate(profile.nodes):
+        if node.anchor is not None and node.name not in needed:
+            result[index] = ()
+    return result, why
+
+
+def _read_by_recipes(profile: Profile, fates: Sequence[tuple[Fate, ...]]) -> set[str]:
+    return {
+        name
+        for node, node_fates in zip(profile.nodes, fates, strict=True)
+        if node.recipe is not None and Fate.RECOMPUTE in node_fates
+        for name in node.recipe.nodes
+    }
+
+
+def _tick_starts(profile: Profile, nodes: Iterable[Site]) -> tuple[int, ...]:
+    num_ops = len(profile.op_seconds)
+    starts = {0, profile.num_forward_ops, num_ops}
+    for node in nodes:
+        starts.update((node.born, node.saved + 1, node.dies, *node.reads))
+        if node.reads:
+            starts.add(node.release)
+    return tuple(sorted(start for start in starts if 0 <= start <= num_ops))
+
+
+def state_bytes(profile: Profile, *, has_gradients: bool = False) -> int:
+    """Bytes that are on the device during the whole of forward and backward."""
+    state = profile.state
+    gradients = state.gradients if has_gradients else 0
+    return state.parameters + state.buffers + state.optimizer + state.inputs + gradients
+
+
+def op_base_bytes(profile: Profile, fixed: Mapping[int, bool], *, has_gradients: bool = False) -> np.ndarray:
+    """Bytes on the device at each operator, with only the nodes `fixed` among the nodes: kept if True, else only as
+    long as the forward pass itself holds them."""
+    num_ops = len(profile.op_seconds)
+    change = np.zeros(num_ops + 1, dtype=np.int64)
+    last_use = _last_uses(profile)
+    for index, is_held in fixed.items():
+        node = profile.nodes[index]
+        end = max(node.dies, node.release, last_use.get(node.name, 0)) if is_held else node.dies
+        change[max(node.born, 0)] += node.nbytes
+        change[min(max(end, 0), num_ops)] -= node.nbytes
+    base = np.cumsum(change)[:num_ops] + np.asarray(profile.op_bytes, dtype=np.int64)
+    if has_gradients:
+        # They are in the state already; a new one exists beside the old one until it is added.
+        made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
+        base[1:] -= made[:-1]
+    return base + state_bytes(profile, has_gradients=has_gradients)
+
+
+def _last_uses(profile: Profile) -> dict[str, int]:
+    """For each node, when the last node that could be made from it is let go of: until then it may be held."""
+    uses: dict[str, int] = {}
+    for node in reversed(profile.nodes):
+        if node.recipe is None:
+            continue
+        end = max(node.release, uses.get(node.name, 0))
+        for name in node.recipe.nodes:
+            uses[name] = max(uses.get(name, 0), end)
+    return uses
+
+
+def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], has_gradients: bool) -> tuple[Tick, ...]:
+    base = op_base_bytes(profile, fixed, has_gradients=has_gradients)
+    seconds = np.asarray(profile.op_seconds)
+    first = list(starts[:-1])
+    peaks = np.maximum.reduceat(base, first)
+    sums = np.add.reduceat(seconds, first)
+    ticks = [Tick(seconds=float(s), base_bytes=int(b)) for s, b in zip(sums, peaks, strict=True)]
+    state = profile.state
+    after = state.parameters + state.buffers + state.optimizer + state.gradients + state.optimizer_temporaries
+    # The optimizer's own step: no time of this micro-batch, but bytes that must fit.
+    return (*ticks, Tick(seconds=0.0, base_bytes=after))
+
+
+def _items(
+    profile: Profile, chosen: Sequence[int], fates: Sequence[tuple[Fate, ...]], starts: Sequence[int]
+) -> tuple[Item, ...]:
+    place = {profile.nodes[index].name: position for position, index in enumerate(chosen)}
+
+    def tick(op: int) -> int:
+        return max(bisect.bisect_right(starts, op) - 1, 0)
+
+    def boundary(op: int) -> int:
+        return bisect.bisect_left(starts, op)
+
+    items = []
+    for index in chosen:
+        node, recipe = profile.nodes[index], profile.nodes[index].recipe
+        can_remake = recipe is not None and Fate.RECOMPUTE in fates[index]
+        items.append(
+            Item(
+                name=node.name,
+                nbytes=node.nbytes,
+                born=tick(node.born),
+                saved=tick(node.saved),
+                dies=boundary(node.dies),
+                reads=tuple(dict.fromkeys(tick(read) for read in node.reads)),
+                release=boundary(node.release) if node.reads else 0,
+                fates=fates[index],
+                recipe_seconds=recipe.seconds if can_remake and recipe else 0.0,
+                recipe_bytes=max(recipe.transient_bytes - node.nbytes, 0) if can_remake and recipe else 0,
+                inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
+            )
+        )
+    return tuple(items)
+
+
+# -- the way back --------------------------------------------------------------------------------------------------
+
+
+def decisions(
+    problem: Problem,
+    fates: Sequence[Fate],
+    leave: Sequence[int | None],
+    fetch: Sequence[int | None],
+    reasons: Mapping[int, str],
+) -> tuple[SiteDecision, ...]:
+    """What the runtime is told about each node, in order of saving.
+
+    `leave` and `fetch` are ticks; `reasons` says for an item why it has its fate.
+    """
+    profile = problem.profile
+    items = {index: position for position, index in enumerate(problem.nodes)}
+    needed = _needed_anchors(problem, fates)
+    clock = _SequenceClock(problem, fates)
+    result = []
+    for index, node in enumerate(profile.nodes):
+        position = items.get(index)
+        if node.anchor is not None and node.name not in needed:
+            continue
+        fate = Fate.KEEP if position is None else fates[position]
+        swap = position if fate is Fate.SWAP else None
+        reason = problem.why_fixed.get(index, "fits") if position is None else reasons[position]
+        result.append(
+            SiteDecision(
+                name=node.name,
+                layer=node.layer,
+                nbytes=node.nbytes,
+                dtype=node.dtype,
+                fate=fate,
+                prefetch=None if swap is None else clock.prefetch(swap, fetch[swap]),
+                leave=None if swap is None else clock.leave(node, leave[swap]),
+                anchor=node.anchor,
+                recipe=node.recipe if fate is Fate.RECOMPUTE else None,
+                cost_seconds=node.recipe.seconds if fate is Fate.RECOMPUTE and node.recipe else 0.0,
+                reason=reason,
+            )
+        )
+    return tuple(result)
+
+
+def _needed_anchors(problem: Problem, fates: Sequence[Fate]) -> set[str]:
+    """Anchors that something recomputed starts from, directly or through other recomputed anchors."""
+    profile = problem.profile
+    by_name = {node.name: node for node in profile.nodes}
+    fate_of = {profile.nodes[index].name: fates[position] for position, index in enumerate(problem.nodes)}
+    open_names = [
+        node.name for node in profile.nodes if node.anchor is None and fate_of.get(node.name) is Fate.RECOMPUTE
+    ]
+    needed: set[str] = set()
+    while open_names:
+        recipe = by_name[open_names.pop()].recipe
+        for name in recipe.nodes if recipe else ():
+            if by_name[name].anchor is not None and name not in needed:
+                needed.add(name)
+                if fate_of.get(name) is Fate.RECOMPUTE:
+                    open_names.append(name)
+    return needed
+
+
+class _SequenceClock:
+    """Ticks to autograd's sequence numbers. The runtime can look at its plan only where something is saved or read."""
+
+    def __init__(self, problem: Problem, fates: Sequence[Fate]) -> None:
+        profile = problem.profile
+        self._problem = problem
+        saves = sorted((node.saved, node.first_sequence) for node in profile.sites)
+        self._save_ops = [op for op, _ in saves]
+        self._save_sequences = [sequence for _, sequence in saves]
+        reads = sorted((node.reads[0], -node.last_sequence) for node in profile.sites if node.reads)
+        self._read_ops = [op for op, _ in reads]
+        self._read_sequences = [-negative for _, negative in reads]
+        self._need = self._need_sequences(fates)
+
+    def _need_sequences(self, fates: Sequence[Fate]) -> list[int]:
+        """Sequence number at which backward first needs each item, also for making others."""
+        problem = self._problem
+        need = [problem.profile.nodes[index].last_sequence for index in problem.nodes]
+        for position in reversed(range(len(need))):
+            if fates[position] is Fate.RECOMPUTE:
+                for source in problem.step.items[position].inputs:
+                    need[source] = max(need[source], need[position])
+        return need
+
+    def leave(self, node: Site, tick: int | None) -> int | None:
+        """Distance from the first save of `node` to the last save before `tick`."""
+        if tick is None:
+            return None
+        start = self._problem.starts[min(tick, len(self._problem.starts) - 1)]
+        last = bisect.bisect_left(self._save_ops, start) - 1
+        return max(max(self._save_sequences[: last + 1], default=0) - node.first_sequence, 0)
+
+    def prefetch(self, position: int, tick: int | None) -> int | None:
+        """Distance from the last read before `tick` to the first need of the item."""
+        if tick is None:
+            return None
+        start = self._problem.starts[min(tick, len(self._problem.starts) - 1)]
+        last = bisect.bisect_right(self._read_ops, start) - 1
+        if last < 0:
+            return None
+        return max(self._read_sequences[last] - self._need[position], 0)
