@@ -75,15 +75,20 @@ def test_all() -> None:
     assert rules.decide("layers.0.norm.mul").reason == "keep 'norm' (memory.keep[0])"
 
 
-AS_RULES = "write the fates as rules, e.g. recompute: ['layers.0-15'], swap: ['layers.16-31']"
+def test_a_budget_sets_the_solver_free() -> None:
+    config = load_memory({"budget": "20GiB"})
+    assert (config.budget, config.recomputes_freely, config.swaps_freely) == (20 << 30, True, True)
+    config = load_memory({"budget": "20GiB", "recompute": "none", "swap": ["layers.0"]})
+    assert (config.recomputes_freely, config.swaps_freely) == (False, False)
+    assert not load_memory({}).recomputes_freely
 
 
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"budget": "20GiB"}, f"memory.budget: is not available in lowtide 0.1: {AS_RULES}"),
-        ({"recompute": "auto"}, f"memory.recompute: auto is not available in lowtide 0.1: {AS_RULES}"),
-        ({"swap": "auto"}, f"memory.swap: auto is not available in lowtide 0.1: {AS_RULES}"),
+        ({"budget": 0}, "memory.budget: must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"),
+        ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
+        ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"optimizer": "swap"}, "memory.optimizer: swap is not available in lowtide 0.1: write optimizer: keep"),
         ({"layers": []}, "memory.layers: names no layer; remove it to have the layers found, or list their names"),
         ({"budgett": 1}, "memory.budgett: unknown key; did you mean 'budget'?"),
@@ -93,7 +98,7 @@ AS_RULES = "write the fates as rules, e.g. recompute: ['layers.0-15'], swap: ['l
             {"swap": [{"match": "a", "tier": "dsk"}]},
             "memory.swap[0].tier: expected host, disk or null, not 'dsk'; did you mean 'disk'?",
         ),
-        ({"recompute": "layers.0-15"}, "memory.recompute: expected auto, none, all or a list, not 'layers.0-15'"),
+        ({"recompute": "layers.0-15"}, "memory.recompute: expected auto, none, all, a list or null, not 'layers.0-15'"),
         ({"recompute": ["a", "b..c"]},
          "memory.recompute[1]: pattern 'b..c': nothing between two dots; write '*' for any one name"),
     ],
@@ -105,10 +110,12 @@ def test_mistakes(mapping: dict[str, Any], message: str) -> None:
 
 
 def test_mistakes_in_a_file_have_their_line(in_tmp: Path) -> None:
-    Path("run.yaml").write_text("memory:\n  budget: 20GiB\n")
+    Path("run.yaml").write_text("memory:\n  budget: 0GiB\n")
     with pytest.raises(ConfigError) as caught:
         load_memory("run.yaml")
-    assert str(caught.value) == f"run.yaml:2:11: 'memory.budget' is not available in lowtide 0.1: {AS_RULES}"
+    assert str(caught.value) == (
+        "run.yaml:2:11: 'memory.budget' must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"
+    )
     Path("memory.yaml").write_text("swap:\n  - match: layers.15-0\n")
     with pytest.raises(ConfigError) as caught:
         load_memory("memory.yaml")
