@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from lowtide.catalog.site import Profile
     from lowtide.config.native import MemoryConfig
     from lowtide.errors import BudgetError, ConfigError
     from lowtide.planner.plan import Plan
+    from lowtide.runtime.adapt import AutoTide
     from lowtide.runtime.engines.base import Engine
     from lowtide.runtime.tide import Tide
+    from lowtide.timeline.hardware import Hardware
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetError", "ConfigError", "Plan", "Tide", "__version__", "apply"]
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "Plan",
+    "Profile",
+    "Tide",
+    "__version__",
+    "apply",
+    "observe",
+    "optimize",
+    "plan",
+]
 
 _HOMES = {
     "BudgetError": "lowtide.errors",
     "ConfigError": "lowtide.errors",
     "Plan": "lowtide.planner.plan",
+    "Profile": "lowtide.catalog.site",
     "Tide": "lowtide.runtime.tide",
 }
 
@@ -49,6 +64,78 @@ def apply(
     from lowtide.runtime.tide import apply as apply_plan
 
     return apply_plan(model, memory, optimizer=optimizer, engine=engine)
+
+
+def plan(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    memory: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    hardware: Hardware | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest plan for one step of `model` on `batch` whose peak of device bytes stays within `budget`.
+
+    Traces with fake tensors: runs no training step, needs no device and no memory. `batch` is a mapping
+    (`model(**batch)`), a tuple (`model(*batch)`) or a callable without arguments that returns the loss; the loss is the
+    output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text such as "20GiB"; `memory` may set limits by
+    rules. `hardware` is a name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
+    Raises `BudgetError` when no plan fits, `ConfigError` for every other mistake.
+    """
+    from lowtide.runtime.planning import plan_model
+
+    return plan_model(
+        model,
+        batch,
+        budget=budget,
+        memory=memory,
+        host_budget=host_budget,
+        optimizer=optimizer,
+        hardware=hardware,
+        loss=loss,
+        progress=progress,
+    )
+
+
+def observe(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Profile:
+    """Run one real step of `model` on `batch` (as in `plan`) and say what it saves, where, for how long, and what each
+    operator costs. Gradients, buffers and random state are left as they were. Raises `ConfigError` for a batch that
+    does not fit the model or a loss that is not a scalar."""
+    from lowtide.catalog.observe import observe as observe_step
+
+    return observe_step(model, batch, loss=loss, optimizer=optimizer)
+
+
+def optimize(
+    model: torch.nn.Module,
+    *,
+    budget: int | str | None = None,
+    memory: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: Engine | str | None = None,
+    group: Any = None,
+    say: Callable[[str], None] | None = None,
+) -> AutoTide:
+    """Make `model` train within `budget` bytes per device, until `remove()` or the end of the `with` block.
+
+    The first forward pass is observed (one extra step that leaves no trace) and planned for; later ones follow the
+    plan, which is corrected at most twice by what is measured, and made anew for new shapes of inputs. Under several
+    ranks (`group`) all follow one plan, for the smallest budget. `say` gets a line when a plan is made.
+    Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
+    """
+    from lowtide.runtime.adapt import optimize as optimize_model
+
+    return optimize_model(model, budget=budget, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
 
 
 def __getattr__(name: str) -> Any:

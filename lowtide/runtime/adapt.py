@@ -1,0 +1,406 @@
+"""The autopilot: observe, plan, apply, compare, correct.
+
+What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
+saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried
+out under the plan, as are all that follow. After a planned step the measured stalls and, on an accelerator, the measured
+peak are compared with the predicted ones; where they are off by more than 2 %, the model of the link or of the memory is
+corrected by the difference and the plan is made again, at most twice: from start to stable in three planned steps.
+
+Shapes: a plan is made for each shape class of the inputs and kept; going back to a known one costs a recorded forward.
+Ranks: all use the smallest budget; the first one's plan is the plan of all, and `apply` compares hashes.
+
+Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
+Not covered: sharded parameters (DTensor), whose gradients are exchanged by hooks that an extra step would set off; what
+the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and
+the plan corrected, on the host it must fit beside the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lowtide.catalog.layers import find_layers, named_layers
+from lowtide.catalog.links import cache_path, measure_link
+from lowtide.catalog.observe import observe
+from lowtide.catalog.site import Profile
+from lowtide.config.native import MemoryConfig, load_memory
+from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.autoplan import plan_profile
+from lowtide.planner.plan import Plan
+from lowtide.runtime.engines.base import Engine
+from lowtide.runtime.engines.choose import choose_engine
+from lowtide.runtime.patch import ForwardPatch, patched_module
+from lowtide.runtime.stats import Stats
+from lowtide.runtime.tide import Tide, apply
+from lowtide.timeline.step import Link
+from lowtide.units import format_bytes, format_seconds
+
+_TOLERANCE = 0.02
+_MAX_CORRECTIONS = 2
+_MAX_SHAPES = 16
+_TIGHTER = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEvent:
+    """One time that the autopilot made, corrected or changed its plan."""
+
+    forward: int
+    """How many planned forward passes had run."""
+    why: str
+    """'first step', 'new shape', 'stalls: ...', 'peak: ...', 'out of memory'."""
+    budget_bytes: int
+    """What the solver was given: the budget, less what measurements showed beyond its prediction."""
+    digest: str
+    seconds: float
+    """Time that observing and planning took."""
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What is known about one shape class."""
+
+    profile: Profile
+    plan: Plan
+    num_corrections: int = 0
+    unforeseen_bytes: int = 0
+
+
+def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:
+    """The `memory` section with the budgets of the call written over its own. Raises ConfigError without a budget."""
+    changes = {key: value for key, value in (("budget", budget), ("host_budget", host_budget)) if value is not None}
+    if memory is None or isinstance(memory, Mapping):
+        config = load_memory({**(memory or {}), **changes})
+    else:
+        config = load_memory(memory)
+        if changes:
+            config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
+    if config.budget is None:
+        raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
+    return config
+
+
+def _sizes(changes: Mapping[str, int | str]) -> Any:
+    parsed = load_memory(changes)
+    made = dataclasses.make_dataclass("Sizes", list(changes))
+    return made(**{key: getattr(parsed, key) for key in changes})
+
+
+def optimize(
+    model: nn.Module,
+    *,
+    budget: int | str | None = None,
+    memory: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: Engine | str | None = None,
+    group: Any = None,
+    say: Callable[[str], None] | None = None,
+) -> AutoTide:
+    """Train `model` within a budget. See `lowtide.optimize`."""
+    config = merged_config(memory, budget)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
+    if patched_module(model) is not None:
+        raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise ConfigError(
+            "lowtide.optimize: this model's parameters are sharded (DTensor); observing would set off its gradient "
+            "exchange. Make a plan with lowtide.plan on the unsharded model and use lowtide.apply"
+        )
+    layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
+    bare = Plan.from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
+    chosen = choose_engine(engine, model, bare)
+    return AutoTide(model, config, optimizer, chosen, owns_engine=chosen is not engine, group=group, say=say)
+
+
+class AutoTide:
+    """A model on autopilot. Shows the face of a `Tide`; leaving it as a context manager removes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MemoryConfig,
+        optimizer: torch.optim.Optimizer | None,
+        engine: Engine,
+        *,
+        owns_engine: bool,
+        group: Any = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        assert config.budget is not None
+        self.model = model
+        self.engine = engine
+        self.events: list[PlanEvent] = []
+        """What the autopilot decided, and when."""
+        self._config = config
+        self._budget_bytes = _smallest(config.budget, group)
+        self._optimizer = optimizer
+        self._owns_engine = owns_engine
+        self._group = group
+        self._say = say or _say_nothing
+        self._link: Link | None = None
+        self._shapes: OrderedDict[tuple, _Shape] = OrderedDict()
+        self._current: tuple | None = None
+        self._tide: Tide | None = None
+        self._patch = ForwardPatch(model, self._around)
+        self._is_removed = False
+        self._num_forwards = 0
+
+    # -- what the user sees ----------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first step."""
+        return self._tide.plan if self._tide is not None else None
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was observed for the shapes in force; None before the first step."""
+        return self._shapes[self._current].profile if self._current is not None else None
+
+    @property
+    def link(self) -> Link | None:
+        """The link as measured, and corrected since; None before the first step."""
+        return self._link
+
+    @property
+    def tide(self) -> Tide | None:
+        """The tide in force; None before the first step."""
+        return self._tide
+
+    @property
+    def stats(self) -> Stats | None:
+        """What happened under the plan in force; None before the first step."""
+        return self._tide.stats if self._tide is not None else None
+
+    def remove(self) -> None:
+        """Restore the model exactly. Idempotent."""
+        if self._is_removed:
+            return
+        self._is_removed = True
+        self._patch.undo()
+        if self._tide is not None:
+            self._tide.remove()
+        if self._owns_engine:
+            self.engine.close()
+
+    def __enter__(self) -> AutoTide:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # -- each forward ----------------------------------------------------------------------------------------------
+
+    def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return forward(*args, **kwargs)
+        key = _shape_key(args, kwargs)
+        if key not in self._shapes:
+            self._learn(key, args, kwargs)
+        elif key != self._current:
+            self._use(key)
+        else:
+            self._review(key)
+        self._num_forwards += 1
+        return self._patch.original(*args, **kwargs)
+
+    def _learn(self, key: tuple, args: tuple, kwargs: dict) -> None:
+        """Observe this shape for the first time, and plan for it."""
+        start = time.perf_counter()
+        why = "new shape" if self._shapes else "first step"
+        self._say(f"lowtide: observing one step ({why})")
+        self._take_off()
+        profile = observe(
+            self.model,
+            lambda: self.model(*args, **kwargs),
+            needs_scalar=False,
+            optimizer=self._optimizer,
+        )
+        if self._link is None:
+            self._link = self._measure_link()
+        plan = self._make_plan(profile, self._budget_bytes)
+        self._shapes[key] = _Shape(profile=profile, plan=plan)
+        if len(self._shapes) > _MAX_SHAPES:
+            self._shapes.popitem(last=False)
+        self._use(key, why=why, seconds=time.perf_counter() - start)
+
+    def _measure_link(self) -> Link:
+        device = next(parameter.device for parameter in self.model.parameters())
+        place = str(self._config.disk_path or "")
+        return measure_link(self.engine, device, place=place, cache=cache_path())
+
+    def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
+        assert self._link is not None
+        has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
+        error: BudgetError | None = None
+        plan: Plan | None = None
+        try:
+            plan = plan_profile(
+                profile, self._config, link=self._link, budget_bytes=budget_bytes, has_gradients=has_gradients
+            )
+        except BudgetError as found:
+            error = found
+        return _agreed(plan, error, self._group)
+
+    def _use(self, key: tuple, *, why: str = "known shape", seconds: float = 0.0) -> None:
+        """Put the plan of a shape class in force."""
+        self._take_off()
+        shape = self._shapes[key]
+        self._shapes.move_to_end(key)
+        self._current = key
+        self._tide = apply(self.model, shape.plan, optimizer=self._optimizer, engine=self.engine)
+        self._patch = ForwardPatch(self.model, self._around)
+        budget = self._budget_bytes - shape.unforeseen_bytes
+        event = PlanEvent(
+            forward=self._num_forwards,
+            why=why,
+            budget_bytes=budget,
+            digest=shape.plan.digest(),
+            seconds=seconds,
+        )
+        self.events.append(event)
+        predicted = shape.plan.predicted
+        if predicted is not None and why != "known shape":
+            self._say(
+                f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
+                f"{format_bytes(predicted.plain_peak_bytes)} plain, step {format_seconds(predicted.step_seconds)} for "
+                f"{format_seconds(predicted.plain_seconds)}, made in {format_seconds(seconds)}"
+            )
+
+    def _take_off(self) -> None:
+        """Bring the model back to its own forward: patches come off in the reverse order."""
+        self._patch.undo()
+        if self._tide is not None:
+            self._tide.remove()
+            self._tide = None
+
+    # -- compare and correct ---------------------------------------------------------------------------------------
+
+    def _review(self, key: tuple) -> None:
+        """A planned step is over: was it as predicted?"""
+        shape, tide = self._shapes[key], self._tide
+        assert tide is not None
+        predicted = shape.plan.predicted
+        stats = tide.stats
+        if predicted is None or shape.num_corrections >= _MAX_CORRECTIONS or stats.num_forwards < 1:
+            return
+        why = self._correct_memory(shape, stats) or self._correct_link(stats, predicted)
+        tide.reset_stats()
+        if not _any_rank(bool(why), self._group):
+            # As predicted. Later steps may still differ, but not because the model of them was wrong.
+            shape.num_corrections += 1 if stats.num_forwards > 1 else 0
+            return
+        shape.num_corrections += 1
+        start = time.perf_counter()
+        shape.plan = self._make_plan(shape.profile, self._budget_bytes - shape.unforeseen_bytes)
+        self._use(key, why=why or "another rank corrected its plan", seconds=time.perf_counter() - start)
+
+    def _correct_memory(self, shape: _Shape, stats: Stats) -> str:
+        """Bytes that the profile did not foresee. Only where the device itself keeps count."""
+        predicted = shape.plan.predicted
+        assert predicted is not None
+        if self.engine.device_peak_bytes() is None:
+            return ""
+        excess = stats.peak_device_bytes - predicted.peak_bytes
+        if abs(excess) <= _TOLERANCE * predicted.peak_bytes and stats.peak_device_bytes <= self._budget_bytes:
+            return ""
+        shape.unforeseen_bytes += excess
+        return f"peak: {format_bytes(stats.peak_device_bytes)}, not {format_bytes(predicted.peak_bytes)}"
+
+    def _correct_link(self, stats: Stats, predicted: Any) -> str:
+        """A link that is slower than it was measured shows in stalls."""
+        assert self._link is not None
+        stall = stats.stall_seconds / stats.num_forwards
+        excess = stall - predicted.stall_seconds
+        if excess <= _TOLERANCE * predicted.step_seconds or not stats.swapped_bytes:
+            return ""
+        out_seconds = stats.swapped_bytes / stats.num_forwards / self._link.out_bytes_per_second
+        in_seconds = stats.copied_in_bytes / stats.num_forwards / self._link.in_bytes_per_second
+        slower = (out_seconds + in_seconds) / (out_seconds + in_seconds + excess)
+        self._link = dataclasses.replace(
+            self._link,
+            out_bytes_per_second=self._link.out_bytes_per_second * slower,
+            in_bytes_per_second=self._link.in_bytes_per_second * slower,
+        )
+        return f"stalls: {format_seconds(stall)} a step, not {format_seconds(predicted.stall_seconds)}"
+
+    def tighten(self) -> None:
+        """Plan for less: the budget was kept on paper, but the device ran out of memory."""
+        if self._current is None:
+            return
+        shape = self._shapes[self._current]
+        start = time.perf_counter()
+        target = int((self._budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
+        shape.unforeseen_bytes = self._budget_bytes - target
+        shape.plan = self._make_plan(shape.profile, target)
+        self._use(self._current, why="out of memory", seconds=time.perf_counter() - start)
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def say_to_stderr(line: str) -> None:
+    """For programs that want to hear what the autopilot does."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _shape_key(args: tuple, kwargs: dict) -> tuple:
+    leaves = tree_leaves((args, kwargs))
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return (*shapes, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+
+
+# -- several ranks -------------------------------------------------------------------------------------------------
+
+
+def _has_company(group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    if not _has_company(group):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _smallest(budget_bytes: int, group: Any) -> int:
+    return min(_gather(budget_bytes, group))
+
+
+def _any_rank(flag: bool, group: Any) -> bool:
+    return any(_gather(flag, group))
+
+
+def _agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
+    """The first rank's plan, if every rank found one; else the error with the highest floor, on every rank."""
+    answers = _gather((None if plan is None else plan.to_json(), _packed(error)), group)
+    errors = [packed for _, packed in answers if packed is not None]
+    if errors:
+        message, floor_bytes, suggestions = max(errors, key=lambda packed: packed[1])
+        raise BudgetError(message, floor_bytes=floor_bytes, suggestions=suggestions)
+    if len(answers) == 1:
+        assert plan is not None
+        return plan
+    return Plan.from_json(answers[0][0])
+
+
+def _packed(error: BudgetError | None) -> tuple[str, int, tuple[str, ...]] | None:
+    return None if error is None else (str(error), error.floor_bytes, error.suggestions)

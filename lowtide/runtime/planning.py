@@ -1,0 +1,58 @@
+"""`lowtide.plan`: a model, a batch and a budget give a plan, without a device and without a training step.
+
+What: traces one step with fake tensors (bytes exact, times by the roofline of the hardware), then plans for the link of
+that hardware. For measured times use `lowtide.observe` or `lowtide.optimize`.
+Cost: a second or two for the trace, a second for the solver. Not covered: carrying the plan out (tide.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.catalog.fake import trace
+from lowtide.errors import ConfigError
+from lowtide.planner.autoplan import plan_profile
+from lowtide.planner.plan import Plan
+from lowtide.runtime.adapt import merged_config
+from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware
+
+
+def plan_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    memory: Any = None,
+    host_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    hardware: Hardware | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """See `lowtide.plan`."""
+    config = merged_config(memory, budget, host_budget)
+    chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
+    if progress is not None:
+        progress("tracing one step")
+    profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
+    return plan_profile(profile, config, link=chosen.link, progress=progress)
+
+
+def hardware_of(model: nn.Module) -> str:
+    """The name of the hardware file for the device that the model is on. Raises ConfigError for one without a file."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type in ("cpu", "meta"):
+        return "cpu"
+    full_name = torch.get_device_module(device.type).get_device_name(device)
+    squeezed = full_name.lower().replace(" ", "")
+    names = [name for name in hardware_names() if name in squeezed]
+    if not names:
+        raise ConfigError(
+            f"hardware: nothing is known about '{full_name}'; pass hardware= one of {', '.join(hardware_names())}, or "
+            "the path of a TOML file of your own"
+        )
+    return max(names, key=len)
