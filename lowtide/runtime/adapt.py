@@ -2,9 +2,10 @@
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
 saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried
-out under the plan, as are all that follow. After a planned step the measured stalls and, on an accelerator, the measured
-peak are compared with the predicted ones; where they are off by more than 2 %, the model of the link or of the memory is
-corrected by the difference and the plan is made again, at most twice: from start to stable in three planned steps.
+out under the plan, as are all that follow. After a planned step the measured stalls and, on an accelerator, the
+measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of the link or of the
+memory is corrected by the difference and the plan is made again, at most twice: from start to stable in three planned
+steps.
 
 Shapes: a plan is made for each shape class of the inputs and kept; going back to a known one costs a recorded forward.
 Ranks: all use the smallest budget; the first one's plan is the plan of all, and `apply` compares hashes.
