@@ -12,6 +12,9 @@ from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Link, Step, Tick
 
 
+Case = tuple[Step, list[Fate], Link]
+
+
 def random_step(rng: random.Random, num_items: int) -> Step:
     """Drawn by `random`: thousands of numbers, of which hypothesis need only know the seed."""
     num_forward = rng.randint(1, 12)
@@ -51,7 +54,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, contention: bool = True) -> tuple[Step, list[Fate], Link]:
+def cases(draw: st.DrawFn, *, contention: bool = True) -> Case:
     """A step, a fate for each item, and a link. Without contention a faster link is never slower."""
     num_items, rng = draw(st.integers(0, 9)), random.Random(draw(st.integers(0, 2**32)))
     step = random_step(rng, num_items)

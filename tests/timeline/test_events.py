@@ -1,0 +1,315 @@
+"""The clock of a step: by hand, by its rules read back from the events, and by what must hold for every case."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timeline.steps import Case, cases, steps
+
+from lowtide.planner.fate import Fate
+from lowtide.timeline.events import Event, Timeline, run
+from lowtide.timeline.memory import Frame, curve, peak, plain_curve
+from lowtide.timeline.step import Item, Link, Step, Tick
+
+ALL = tuple(Fate)
+KEEP, SWAP, RECOMPUTE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE
+
+
+def three_layers(nbytes: int = 10) -> Step:
+    """Three forward ticks and three backward ticks of one second; tick i saves an item that tick 5 - i reads."""
+    items = tuple(
+        Item(name="abc"[i], nbytes=nbytes, born=i, saved=i, dies=i + 1, reads=(5 - i,), release=6 - i, fates=ALL,
+             recipe_seconds=0.25)
+        for i in range(3)
+    )  # fmt: skip
+    return Step(ticks=tuple(Tick(seconds=1.0, base_bytes=100) for _ in range(6)), num_forward_ticks=3, items=items)
+
+
+def link(out: float, back: float | None = None, **more: float) -> Link:
+    return Link(out_bytes_per_second=out, in_bytes_per_second=out if back is None else back, **more)
+
+
+def on_lane(played: Timeline, lane: str) -> dict[str, tuple[float, float]]:
+    return {event.name: (event.start, event.end) for event in played.events if event.lane == lane}
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_copies_that_hide_behind_compute() -> None:
+    played = run(three_layers(), [SWAP, KEEP, KEEP], link(20.0), with_events=True)
+    # Saved at 1.0, landed at 1.5; tick 2 starts at 2.0, a whole copy time later: gone from there on.
+    assert on_lane(played, "out") == {"a": (1.0, 1.5)}
+    assert played.leave == (2, None, None)
+    # Needed at 5.0: half a second for the copy and half of that as slack ask for a start at 4.25 or before.
+    assert on_lane(played, "in") == {"a": (4.0, 4.5)}
+    assert played.fetch == (4, None, None)
+    assert (played.step_seconds, played.stall_seconds, played.slower_bytes) == (6.0, 0.0, 10)
+    assert played.curve == (110, 120, 120, 120, 120, 110)
+    assert (played.peak_bytes, played.peak_tick) == (120, 1)
+
+
+def test_slow_copies_make_compute_wait() -> None:
+    played = run(three_layers(), [SWAP, SWAP, KEEP], link(5.0), with_events=True)
+    # a: 1.0 to 3.0, b: 3.0 to 5.0; backward starts at 5.0. Both are asked for at once: b until 7.0, a until 9.0.
+    assert on_lane(played, "out") == {"a": (1.0, 3.0), "b": (3.0, 5.0)}
+    assert on_lane(played, "in") == {"b": (5.0, 7.0), "a": (7.0, 9.0)}
+    assert played.leave == (3, 3, None)
+    assert played.fetch == (3, 3, None)
+    assert [(e.start, e.end) for e in played.events if e.lane == "stall"] == [(3.0, 5.0), (6.0, 7.0), (8.0, 9.0)]
+    assert played.stall_seconds == 2.0 + 1.0 + 1.0
+    assert played.step_seconds == 10.0
+
+
+def test_a_budget_forces_a_landing() -> None:
+    played = run(three_layers(), [SWAP, SWAP, KEEP], link(5.0), budget_bytes=120, with_events=True)
+    # At tick 2 `c` takes the place of `a`, which lands at 3.0 only.
+    assert played.leave == (2, 3, None)
+    assert on_lane(played, "compute")["forward 2"] == (3.0, 4.0)
+    # `a` may come back only once `c` is gone: at tick 4, when `b` is needed, with which it then shares the lane.
+    assert played.fetch == (4, 3, None)
+    assert played.curve == (110, 120, 120, 120, 120, 110)
+
+
+def test_a_landing_that_memory_cannot_wait_for_does_not_use_its_slack() -> None:
+    # Landed at 1.5, but with slack it would leave at tick 2; without room at tick 1 it has to go there.
+    played = run(three_layers(), [SWAP, KEEP, KEEP], link(20.0), budget_bytes=110)
+    assert played.leave == (1, None, None)
+    # On its way back it has no room before tick 5.
+    assert played.fetch == (5, None, None)
+    assert played.stall_seconds == 0.5 + 0.5
+    assert played.peak_bytes == 120  # `b` and `c` are kept: that budget cannot be met
+
+
+def test_recompute_and_contention_take_time() -> None:
+    played = run(three_layers(), [SWAP, RECOMPUTE, KEEP], link(20.0, compute_share=0.25), with_events=True)
+    assert played.recompute_seconds == 0.25
+    assert played.contention_seconds == 0.25
+    assert played.step_seconds == 6.5
+    lane = on_lane(played, "compute")
+    assert lane["forward 1"] == (1.0, 2.125)  # the copy out was issued when tick 0 had run
+    assert lane["recompute b"] == (4.125, 4.375)
+    assert lane["backward 1"] == (4.375, 5.5)
+
+
+def test_latency_is_paid_for_each_copy() -> None:
+    played = run(three_layers(), [SWAP, SWAP, KEEP], link(20.0, latency_seconds=0.25), with_events=True)
+    assert on_lane(played, "out") == {"a": (1.0, 1.75), "b": (2.0, 2.75)}
+
+
+def test_an_anchor_that_nobody_needs_is_not_copied() -> None:
+    step = three_layers()
+    anchor = Item(name="x", nbytes=50, born=0, saved=0, dies=1, fates=ALL, recipe_seconds=9.0)
+    step = Step(ticks=step.ticks, num_forward_ticks=3, items=(anchor, *step.items))
+    for fate in ALL:
+        played = run(step, [fate, KEEP, KEEP, KEEP], link(0.001), with_events=True)
+        assert played.step_seconds == step.compute_seconds
+        assert played.curve == (160, 120, 130, 130, 120, 110)
+        assert (played.leave[0], played.fetch[0], played.needs[0], played.slower_bytes) == (None, None, None, 0)
+
+
+def test_a_step_without_items_or_backward() -> None:
+    step = Step(ticks=(Tick(seconds=2.0, base_bytes=3),), num_forward_ticks=1, items=())
+    played = run(step, [], link(1.0), budget_bytes=1, with_events=True)
+    assert (played.step_seconds, played.peak_bytes, played.curve) == (2.0, 3, (3,))
+    assert played.events == (Event(lane="compute", name="forward 0", start=0.0, end=2.0),)
+
+
+def test_fixed_ticks_out_of_range_are_our_own_mistake() -> None:
+    step, fates = three_layers(), [SWAP, KEEP, KEEP]
+    for leave, fetch in [((0, None, None), None), ((4, None, None), None), (None, (2, None, None)),
+                         (None, (6, None, None)), ((None, None, None), None)]:  # fmt: skip
+        with pytest.raises(AssertionError):
+            run(step, fates, link(1.0), leave=leave, fetch=fetch)
+
+
+# -- the rules, read back from the events ------------------------------------------------------------------------------
+
+
+def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
+    """Every wait that the rules ask for has happened, lanes do one thing at a time, and no time is lost."""
+    num_forward = step.num_forward_ticks
+    lanes = {lane: sorted((e for e in played.events if e.lane == lane), key=lambda e: (e.start, e.end))
+             for lane in ("compute", "out", "in", "stall")}  # fmt: skip
+    for lane in ("out", "in"):
+        assert all(first.end <= second.start + 1e-9 for first, second in pairwise(lanes[lane]))
+    busy = sorted(lanes["compute"] + lanes["stall"], key=lambda event: (event.start, event.end))
+    now = 0.0
+    for event in busy:
+        assert event.start == pytest.approx(now, abs=1e-9)
+        now = event.end
+    assert now == pytest.approx(played.step_seconds, abs=1e-9)
+
+    compute = on_lane(played, "compute")
+    starts = [compute[f"forward {tick}"][0] for tick in range(num_forward)]
+    starts += [compute[f"backward {tick}"][0] for tick in range(len(step.ticks) - num_forward)]
+    ends = [compute[f"forward {tick}"][1] for tick in range(num_forward)]
+    ends += [compute[f"backward {tick}"][1] for tick in range(len(step.ticks) - num_forward)]
+    out, back = on_lane(played, "out"), on_lane(played, "in")
+    for item, fate, leave, fetch, need in zip(step.items, fates, played.leave, played.fetch, played.needs):
+        if fate is RECOMPUTE and need is not None:
+            assert compute[f"recompute {item.name}"][1] <= starts[need] + 1e-9
+        if fate is not SWAP or need is None:
+            assert item.name not in out and item.name not in back
+            assert leave is None and fetch is None
+            continue
+        assert leave is not None and fetch is not None
+        assert item.saved < leave <= num_forward <= fetch <= need
+        assert ends[item.saved] <= out[item.name][0] + 1e-9
+        assert out[item.name][1] <= starts[leave] + 1e-9
+        assert ends[fetch - 1] <= back[item.name][0] + 1e-9
+        assert back[item.name][1] <= starts[need] + 1e-9
+        for made, chosen, made_need in zip(step.items, fates, played.needs):
+            is_reader = chosen is RECOMPUTE and made_need is not None and step.items.index(item) in made.inputs
+            assert not is_reader or back[item.name][1] <= compute[f"recompute {made.name}"][0] + 1e-9
+
+
+@given(cases(), st.sampled_from([None, 40, 80, 120]))
+@settings(max_examples=400)
+def test_the_rules(case: Case, budget: int | None) -> None:
+    step, fates, link = case
+    check_rules(step, fates, run(step, fates, link, budget_bytes=budget, with_events=True))
+
+
+@given(cases(), st.sampled_from([None, 60, 100]), st.sampled_from([1.0, 0.3, 1.7]))
+@settings(max_examples=200)
+def test_the_rules_of_a_fixed_plan_on_another_link(case: Case, budget: int | None, factor: float) -> None:
+    step, fates, link = case
+    planned = run(step, fates, link, budget_bytes=budget)
+    other = scaled(link, factor)
+    check_rules(step, fates, run(step, fates, other, leave=planned.leave, fetch=planned.fetch, with_events=True))
+
+
+def scaled(link: Link, factor: float) -> Link:
+    return Link(
+        out_bytes_per_second=link.out_bytes_per_second * factor,
+        in_bytes_per_second=link.in_bytes_per_second * factor,
+        latency_seconds=link.latency_seconds,
+        compute_share=link.compute_share,
+    )
+
+
+# -- what must hold for every case -------------------------------------------------------------------------------------
+
+
+@given(steps())
+def test_all_kept_is_the_plain_step(step: Step) -> None:
+    played = run(step, [KEEP] * len(step.items), link(1.0, compute_share=0.5), budget_bytes=1)
+    assert played.step_seconds == pytest.approx(step.compute_seconds)
+    assert list(played.curve) == plain_curve(step).tolist()
+    assert (played.stall_seconds, played.contention_seconds, played.recompute_seconds) == (0.0, 0.0, 0.0)
+
+
+@given(cases(), st.sampled_from([None, 60, 100]))
+@settings(max_examples=300)
+def test_time_is_conserved(case: Case, budget: int | None) -> None:
+    step, fates, link = case
+    played = run(step, fates, link, budget_bytes=budget)
+    extra = played.stall_seconds + played.recompute_seconds + played.contention_seconds
+    assert played.step_seconds == pytest.approx(step.compute_seconds + extra)
+
+
+@given(cases(), st.sampled_from([None, 60, 100]))
+@settings(max_examples=300)
+def test_swapping_never_takes_more_memory_than_keeping(case: Case, budget: int | None) -> None:
+    step, fates, link = case
+    kept = [KEEP if fate is SWAP else fate for fate in fates]
+    swapped, plain = run(step, fates, link, budget_bytes=budget), run(step, kept, link, budget_bytes=budget)
+    assert all(here <= there for here, there in zip(swapped.curve, plain.curve))
+
+
+@given(cases(), st.integers(0, 40))
+@settings(max_examples=400)
+def test_what_waiting_can_fit_fits(case: Case, room: int) -> None:
+    step, fates, link = case
+    budget = peak(curve(step, fates))[0] + room
+    assert run(step, fates, link, budget_bytes=budget).peak_bytes <= budget
+
+
+@given(cases(contention=False), st.sampled_from([None, 0, 20]), st.sampled_from([1.1, 2.0, 50.0]))
+@settings(max_examples=600)
+def test_a_faster_link_is_never_slower(case: Case, room: int | None, factor: float) -> None:
+    step, fates, link = case
+    budget = None if room is None else peak(curve(step, fates))[0] + room
+    slow = run(step, fates, link, budget_bytes=budget)
+    fast = run(step, fates, scaled(link, factor), budget_bytes=budget)
+    assert fast.step_seconds <= slow.step_seconds + 1e-9
+
+
+@given(cases(), st.sampled_from([None, 60, 100]), st.sampled_from([1.0, 0.9, 0.5, 0.05]))
+@settings(max_examples=300)
+def test_a_slower_link_than_planned_takes_time_and_no_memory(case: Case, budget: int | None, factor: float) -> None:
+    step, fates, link = case
+    planned = run(step, fates, link, budget_bytes=budget)
+    real = run(step, fates, scaled(link, factor), leave=planned.leave, fetch=planned.fetch)
+    assert real.curve == planned.curve
+    assert real.step_seconds >= planned.step_seconds - 1e-9
+    if factor == 1.0:
+        assert real == planned
+
+
+@given(cases(contention=False))
+def test_copies_that_take_no_time_cost_none(case: Case) -> None:
+    step, fates, _ = case
+    played = run(step, fates, link(1e15), budget_bytes=peak(curve(step, fates))[0])
+    assert played.stall_seconds == pytest.approx(0.0, abs=1e-9)
+
+
+@given(cases())
+def test_slack_makes_room_for_a_slower_link(case: Case) -> None:
+    """Without a budget, more slack never issues a fetch later."""
+    step, fates, link = case
+    early, late = run(step, fates, link, slack=2.0), run(step, fates, link, slack=0.0)
+    assert all(a <= b for a, b in zip(early.fetch, late.fetch) if a is not None and b is not None)
+
+
+def test_a_fetch_is_delayed_until_it_fits() -> None:
+    """One tick in the middle of backward is full: what is needed after it is fetched after it."""
+    bases = [0, 0, 0, 0, 90, 0, 0, 0]
+    items = (Item(name="a", nbytes=20, born=0, saved=0, dies=1, reads=(7,), release=8, fates=ALL),)
+    step = Step(ticks=tuple(Tick(seconds=1.0, base_bytes=base) for base in bases), num_forward_ticks=3, items=items)
+    # Copies take 4 s: out from 1.0 to 5.0, and in from 5.0 on when backward starts, in time for the need at 9.0.
+    played = run(step, [SWAP], link(5.0))
+    assert (played.fetch, played.stall_seconds) == ((3,), 2.0)
+    # Issued at tick 5, at 7.0, it arrives at 11.0.
+    played = run(step, [SWAP], link(5.0), budget_bytes=100)
+    assert (played.fetch, played.stall_seconds) == ((5,), 4.0)
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def stack(num_layers: int, num_items: int, ticks_per_layer: int) -> Step:
+    rng = random.Random(0)
+    num_forward = num_layers * ticks_per_layer
+    num_ticks = 3 * num_forward
+    ticks = tuple(Tick(seconds=rng.random() * 2e-4, base_bytes=1000) for _ in range(num_ticks))
+    items: list[Item] = []
+    for index in range(num_layers * num_items):
+        born = index * ticks_per_layer // num_items
+        read = num_ticks - 1 - 2 * born
+        items.append(
+            Item(name=f"{index}", nbytes=rng.randint(1, 64) << 20, born=born, saved=born, dies=born + 1, reads=(read,),
+                 release=read + 1, fates=ALL, recipe_seconds=1e-5, inputs=(index - 1,) if index % 3 else ())
+        )  # fmt: skip
+    return Step(ticks=ticks, num_forward_ticks=num_forward, items=tuple(items))
+
+
+@pytest.mark.parametrize(("shape", "limit_seconds"), [((32, 11, 25), 0.01), ((128, 40, 52), 0.15)])
+def test_speed(shape: tuple[int, int, int], limit_seconds: float) -> None:
+    step = stack(*shape)
+    frame = Frame.of(step)
+    fates = random.Random(1).choices(ALL, k=len(step.items))
+    budget = peak(curve(frame, fates))[0]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run(frame, fates, link(52e9), budget_bytes=budget)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < limit_seconds
