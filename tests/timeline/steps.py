@@ -11,7 +11,6 @@ from lowtide.planner.fate import Fate
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Link, Step, Tick
 
-
 Case = tuple[Step, list[Fate], Link]
 
 
