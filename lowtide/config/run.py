@@ -129,7 +129,11 @@ class RunConfig:
 
     def fail(self, path: str, message: str) -> NoReturn:
         """A mistake in `path` ("model.vocab_size") that could only be seen late."""
-        raise ConfigError(f"{self.places.of(path)}: {message}")
+        raise self.mistake(path, message)
+
+    def mistake(self, path: str, message: str) -> ConfigError:
+        """The same, to be raised by the caller."""
+        return ConfigError(f"{self.places.of(path)}: {message}")
 
     def settings(self) -> dict[str, object]:
         """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.

@@ -1,23 +1,31 @@
 """A plan as plain text: one row per run of equal layers, bytes by fate, and why.
 
-Plain text because logs get pasted. Layers are equal when their sites are the same in name (after the layer's own),
-bytes, dtype and fate; the reasons of a run are joined. What lies outside the layers has a row of its own.
+Layers are equal when their sites are the same in name (after the layer's own), bytes, dtype and fate; the reasons of a
+run are joined. What lies outside the layers has a row of its own.
+
+A solved plan says first what it promises, and where the bytes are. Its rows have a cost, name the sites that leave, and
+count apart the anchors that are held only so that something can be made again from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.planner.account_table import account_lines, promise_lines
 from lowtide.planner.fate import Fate
-from lowtide.units import format_bytes
+from lowtide.planner.text import align, first_few, plural
+from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.planner.plan import Plan, SiteDecision
 
 _FATES = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 _OUTSIDE = "outside layers"
+_FITS = "fits"
+_TOO_SMALL = "smaller than min_bytes"
+_VERBS = {Fate.RECOMPUTE: "made again", Fate.SWAP: "away and back"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +35,16 @@ class _Row:
     fate: str
     bytes_by_fate: tuple[int, ...]
     """Bytes of all layers of the run, in the order of `_FATES`."""
+    anchor_bytes: int = 0
+    """Part of the above that autograd would not have saved."""
+    cost_seconds: float = 0.0
     why: str
 
 
 def plan_table(plan: Plan) -> str:
     """The text of `print(plan)`, without a trailing newline."""
+    if plan.is_solved:
+        return "\n".join(_solved_lines(plan))
     lines = [_headline(plan)]
     if plan.does_nothing:
         lines.append("This plan does nothing: every activation is kept.")
@@ -42,16 +55,41 @@ def plan_table(plan: Plan) -> str:
         lines.append("")
         lines += _unobserved_lines(plan)
         return "\n".join(lines)
-    rows = _site_rows(plan)
+    rows = _site_rows(plan, _row)
     lines.append("")
     lines += _table(rows)
     return "\n".join(lines)
 
 
+def _solved_lines(plan: Plan) -> list[str]:
+    if plan.predicted is None:
+        lines = [_headline(plan)]
+    else:
+        promise, *others = promise_lines(plan)
+        lines = [f"plan {plan.digest()}: {promise}", *others, ", ".join(_contents(plan))]
+    if plan.does_nothing:
+        lines.append("This plan does nothing: everything fits.")
+    if plan.rules.rules:
+        lines += ["", *_rule_lines(plan)]
+    if plan.account:
+        lines += ["", *account_lines(plan.account)]
+    if plan.sites:
+        lines += ["", *_solved_table(_site_rows(plan, _solved_row))]
+    return lines
+
+
 def _headline(plan: Plan) -> str:
-    num_layers, num_sites = len(plan.layers), len(plan.sites)
-    observed = f"{num_sites} {_plural('site', num_sites)}" if num_sites else "no step observed yet"
-    parts = [f"plan {plan.digest()}", f"{num_layers} {_plural('layer', num_layers)}", observed]
+    return ", ".join([f"plan {plan.digest()}", *_contents(plan)])
+
+
+def _contents(plan: Plan) -> list[str]:
+    num_layers = len(plan.layers)
+    num_anchors = sum(site.anchor is not None for site in plan.sites)
+    num_sites = len(plan.sites) - num_anchors
+    observed = f"{num_sites} {plural('site', num_sites)}" if plan.sites else "no step observed yet"
+    parts = [f"{num_layers} {plural('layer', num_layers)}", observed]
+    if num_anchors:
+        parts.append(f"{num_anchors} {plural('anchor', num_anchors)}")
     parts.append(f"storages below {format_bytes(plan.min_bytes)} are kept")
     if plan.host_budget_bytes is not None:
         parts.append(f"host budget {format_bytes(plan.host_budget_bytes)}")
@@ -59,7 +97,7 @@ def _headline(plan: Plan) -> str:
         parts.append(f"disk budget {format_bytes(plan.disk_budget_bytes)}")
     if plan.disk_path is not None:
         parts.append(f"disk path {plan.disk_path}")
-    return ", ".join(parts)
+    return parts
 
 
 def _rule_lines(plan: Plan) -> list[str]:
@@ -69,7 +107,7 @@ def _rule_lines(plan: Plan) -> list[str]:
         prefetch = ("auto" if rule.prefetch is None else str(rule.prefetch)) if is_swap else ""
         tier = (rule.tier.value if rule.tier else "fastest") if is_swap else ""
         cells.append((rule.pattern.text, rule.fate.value, prefetch, tier, rule.where))
-    return _align(cells, numeric=())
+    return align(cells, numeric=())
 
 
 def _unobserved_lines(plan: Plan) -> list[str]:
@@ -83,10 +121,10 @@ def _unobserved_lines(plan: Plan) -> list[str]:
     cells = [("layers", "fate", "why")]
     for first, last in _runs(plan.layers, keys):
         cells.append((_layers_label(plan.layers, first, last), *keys[first]))
-    return _align(cells, numeric=())
+    return align(cells, numeric=())
 
 
-def _site_rows(plan: Plan) -> list[_Row]:
+def _site_rows(plan: Plan, make_row: Callable[[str, int, Sequence[SiteDecision]], _Row]) -> list[_Row]:
     by_layer: dict[str | None, list[SiteDecision]] = {layer: [] for layer in plan.layers}
     for site in plan.sites:
         by_layer.setdefault(site.layer if site.layer in by_layer else None, []).append(site)
@@ -94,9 +132,9 @@ def _site_rows(plan: Plan) -> list[_Row]:
     rows = []
     for first, last in _runs(plan.layers, keys):
         sites = [site for layer in plan.layers[first : last + 1] for site in by_layer[layer]]
-        rows.append(_row(_layers_label(plan.layers, first, last), last - first + 1, sites))
+        rows.append(make_row(_layers_label(plan.layers, first, last), last - first + 1, sites))
     if by_layer.get(None):
-        rows.append(_row(_OUTSIDE, 1, by_layer[None]))
+        rows.append(make_row(_OUTSIDE, 1, by_layer[None]))
     return rows
 
 
@@ -115,12 +153,69 @@ def _row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
     )
 
 
+def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
+    saved = [site for site in sites if site.anchor is None]
+    anchors = [site for site in sites if site.anchor is not None]
+    counts = [(sum(site.fate is fate for site in saved) // num_layers, fate) for fate in _FATES]
+    mix = " + ".join(f"{count} {fate.value}" for count, fate in counts if count)
+    return _Row(
+        label=label,
+        num_layers=num_layers,
+        fate=mix or "no sites",
+        bytes_by_fate=tuple(sum(site.nbytes for site in saved if site.fate is fate) for fate in _FATES),
+        anchor_bytes=sum(site.nbytes for site in anchors if site.fate is not Fate.RECOMPUTE),
+        cost_seconds=sum(site.cost_seconds for site in sites),
+        why="; ".join(_solved_reasons(saved)),
+    )
+
+
+def _solved_reasons(sites: Sequence[SiteDecision]) -> list[str]:
+    """What leaves, by name, the largest first; and what cannot, with the reason."""
+    texts = []
+    for fate, verb in _VERBS.items():
+        if names := _names_by_bytes([site for site in sites if site.fate is fate]):
+            texts.append(f"{verb}: {first_few(names)}")
+    kept = [site for site in sites if site.fate is Fate.KEEP]
+    for reason in dict.fromkeys(site.reason for site in kept):
+        if reason not in (_FITS, _TOO_SMALL):
+            names = _names_by_bytes([site for site in kept if site.reason == reason])
+            texts.append(f"kept, {reason}: {first_few(names, 2)}")
+    return texts or list(dict.fromkeys(site.reason for site in kept))
+
+
+def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
+    """Names after the layer's own."""
+    sizes: dict[str, int] = {}
+    for site in sites:
+        name = site.name.removeprefix(f"{site.layer}.")
+        sizes[name] = sizes.get(name, 0) + site.nbytes
+    return sorted(sizes, key=lambda name: -sizes[name])
+
+
+def _solved_table(rows: Sequence[_Row]) -> list[str]:
+    cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "anchors", "cost", "why")]
+    totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
+    anchor_bytes, cost_seconds = sum(row.anchor_bytes for row in rows), sum(row.cost_seconds for row in rows)
+    total = _Row(
+        label="total", num_layers=0, fate="", bytes_by_fate=tuple(totals), anchor_bytes=anchor_bytes,
+        cost_seconds=cost_seconds, why="",
+    )  # fmt: skip
+    for row in (*rows, total):
+        sizes = (*map(_size, row.bytes_by_fate), _size(row.anchor_bytes))
+        cost = format_seconds(row.cost_seconds) if row.cost_seconds else "-"
+        cells.append((row.label, row.fate, *sizes, cost, row.why))
+    if not anchor_bytes:
+        cells = [(*row[:5], *row[6:]) for row in cells]
+        return align(cells, numeric=(2, 3, 4, 5))
+    return align(cells, numeric=(2, 3, 4, 5, 6))
+
+
 def _table(rows: Sequence[_Row]) -> list[str]:
     cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "why")]
     cells += [(row.label, row.fate, *map(_size, row.bytes_by_fate), row.why) for row in rows]
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
     cells.append(("total", "", *map(_size, totals), ""))
-    return _align(cells, numeric=(2, 3, 4))
+    return align(cells, numeric=(2, 3, 4))
 
 
 def _size(num_bytes: int) -> str:
@@ -152,19 +247,3 @@ def _layers_label(layers: Sequence[str], first: int, last: int) -> str:
     if not is_only_stem:
         return f"{stem}.{numbers}"
     return f"layer {numbers}" if first == last else f"layers {numbers}"
-
-
-def _align(cells: Sequence[tuple[str, ...]], *, numeric: tuple[int, ...]) -> list[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        texts = [
-            text.rjust(width) if column in numeric else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(texts).rstrip())
-    return lines
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"

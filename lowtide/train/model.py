@@ -1,6 +1,7 @@
 """The model of a run file, built on the CPU from its seed.
 
-What: `build_model` makes a causal language model from a folder or from a kind of model with fields.
+What: `build_model` makes a causal language model from a folder or from a kind of model with fields; `model_config` is
+the part of it that needs no weights.
 Why on the CPU: fresh weights are then the same for every device and every number of ranks.
 Cost: host memory for one copy of the weights, until they are moved to the device.
 Not covered: models that do not fit in host memory, quantized weights, code that comes with the weights.
@@ -15,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
 
 from lowtide.config.loader import did_you_mean
 from lowtide.config.run import RunConfig
@@ -25,26 +32,53 @@ from lowtide.train.data import NUM_BYTE_TOKENS
 
 def build_model(run: RunConfig) -> torch.nn.Module:
     """The model in training mode, in the dtype of its weights. Raises `ConfigError` with the place of the mistake."""
+    config = model_config(run)
     torch.manual_seed(run.model.seed)
     dtype = getattr(torch, run.model.dtype)
     if run.model.path is not None:
-        model = _from_folder(run, run.model.path, dtype)
+        return _from_folder(run, run.model.path, config, dtype).train()
+    return fresh_model(run, config, dtype).train()
+
+
+def model_config(run: RunConfig) -> PretrainedConfig:
+    """What the model is like, checked against the text. Raises `ConfigError` with the place of the mistake."""
+    if run.model.path is not None:
+        config = _config_from_folder(run, run.model.path)
     else:
         assert run.model.model_type is not None
-        model = _from_fields(run, run.model.model_type, dtype)
-    _check_text_fits(run, model.config)
-    model.config.use_cache = False  # a cache of keys and values is for generating; in training it only costs memory
-    return model.train()
+        config = _config_from_fields(run, run.model.model_type)
+    _check_text_fits(run, config)
+    config.use_cache = False  # a cache of keys and values is for generating; in training it only costs memory
+    return config
 
 
-def _from_folder(run: RunConfig, path: Path, dtype: torch.dtype) -> Any:
+def fresh_model(run: RunConfig, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """A model with weights that nobody has trained. Under `FakeTensorMode` it has none."""
     try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # the library checks its own fields, with whatever exception its authors chose
+        raise _refused(run, type(config), error) from None
+
+
+def _from_folder(run: RunConfig, path: Path, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, dtype=dtype)
     except (OSError, ValueError) as error:
-        run.fail("model.path", f"'model.path': no model can be loaded from {path}: {_first_line(error)}")
+        raise _not_loaded(run, path, error) from None
 
 
-def _from_fields(run: RunConfig, kind: str, dtype: torch.dtype) -> Any:
+def _config_from_folder(run: RunConfig, path: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(run, path, error) from None
+
+
+def _not_loaded(run: RunConfig, path: Path, error: Exception) -> ConfigError:
+    return run.mistake("model.path", f"'model.path': no model can be loaded from {path}: {_first_line(error)}")
+
+
+def _config_from_fields(run: RunConfig, kind: str) -> PretrainedConfig:
     if kind not in CONFIG_MAPPING:
         hint = did_you_mean(kind, CONFIG_MAPPING.keys()) or "; see the model_type in the config.json of your model"
         run.fail("model.model_type", f"unknown model_type '{kind}'{hint}")
@@ -62,10 +96,13 @@ def _from_fields(run: RunConfig, kind: str, dtype: torch.dtype) -> Any:
     absent = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in known}
     fields = absent | {"vocab_size": NUM_BYTE_TOKENS} | dict(run.model.fields)
     try:
-        config = config_class(**fields)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # the library checks its own fields, with whatever exception its authors chose
-        run.fail("model", f"'model': {config_class.__name__} refuses these fields: {_first_line(error)}")
+        return config_class(**fields)
+    except Exception as error:
+        raise _refused(run, config_class, error) from None
+
+
+def _refused(run: RunConfig, config_class: type, error: Exception) -> ConfigError:
+    return run.mistake("model", f"'model': {config_class.__name__} refuses these fields: {_first_line(error)}")
 
 
 _READS_CONFIG = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*(?:self\.)?config,\s*["'](\w+)["']""")
