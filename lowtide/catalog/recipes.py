@@ -1,0 +1,399 @@
+"""Recipes: how a node of an observed step is made again, from its nearest nodes, parameters and constants.
+
+What: for each node (a storage that autograd saves, or an anchor) walk back from the operator that made it, through
+recorded operators, until every leaf is a node that exists before this one is saved, a parameter, a buffer, or nothing
+at all (`arange`, `full`). Those operators, in the order in which they ran, are the recipe. Run again on the same bytes
+they give the same bytes.
+
+Why so near: the walk stops at every node, whatever its own fate will be. A node is a decision of the solver, with its
+own price; a recipe that went past it would hide that decision, and the graph of nodes would not be sparse. Between
+nodes there is one way only, since a storage has one producer: nothing is left to choose.
+
+In-place writes: versions tell what was read. A storage that an operator of the recipe makes may be written in place by
+later ones, in the order in which that happened. A node, parameter or buffer that the step writes into after it was
+saved or read is never a start: what it holds later is not what was read.
+
+Shapes: views are not run again; a tensor is described by its size, stride and offset at a storage (one `as_strided`
+where an operator of the recipe made it). So most recipes hold for the shapes that were observed. `is_shape_free` marks
+those in which no such number is written.
+
+Cost: the recorded seconds of the operators. Building is linear in the steps written; no recipe is longer than
+`MAX_STEPS`. Not covered: numbers that Python computes anew in each step and passes to an operator (a schedule); those
+that come out of a tensor (`.item()`) are noticed, except through `tolist()` on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from lowtide.catalog.graph import Call, Storage, Value
+from lowtide.catalog.site import Geometry, Recipe, RecipeInput, RecipeStep
+
+MAX_STEPS = 256
+
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+# Writers that change more than bytes.
+_RESHAPERS = frozenset({"set_", "resize_", "resize_as_", "as_strided_"})
+# They update running statistics in place although their schema does not say so. The statistics are no input of what
+# they compute in training mode, so a recipe leaves them out.
+_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_RUNNING_STATISTICS = slice(3, 5)
+_TRAINING = 5
+# Views that another dtype looks through: `as_strided` cannot write those.
+_REINTERPRETS = frozenset({"view_as_real", "view_as_complex", "view"})
+# Size-like by type, but right for every shape.
+_NO_SIZES = frozenset({("embedding", "padding_idx")})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A node that may get a recipe, and that recipes of later nodes may start from."""
+
+    storage: Storage
+    version: int
+    saved: int
+    """Forward operator after which its first hook ran."""
+    is_anchor: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    """Geometry of the first view that was saved or caught."""
+
+
+class _NoRecipeError(Exception):
+    """Why there is none, in a short phrase."""
+
+
+def build_recipes(calls: Sequence[Call], targets: Sequence[Target]) -> Mapping[int, Recipe | str]:
+    """The recipe of each target, by `storage.index`; a short phrase where there is none.
+
+    `calls` are the forward's operators; `targets` are in order of saving: a recipe starts from earlier targets only.
+    """
+    graph = _Graph(calls, targets)
+    recipes: dict[int, Recipe | str] = {}
+    for rank, target in enumerate(targets):
+        try:
+            recipes[target.storage.index] = _Builder(graph, target, rank).build()
+        except _NoRecipeError as reason:
+            recipes[target.storage.index] = str(reason)
+    return recipes
+
+
+class _Graph:
+    """What all recipes of a step share: who wrote what, and where a walk stops."""
+
+    def __init__(self, calls: Sequence[Call], targets: Sequence[Target]) -> None:
+        self.targets: dict[int, tuple[int, Target]] = {}
+        for rank, target in enumerate(targets):
+            self.targets.setdefault(target.storage.index, (rank, target))
+        self.writers: dict[int, list[tuple[Call, Value]]] = {}
+        self.reinterpretations: dict[tuple, Call] = {}
+        self.item_reads: list[tuple[int, str]] = []
+        for call in calls:
+            self._note(call)
+
+    def _note(self, call: Call) -> None:
+        name = _packet(call)
+        if name == "_local_scalar_dense" and call.args[0].dtype is not torch.bool:
+            # A bool can only choose a branch, which shows in the order of what is saved.
+            self.item_reads.append((call.index, call.name.rpartition(".")[0]))
+        if name in _REINTERPRETS:
+            output, source = call.outputs[0], call.args[0]
+            if output is not None and isinstance(source, Value) and output.dtype != source.dtype:
+                self.reinterpretations.setdefault((output.storage.index, _looks(output)), call)
+        for value in _written(call):
+            self.writers.setdefault(value.storage.index, []).append((call, value))
+
+    def maker(self, storage: Storage, version: int) -> Call:
+        """The operator after which the storage had this version."""
+        if storage.kind == "input":
+            raise _NoRecipeError("input")
+        if storage.kind != "made" or storage.producer is None:
+            raise _NoRecipeError("unknown producer")
+        if version == 0:
+            if any(value.storage is storage for value in _values(storage.producer)):
+                raise _NoRecipeError("mutated")
+            return storage.producer
+        writers = self.writers.get(storage.index, [])
+        if version > len(writers):
+            raise _NoRecipeError("mutated")
+        call, written = writers[version - 1]
+        # One write through one argument that also comes out: nothing else can be said about in a straight line.
+        if written.version != version - 1 or len(_written(call)) != 1 or _packet(call) in _RESHAPERS:
+            raise _NoRecipeError("mutated")
+        if not any(output is not None and output.storage is storage for output in call.outputs):
+            raise _NoRecipeError("mutated")
+        return call
+
+    def reads_data(self, call: Call) -> bool:
+        """Whether Python may have computed a number in this call's arguments from a tensor.
+
+        It may if the module that runs, or one around it, has read a number out of a tensor before.
+        """
+        return any(
+            index < call.index and (not path or call.name.startswith(path + ".")) for index, path in self.item_reads
+        )
+
+
+@dataclass(slots=True)
+class _Builder:
+    """The recipe of one target."""
+
+    graph: _Graph
+    target: Target
+    rank: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    inputs: dict[RecipeInput, int] = field(default_factory=dict)
+    steps: list[RecipeStep] = field(default_factory=list)
+    made: dict[int, tuple[int, int, Value]] = field(default_factory=dict)
+    views: dict[tuple, int] = field(default_factory=dict)
+    device: torch.device | None = None
+    is_shape_free: bool = True
+
+    def build(self) -> Recipe:
+        self._walk()
+        order = [self.calls[index] for index in sorted(self.calls)]
+        for call in order:
+            self._write(call)
+        last = order[-1]
+        outputs = [output is not None and output.storage is self.target.storage for output in last.outputs]
+        return Recipe(
+            inputs=tuple(self.inputs),
+            steps=tuple(self.steps),
+            output=outputs.index(True),
+            seconds=sum(call.seconds for call in order),
+            transient_bytes=self._transient_bytes(order),
+            is_shape_free=self.is_shape_free,
+        )
+
+    def _walk(self) -> None:
+        """Collect the operators that must run again."""
+        storage = self.target.storage
+        if storage.num_writes > self.target.version:
+            raise _NoRecipeError("mutated")
+        needed, seen = [(storage, self.target.version)], {(storage.index, self.target.version)}
+        while needed:
+            call = self.graph.maker(*needed.pop())
+            if call.index in self.calls:
+                continue
+            self._check(call)
+            self.calls[call.index] = call
+            if len(self.calls) > MAX_STEPS:
+                raise _NoRecipeError("too long")
+            for value in _values(call):
+                key = (value.storage.index, value.version)
+                if self._start(value) is None and key not in seen:
+                    seen.add(key)
+                    needed.append((value.storage, value.version))
+
+    def _check(self, call: Call) -> None:
+        if call.is_random:
+            raise _NoRecipeError("random")
+        if call.is_collective:
+            raise _NoRecipeError("collective")
+        if not isinstance(call.func, OpOverload):
+            raise _NoRecipeError("unknown producer")
+        for value in [*_values(call), *(output for output in call.outputs if output is not None)]:
+            if not value.is_plain:
+                raise _NoRecipeError("not a plain tensor")
+            if self.device not in (None, value.device):
+                raise _NoRecipeError("two devices")
+            self.device = value.device
+            if value.version == 0 and _is_empty(value.storage) and not _fills(call, value):
+                raise _NoRecipeError("uninitialised")
+
+    def _start(self, value: Value) -> RecipeInput | None:
+        """The input of the recipe that this value is, or None if it must be made."""
+        storage = value.storage
+        if storage.kind in ("parameter", "buffer"):
+            if storage.num_writes or storage.index in self.graph.writers:
+                raise _NoRecipeError("mutated")
+            return RecipeInput(kind=storage.kind, name=storage.name, geometry=_geometry(value))
+        rank, target = self.graph.targets.get(storage.index, (self.rank, self.target))
+        if rank >= self.rank or value.version != target.version or storage.num_writes != target.version:
+            return None
+        return RecipeInput(kind="node", name=storage.name, geometry=_geometry(value))
+
+    def _write(self, call: Call) -> None:
+        """One operator as a step, after the views that it needs of what earlier steps made."""
+        args: Sequence[Any] = call.args
+        if _packet(call) in _BATCH_NORMS and call.args[_TRAINING]:
+            args = [*args]
+            args[_RUNNING_STATISTICS] = [None, None]
+        step = RecipeStep(
+            op=str(call.func),
+            args=tuple(self._encode(arg) for arg in args),
+            kwargs={key: self._encode(arg) for key, arg in call.kwargs.items()},
+        )
+        self.is_shape_free &= not _has_sizes(call)
+        if self.graph.reads_data(call) and _has_numbers(call):
+            raise _NoRecipeError("number read from data")
+        self.steps.append(step)
+        for output, value in enumerate(call.outputs):
+            if value is not None and value.storage.producer is call:
+                self.made.setdefault(value.storage.index, (len(self.steps) - 1, output, value))
+
+    def _encode(self, arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return self._reference(arg)
+        if isinstance(arg, (list, tuple)):
+            return [self._encode(item) for item in arg]
+        return _encode_constant(arg)
+
+    def _reference(self, value: Value) -> dict[str, int]:
+        start = self._start(value)
+        if start is None:
+            return self._view(value)
+        if start.kind == "node":
+            _, target = self.graph.targets[value.storage.index]
+            saved = (target.size, target.stride, target.offset, target.dtype)
+            self.is_shape_free &= _looks(value) == saved
+        return {"input": self.inputs.setdefault(start, len(self.inputs))}
+
+    def _view(self, value: Value) -> dict[str, int]:
+        """What a step made, as the operator saw it."""
+        key = (value.storage.index, _looks(value))
+        if key in self.views:
+            return {"step": self.views[key], "output": 0}
+        step, output, base = self.made[value.storage.index]
+        if _looks(value) == _looks(base):
+            return {"step": step, "output": output}
+        self.is_shape_free = False
+        if value.dtype == base.dtype:
+            args = ({"step": step, "output": output}, [*value.size], [*value.stride], value.offset)
+            self.steps.append(RecipeStep(op="aten.as_strided.default", args=args))
+        else:
+            self._reinterpret(key)
+        self.views[key] = len(self.steps) - 1
+        return {"step": self.views[key], "output": 0}
+
+    def _reinterpret(self, key: tuple) -> None:
+        call = self.graph.reinterpretations.get(key)
+        if call is None:
+            raise _NoRecipeError("reinterpreted bytes")
+        source = self._view(call.args[0])
+        self.steps.append(RecipeStep(op=str(call.func), args=(source, *map(_encode_constant, call.args[1:]))))
+
+    def _transient_bytes(self, order: Sequence[Call]) -> int:
+        """Most bytes at once: each storage from the operator that makes it to the last that reads it."""
+        last = {value.storage.index: call.index for call in order for value in _values(call)}
+        last[self.target.storage.index] = order[-1].index + 1
+        peak, alive = 0, dict[int, int]()
+        for call in order:
+            made = {o.storage.index: o.storage for o in call.outputs if o is not None and o.storage.producer is call}
+            alive.update({index: storage.nbytes for index, storage in made.items()})
+            peak = max(peak, sum(alive.values()))
+            alive = {index: nbytes for index, nbytes in alive.items() if last.get(index, -1) > call.index}
+        return peak
+
+
+def _packet(call: Call) -> str:
+    return call.func.overloadpacket.__name__ if isinstance(call.func, OpOverload) else ""
+
+
+def _values(call: Call) -> Iterator[Value]:
+    """The tensors that a recipe must give to the operator."""
+    args: Sequence[Any] = call.args
+    if _packet(call) in _BATCH_NORMS and call.args[_TRAINING]:
+        args = [*args[: _RUNNING_STATISTICS.start], *args[_RUNNING_STATISTICS.stop :]]
+    for leaf in tree_leaves((args, call.kwargs)):
+        if isinstance(leaf, Value):
+            yield leaf
+
+
+def _written(call: Call) -> list[Value]:
+    """The tensors that the operator writes into in place."""
+    if _packet(call) in _BATCH_NORMS and call.args[_TRAINING]:
+        return [value for value in call.args[_RUNNING_STATISTICS] if value is not None]
+    if not isinstance(call.func, OpOverload) or not call.func._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(call.func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
+        written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Value)]
+    return written
+
+
+def _is_empty(storage: Storage) -> bool:
+    return storage.producer is not None and _packet(storage.producer) in _EMPTY
+
+
+def _fills(call: Call, value: Value) -> bool:
+    """Whether a call leaves nothing of the uninitialised memory it is given (or it is the one that allocates it)."""
+    if value.storage.producer is call:
+        return True
+    is_whole = math.prod(value.size) * value.dtype.itemsize == value.storage.nbytes and 0 not in value.stride
+    return is_whole and _packet(call) in _OVERWRITES and call.args[0] is value
+
+
+def _looks(value: Value) -> tuple:
+    return value.size, value.stride, value.offset, value.dtype
+
+
+def _name(thing: torch.dtype | torch.layout | torch.memory_format) -> str:
+    return str(thing).removeprefix("torch.")
+
+
+def _geometry(value: Value) -> Geometry:
+    return Geometry(size=value.size, stride=value.stride, offset=value.offset, dtype=_name(value.dtype))
+
+
+def _encode_constant(arg: Any) -> Any:
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    if arg is None or type(arg) in (bool, int, float, str):
+        return arg
+    if isinstance(arg, (list, tuple)):
+        return [_encode_constant(item) for item in arg]
+    if isinstance(arg, torch.device):
+        return {"device": arg.type}
+    for kind, key in ((torch.dtype, "dtype"), (torch.layout, "layout"), (torch.memory_format, "memory_format")):
+        if isinstance(arg, kind):
+            return {key: _name(arg)}
+    raise _NoRecipeError("argument that cannot be written")
+
+
+def _has_sizes(call: Call) -> bool:
+    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own."""
+    if not any(True for _ in _values(call)):
+        return any(output is not None and output.size for output in call.outputs)
+    sizes = _size_arguments(call.func)
+    given = [arg for position, arg in enumerate(call.args) if position in sizes]
+    given += [arg for key, arg in call.kwargs.items() if key in sizes]
+    return any(arg is not None and not (isinstance(arg, (list, tuple)) and not arg) for arg in given)
+
+
+@functools.cache
+def _size_arguments(func: OpOverload) -> frozenset[int | str]:
+    """Positions and names of the arguments that are sizes: the schema writes them as SymInt, dimensions as int."""
+    # In Python both are "int"; only the written schema tells them apart.
+    sizes = re.findall(r"SymInt\S* (\w+)", str(func._schema))
+    packet = func.overloadpacket.__name__
+    found: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in sizes and (packet, argument.name) not in _NO_SIZES:
+            found |= {position, argument.name}
+    return frozenset(found)
+
+
+def _has_numbers(call: Call) -> bool:
+    """Whether a number, or a view that a number may have chosen, is among the arguments."""
+    for leaf in tree_leaves((call.args, call.kwargs)):
+        if type(leaf) in (int, float):
+            return True
+        if isinstance(leaf, Value) and math.prod(leaf.size) * leaf.dtype.itemsize != leaf.storage.nbytes:
+            return True
+    return False
