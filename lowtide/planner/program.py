@@ -1,0 +1,475 @@
+"""The linear program behind a solved plan: a relaxation of the step, so that its value is a bound no schedule beats.
+
+What: shares `swap` and `recompute` of every item in [0, 1] (the rest is kept), and the link as a fluid, watched at a
+few *points* (ticks). Memory at each point stays within the budget; the link drains what was produced and brings back
+what is read, no faster than compute, recomputes and stalls give it time. Points are added where the simulator shows
+that the program was too hopeful, so the program stays small: `Program.solve` is called again with more of them.
+
+Why a bound: every row is necessary. Take any real schedule, read its shares and what the link had moved by the start of
+each point, and all rows hold; each says why. The value of the program is therefore at most the time of that schedule,
+whatever the points are. With `whole=True` shares are 0 or 1 (branch and bound), and the bound is the search's own.
+
+Cost: with n items and p points about 2 n + 7 p columns, and rows with a few entries each, because everything
+cumulative is a variable of its own that adds its changes to its predecessor. 32 layers × 11 items: 0.1 s.
+
+Not covered: the order of copies on a lane, that an item leaves whole and between ticks, and when exactly an item is
+made that serves as an input of others. All of them make the real step slower, none faster: the bound stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planner.fate import Fate
+from lowtide.timeline.memory import Frame, presence
+from lowtide.timeline.step import Link, Step
+
+_TOLERANCE = 1e-6
+"""Rows may be broken by this much (scaled); the bound is lowered by as much."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """What the program says: how fast the step can be, and the shares that would do it."""
+
+    bound_seconds: float
+    """No schedule is faster. Infinite when not even shares fit: then no plan does."""
+    swap: Floats
+    recompute: Floats
+    keep: Floats
+    """One entry for each item; of an anchor that nobody needs all three are 0."""
+    is_whole: bool
+    """Every share is 0 or 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """When items may be needed in backward, over all fates of the others."""
+
+    last: NDArray[np.int64]
+    """By this tick: its first read; of an anchor, the last first read of what is made from it."""
+    first: NDArray[np.int64]
+    """Not before this tick: its first read, or that of what is made from it, and so on."""
+    dependents: tuple[tuple[int, ...], ...]
+    """Items that may be recomputed and are made from this one."""
+
+    @classmethod
+    def of(cls, frame: Frame) -> Needs:
+        items = frame.step.items
+        dependents: list[list[int]] = [[] for _ in items]
+        for index, item in enumerate(items):
+            if Fate.RECOMPUTE in item.fates:
+                for source in item.inputs:
+                    dependents[source].append(index)
+        last, first = frame.first_read.copy(), frame.first_read.copy()
+        for index in frame.dependents_first:
+            if Fate.RECOMPUTE not in items[index].fates:
+                continue
+            for source in items[index].inputs:
+                first[source] = min(first[source], first[index])
+        never = frame.num_ticks
+        for index, users in enumerate(dependents):
+            if items[index].is_anchor and users:
+                last[index] = max((last[user] for user in users if last[user] < never), default=never)
+        return cls(last=last, first=first, dependents=tuple(map(tuple, dependents)))
+
+
+class _Builder:
+    """Columns and rows of a sparse program, gathered one by one."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.most: list[float] = []
+        self.least: list[float] = []
+        self.whole: list[int] = []
+        self.rows: list[int] = []
+        self.cols: list[int] = []
+        self.values: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def column(self, cost: float = 0.0, most: float = math.inf, *, least: float = 0.0, whole: bool = False) -> int:
+        self.cost.append(cost)
+        self.most.append(most)
+        self.least.append(least)
+        self.whole.append(int(whole))
+        return len(self.cost) - 1
+
+    def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+        number = len(self.lower)
+        for col, value in terms:
+            self.rows.append(number)
+            self.cols.append(col)
+            self.values.append(value)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Where the shares of one item are; -1 where it may not have that fate."""
+
+    swap: int = -1
+    recompute: int = -1
+    keeps: Sequence[tuple[int, int]] = ()
+    """Anchors only: (first point past it, column) for each end that keeping it may have."""
+
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What changes at each point, as terms over columns; the last entry is for what happens after all points."""
+
+    away: list[Terms]
+    """Bytes that the plain curve has and the device has not."""
+    dead: list[Terms]
+    """Copying out that would free memory from here on."""
+    ready: list[Terms]
+    """Copying out that can have been done."""
+    needed: list[Terms]
+    """Copying in that must have been done."""
+    extra: list[Terms]
+    """Seconds by which compute takes longer between the point before and this one."""
+    transient: list[Terms]
+    swapped: Terms
+    """Bytes on the next tier."""
+    back: Terms
+    """All copying in."""
+
+    @classmethod
+    def of(cls, num_points: int) -> _Moves:
+        rows: Iterator[list[Terms]] = ([[] for _ in range(num_points + 1)] for _ in range(6))
+        return cls(next(rows), next(rows), next(rows), next(rows), next(rows), next(rows), [], [])
+
+
+class Program:
+    """One step, one link, one budget; solved for any set of points."""
+
+    def __init__(self, step: Step, link: Link, budget_bytes: float, host_bytes: float | None = None) -> None:
+        self.step, self.link = step, link
+        self.budget_bytes, self.host_bytes = budget_bytes, host_bytes
+        self.frame = Frame.of(step)
+        self.needs = Needs.of(self.frame)
+        self.is_anchor = np.array([item.is_anchor for item in step.items], dtype=bool)
+        self.plain = _plain(self.frame)
+        self._clock = np.concatenate([[0.0], np.cumsum([tick.seconds for tick in step.ticks])])
+        self._unit_bytes = float(max(self.frame.nbytes.max(initial=1), 1))
+        self._unit_seconds = max(step.compute_seconds, 1e-12) / max(len(step.ticks), 1)
+
+    def solve(
+        self,
+        points: Iterable[int],
+        *,
+        whole: bool = False,
+        time_limit_seconds: float = 60.0,
+        reserve_bytes: float = 0.0,
+        minimise_peak: bool = False,
+    ) -> Relaxation | None:
+        """Solves it at these ticks; None when time ran out with nothing in hand.
+
+        `reserve_bytes` is taken from the budget: the shares then leave room for what rounding costs, but the bound is
+        none. `minimise_peak` asks for the smallest peak instead, link and time being no object; the 'seconds' are
+        then bytes.
+        """
+        ticks = np.array(sorted({self.step.num_forward_ticks, *map(int, points)}), dtype=np.int64)
+        build = _Builder()
+        columns = self._shares(build, ticks)
+        self._watch(build, ticks, columns, reserve_bytes, minimise_peak)
+        return self._optimise(build, columns, whole, time_limit_seconds, minimise_peak)
+
+    def _index(self, ticks: NDArray[np.int64], tick: int) -> int:
+        """The first point at or after a tick; its number of points when there is none."""
+        return int(np.searchsorted(ticks, tick))
+
+    def _shares(self, build: _Builder, ticks: NDArray[np.int64]) -> list[_Columns]:
+        """Columns for the fates, with what each costs, and the rows that tie them together."""
+        items, needs = self.step.items, self.needs
+        share = self.link.compute_share
+        columns = []
+        for index, item in enumerate(items):
+            entry = _Columns()
+            columns.append(entry)
+            if self._is_free(index):
+                continue
+            if Fate.SWAP in item.fates:
+                # Both copies run, and compute falls behind by its share of them.
+                behind = share * (self._out_seconds(item.nbytes) + self._back_seconds(item.nbytes))
+                entry.swap = build.column(behind, 1.0, whole=True)
+            if Fate.RECOMPUTE in item.fates:
+                entry.recompute = build.column(item.recipe_seconds / self._unit_seconds, 1.0, whole=True)
+            terms = [(col, 1.0) for col in (entry.swap, entry.recompute) if col >= 0]
+            if item.is_anchor:
+                # A kept anchor lives until the last recipe that reads it; each possible end is a share of its own.
+                ends = {self._index(ticks, int(needs.first[user]) + 1) for user in needs.dependents[index]}
+                if Fate.KEEP in item.fates:
+                    entry.keeps = [(end, build.column(0.0, 1.0)) for end in sorted(ends)]
+                terms += [(col, 1.0) for _, col in entry.keeps]
+            if len(terms) > 1 or Fate.KEEP not in item.fates:
+                # Every item has one fate; a site that may not be kept has one of the others.
+                forced = Fate.KEEP not in item.fates and not item.is_anchor
+                build.row(terms, 1.0 if forced else -math.inf, 1.0)
+            if entry.recompute >= 0:
+                self._needs_anchors(build, ticks, index, columns)
+        return columns
+
+    def _is_free(self, index: int) -> bool:
+        """Nothing is to be decided: an anchor of nobody, or somebody else holds it until backward reads it."""
+        item = self.step.items[index]
+        if item.is_anchor:
+            return self.needs.last[index] == self.frame.num_ticks
+        return Fate.KEEP in item.fates and item.dies >= item.reads[0]
+
+    def _needs_anchors(self, build: _Builder, ticks: NDArray[np.int64], index: int, columns: list[_Columns]) -> None:
+        """What is made again needs its anchors held, kept at least until it can first be needed."""
+        end = self._index(ticks, int(self.needs.first[index]) + 1)
+        for source in self.step.items[index].inputs:
+            if not self.step.items[source].is_anchor:
+                continue
+            held = columns[source]
+            terms = [(col, 1.0) for last, col in held.keeps if last >= end]
+            terms += [(col, 1.0) for col in (held.swap, held.recompute) if col >= 0]
+            build.row([*terms, (columns[index].recompute, -1.0)], 0.0, math.inf)
+
+    def _watch(
+        self,
+        build: _Builder,
+        ticks: NDArray[np.int64],
+        columns: list[_Columns],
+        reserve_bytes: float,
+        minimise_peak: bool,
+    ) -> None:
+        """Memory and link at the points. Bytes in `_unit_bytes`, seconds in `_unit_seconds`."""
+        num = len(ticks)
+        moves = _Moves.of(num)
+        for index, item in enumerate(self.step.items):
+            entry = columns[index]
+            size = item.nbytes / self._unit_bytes
+            dies = self._index(ticks, item.dies)
+            first, read = int(self.needs.first[index]), int(self.needs.last[index])
+            at = self._index(ticks, read)
+            for end, col in entry.keeps:
+                moves.away[dies].append((col, -size))
+                moves.away[end].append((col, size))
+            if entry.recompute >= 0:
+                # It runs in one of these ticks; which one depends on what is made from it, so each gets the time.
+                seconds = item.recipe_seconds / self._unit_seconds
+                for k in range(self._index(ticks, first + 1), min(self._index(ticks, read + 1), num - 1) + 1):
+                    moves.extra[k].append((entry.recompute, seconds))
+                if first == read and at < num and ticks[at] == read and item.recipe_bytes:
+                    moves.transient[at].append((entry.recompute, item.recipe_bytes / self._unit_bytes))
+            if entry.swap >= 0:
+                out, back = self._out_seconds(item.nbytes), self._back_seconds(item.nbytes)
+                moves.dead[dies].append((entry.swap, out))
+                moves.ready[self._index(ticks, item.saved + 1)].append((entry.swap, out))
+                moves.needed[at].append((entry.swap, back))
+                moves.extra[self._index(ticks, item.saved + 2)].append((entry.swap, out * self.link.compute_share))
+                moves.swapped.append((entry.swap, size))
+                moves.back.append((entry.swap, back))
+            if item.is_anchor or dies >= at:
+                continue
+            for col in (entry.swap, entry.recompute):
+                if col >= 0:
+                    moves.away[dies].append((col, size))
+                    moves.away[at].append((col, -size))
+            self._early(build, ticks, index, columns, moves)
+        if minimise_peak:
+            self._watch_peak(build, ticks, moves)
+        else:
+            self._watch_flow(build, ticks, moves, reserve_bytes)
+        if self.host_bytes is not None and moves.swapped:
+            # A copy lives on the next tier until the step is over.
+            build.row(moves.swapped, -math.inf, self.host_bytes / self._unit_bytes)
+
+    def _out_seconds(self, nbytes: float) -> float:
+        return (self.link.latency_seconds + nbytes / self.link.out_bytes_per_second) / self._unit_seconds
+
+    def _back_seconds(self, nbytes: float) -> float:
+        return (self.link.latency_seconds + nbytes / self.link.in_bytes_per_second) / self._unit_seconds
+
+    def _early(
+        self, build: _Builder, ticks: NDArray[np.int64], index: int, columns: list[_Columns], moves: _Moves
+    ) -> None:
+        """What another item is made from is there when that one is read, and stays until its own reads."""
+        entry, item = columns[index], self.step.items[index]
+        if entry.swap < 0 and entry.recompute < 0:
+            return
+        dies = self._index(ticks, item.dies)
+        read = self._index(ticks, int(self.needs.last[index]))
+        size, back_seconds = item.nbytes / self._unit_bytes, self._back_seconds(item.nbytes)
+        levels: dict[int, list[int]] = {}
+        for user in self.needs.dependents[index]:
+            at = self._index(ticks, int(self.needs.last[user]))
+            if dies <= at < read and columns[user].recompute >= 0:
+                levels.setdefault(at, []).append(columns[user].recompute)
+        back: dict[int, list[int]] = {col: [] for col in (entry.swap, entry.recompute) if col >= 0}
+        for at in sorted(levels):
+            for col, parts in back.items():
+                part = build.column(0.0, 1.0)
+                parts.append(part)
+                moves.away[at].append((part, -size))
+                moves.away[read].append((part, size))
+                if col == entry.swap:
+                    moves.needed[at].append((part, back_seconds))
+                    moves.needed[read].append((part, -back_seconds))
+            # Kept, or brought back so far: at least the share of what is made from it.
+            terms = [(part, 1.0) for parts in back.values() for part in parts] + [(col, -1.0) for col in back]
+            for user in levels[at]:
+                build.row([*terms, (user, -1.0)], -1.0, math.inf)
+        if levels:
+            for col, parts in back.items():  # no more comes back than went away
+                build.row([*((part, 1.0) for part in parts), (col, -1.0)], -math.inf, 0.0)
+
+    def _watch_peak(self, build: _Builder, ticks: NDArray[np.int64], moves: _Moves) -> None:
+        build.cost = [0.0] * len(build.cost)
+        peak = build.column(1.0, least=-math.inf)
+        before = -1
+        for k, tick in enumerate(ticks):
+            away = build.column(least=-math.inf)
+            self._add_up(build, away, before, moves.away[k])
+            terms = [(away, -1.0), (peak, -1.0), *self._transient(build, moves.transient[k])]
+            build.row(terms, -math.inf, -self.plain[tick] / self._unit_bytes)
+            before = away
+
+    def _transient(self, build: _Builder, terms: Terms) -> Terms:
+        """The largest of what the recipes of one tick need beside their results."""
+        if not terms:
+            return []
+        most = build.column()
+        for col, size in terms:
+            build.row([(most, 1.0), (col, -size)], 0.0, math.inf)
+        return [(most, 1.0)]
+
+    def _watch_flow(self, build: _Builder, ticks: NDArray[np.int64], moves: _Moves, reserve_bytes: float) -> None:
+        """Lanes are counted in seconds of copying: what was sent, and what was fetched, by the start of each point."""
+        budget = (self.budget_bytes - reserve_bytes) / self._unit_bytes
+        # Copying for a second frees at least these bytes: latency weighs most on the smallest item.
+        sizes = [item.nbytes for item in self.step.items if item.nbytes] or [1]
+        out_density = min(sizes) / self._unit_bytes / self._out_seconds(min(sizes))
+        back_density = min(sizes) / self._unit_bytes / self._back_seconds(min(sizes))
+        share, num_forward = self.link.compute_share, self.step.num_forward_ticks
+        away = dead = ready = needed = sent = fetched = -1
+        behind: Terms = []
+        start = 0.0
+        for k, tick in enumerate(ticks):
+            away = self._prefix(build, away, moves.away[k])
+            stall = build.column(1.0)
+            elapsed = [(stall, -1.0), *((col, -seconds) for col, seconds in moves.extra[k])]
+            compute = (self._clock[tick] - start) / self._unit_seconds
+            start = self._clock[tick]
+            # Everything that is there: the plain curve, less what is away, plus what has not left yet, plus what is
+            # back before it is needed, plus the transient of a recipe.
+            memory = [(away, -1.0), *self._transient(build, moves.transient[k])]
+            if tick <= num_forward:
+                before_ready, before_sent = ready, sent
+                dead = self._prefix(build, dead, moves.dead[k])
+                ready = self._prefix(build, before_ready, moves.ready[k])
+                sent, waiting = build.column(), build.column()
+                memory.append((waiting, out_density))
+                build.row([(waiting, 1.0), (sent, 1.0), (dead, -1.0)], 0.0, math.inf)
+                # Nothing is sent before it is saved, and everything has left when backward starts.
+                build.row([(sent, 1.0), (ready, -1.0)], 0.0 if tick == num_forward else -math.inf, 0.0)
+                # The lane copies for no longer than time passes: compute with its contention, and stalls.
+                build.row([(sent, 1.0), *_minus(before_sent), *elapsed], -math.inf, compute)
+                build.row([(sent, 1.0), *_minus(before_sent)], 0.0, math.inf)
+            if tick >= num_forward:
+                before_fetched = fetched
+                needed = self._prefix(build, needed, moves.needed[k])
+                fetched = build.column()
+                memory += [(fetched, back_density), (needed, -back_density)]
+                if tick == num_forward:  # the first fetches start here, and can only be waited for
+                    elapsed, compute = [(build.column(1.0), -1.0)], 0.0
+                if share:
+                    # Contention of fetches, wherever they are issued; all of it is in the cost of the share already.
+                    behind.append((build.column(), 1.0))
+                    elapsed.append((behind[-1][0], -1.0))
+                # What is read has come back, no faster than time passes: compute, recomputes, contention, stalls.
+                build.row([(fetched, 1.0), (needed, -1.0)], 0.0, math.inf)
+                build.row([(fetched, 1.0), *_minus(before_fetched), *elapsed], -math.inf, compute)
+                build.row([(fetched, 1.0), *_minus(before_fetched)], 0.0, math.inf)
+            build.row(memory, -math.inf, budget - self.plain[tick] / self._unit_bytes)
+        if behind:
+            build.row(_merged([*behind, *((col, -share * back) for col, back in moves.back)]), -math.inf, 0.0)
+
+    def _prefix(self, build: _Builder, before: int, changes: Terms) -> int:
+        """A column that is the one before plus the changes."""
+        now = build.column(least=-math.inf)
+        self._add_up(build, now, before, changes)
+        return now
+
+    def _add_up(self, build: _Builder, now: int, before: int, changes: Terms) -> None:
+        terms = [(now, -1.0), *changes]
+        if before >= 0:
+            terms.append((before, 1.0))
+        build.row(_merged(terms), 0.0, 0.0)
+
+    def _optimise(
+        self, build: _Builder, columns: list[_Columns], whole: bool, time_limit_seconds: float, minimise_peak: bool
+    ) -> Relaxation | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        shape = (len(build.lower), len(build.cost))
+        matrix = csr_array((build.values, (build.rows, build.cols)), shape=shape)
+        result = milp(
+            np.array(build.cost),
+            integrality=np.array(build.whole) if whole else None,
+            bounds=Bounds(np.array(build.least), np.array(build.most)),
+            constraints=LinearConstraint(matrix, np.array(build.lower), np.array(build.upper)),
+            options={"time_limit": max(time_limit_seconds, 0.05), "mip_rel_gap": 1e-4},
+        )
+        num = len(self.step.items)
+        none = np.zeros(num)
+        if result.status == 2:
+            return Relaxation(bound_seconds=math.inf, swap=none, recompute=none, keep=none, is_whole=False)
+        if result.x is None:
+            return None
+        if result.status != 0 and not whole:
+            return None  # an unfinished simplex proves nothing
+        value = result.mip_dual_bound if whole and result.mip_dual_bound is not None else result.fun
+        if minimise_peak:
+            bound = value * self._unit_bytes
+        else:
+            bound = self.step.compute_seconds + max(value - _TOLERANCE * max(1.0, abs(value)), 0.0) * self._unit_seconds
+        swap, recompute, held = none.copy(), none.copy(), none.copy()
+        for index, entry in enumerate(columns):
+            swap[index] = result.x[entry.swap] if entry.swap >= 0 else 0.0
+            recompute[index] = result.x[entry.recompute] if entry.recompute >= 0 else 0.0
+            held[index] = sum(result.x[col] for _, col in entry.keeps)
+        keep = np.where(self.is_anchor, held, 1.0 - swap - recompute)
+        shares = np.concatenate([swap, recompute])
+        is_whole = bool(np.all(np.minimum(np.abs(shares), np.abs(1 - shares)) < 1e-5))
+        return Relaxation(
+            bound_seconds=bound,
+            swap=np.clip(swap, 0, 1),
+            recompute=np.clip(recompute, 0, 1),
+            keep=keep,
+            is_whole=is_whole,
+        )
+
+
+def _plain(frame: Frame) -> Floats:
+    """Bytes in each tick when every site is kept and no anchor is, whether fates allow that or not."""
+    is_site = frame.first_read < frame.num_ticks
+    end = np.where(is_site, np.maximum(frame.dies, frame.release), frame.dies)
+    return (frame.base + presence(frame, frame.born, end, frame.nbytes)).astype(np.float64)
+
+
+def _minus(col: int) -> Terms:
+    return [(col, -1.0)] if col >= 0 else []
+
+
+def _merged(terms: Terms) -> Terms:
+    """One entry a column: an item may enter and leave between two points."""
+    sums: dict[int, float] = {}
+    for col, value in terms:
+        sums[col] = sums.get(col, 0.0) + value
+    return [(col, value) for col, value in sums.items() if value]

@@ -1,0 +1,366 @@
+"""The fastest fates that fit a budget, and how far from the fastest possible they may be.
+
+What: `solve` bounds the step from below by a linear program (program.py), turns its shares into fates (search.py) and
+plays them on the timeline (timeline/events.py), which alone decides whether they fit and how long the step takes. Small
+steps also get the exact program, and every pair of changes. `floor` is the smallest peak that can be reached at all.
+
+Why a reserve: whole items leave a little later than the fluid of the program. Solved once more for a budget that is
+smaller by a few items, its shares leave room for that, and the timeline needs no stalls.
+
+Cost: 32 layers × 11 items: half a second; 128 × 40: a few seconds. Everything is counted in plays and rounds, so that
+equal steps give equal plans on every rank; the time limit only ends what takes too long.
+
+Not covered: which tensors the items are and how they are prefetched (the plan), half the micro-batch (the caller).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import BudgetError
+from lowtide.planner.closed_form import closed_form
+from lowtide.planner.fate import Fate
+from lowtide.planner.program import Program, Relaxation
+from lowtide.planner.search import Fates, Judge, Outcome, improve, repair, rounded
+from lowtide.timeline.events import Timeline, run
+from lowtide.timeline.memory import Frame, Spans, floor_curve
+from lowtide.timeline.step import Item, Link, Step
+from lowtide.units import GIB, MIB, format_bytes, format_seconds
+
+__all__ = ["Solution", "floor", "solve"]
+
+GOOD_GAP = 1e-3
+"""Nobody measures a step this well; looking further is not worth the time."""
+_WHOLE_ITEMS = 60
+"""Up to as many items the exact program is solved too."""
+_BLOCKS = 160
+"""The first points: the worst tick of as many equal pieces of the step."""
+_ROUNDS = 4
+_RESERVES = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""Taken from the budget for rounding, in sizes of the largest item."""
+_KEEP_ABOVE = (0.98, 0.5, 0.1)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Fates that fit, and how good they are."""
+
+    fates: Fates
+    timeline: Timeline
+    """Of these fates under the budget."""
+    bound_seconds: float
+    """No schedule of this step under the same model is faster."""
+    gap: float
+    """Share of the step by which it may be slower than the fastest there is."""
+    floor_bytes: int
+    """The smallest peak that was found to be possible, whatever it costs."""
+    how: str
+    """'everything fits', 'lp', 'milp', 'closed form', with '+ search' where single changes helped."""
+    seconds: float
+    """What solving took."""
+
+
+def solve(
+    step: Step,
+    link: Link,
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    time_limit_seconds: float = 5.0,
+    progress: Progress | None = None,
+) -> Solution:
+    """Fates for every item such that the peak stays within the budget, at the smallest cost in time.
+
+    Raises `BudgetError` when no fates do.
+    """
+    began = time.perf_counter()
+    frame = Frame.of(step)
+    tell = progress or (lambda _: None)
+    kept = _everything_kept(frame, link, budget_bytes)
+    floor_bytes, floor_fates = floor(step, link, host_bytes)
+    if kept is not None:
+        bound, how, best = kept.seconds, "everything fits", kept
+    else:
+        judge = Judge(frame, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
+        if floor_bytes > budget_bytes:
+            limit = min(time_limit_seconds, 2.0)
+            raise _budget_error(judge, floor_bytes, floor_fates, limit)
+        starts = [judge.play(floor_fates), *_filled(judge)]
+        if importlib.util.find_spec("scipy") is None:
+            bound, how, best = step.compute_seconds, "closed form (scipy is not installed)", _least(starts)
+        else:
+            bound, how, best = _programmed(judge, starts, tell)
+        polished = _polished(judge, best, bound)
+        how += " + search" if polished.seconds < best.seconds else ""
+        best = polished
+    assert best.timeline is not None and best.excess_bytes == 0
+    bound = min(bound, best.seconds)
+    return Solution(
+        fates=best.fates,
+        timeline=best.timeline,
+        bound_seconds=bound,
+        gap=(best.seconds - bound) / best.seconds if best.seconds else 0.0,
+        floor_bytes=floor_bytes,
+        how=how,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def floor(step: Step | Frame, link: Link, host_bytes: int | None = None) -> tuple[int, Fates]:
+    """The smallest peak that can be reached, however long the step takes, and fates that reach it.
+
+    Where everything may be swapped that is all of it; where fates are restricted or the host is small it is the best
+    that program and search find.
+    """
+    frame = Frame.of(step)
+    items = frame.step.items
+    judge = Judge(frame, link, 0, host_bytes)
+    away: Fates = tuple(_first(item, (Fate.SWAP, Fate.RECOMPUTE, Fate.KEEP)) for item in items)
+    peak_bytes, missing = judge.floor(away)
+    is_least = all(
+        Fate.SWAP in item.fates and item.dies > item.saved for item in items if item.reads and item.dies < item.reads[0]
+    )
+    if is_least and not missing:
+        return peak_bytes, away
+    starts: list[Fates] = [away]
+    starts.append(tuple(_first(item, (Fate.RECOMPUTE, Fate.SWAP, Fate.KEEP)) for item in items))
+    starts.append(tuple(_first(item, (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP)) for item in items))
+    if importlib.util.find_spec("scipy") is not None:
+        program = Program(frame.step, link, 0.0, host_bytes)
+        is_small = len(items) <= _WHOLE_ITEMS
+        shares = program.solve(_first_points(frame, program.plain), minimise_peak=True, whole=is_small)
+        if shares is not None and math.isfinite(shares.bound_seconds):
+            starts.append(rounded(items, shares, 0.5))
+    candidates = [_lowered(judge, repair(judge, start)) for start in starts]
+    fitting = [fates for fates in candidates if judge.floor(fates)[1] == 0]
+    if not fitting:  # forced swaps alone are more than the host takes
+        least = min(candidates, key=lambda fates: judge.floor(fates)[1])
+        return 1 << 62, least
+    best = min(fitting, key=lambda fates: judge.floor(fates)[0])
+    return judge.floor(best)[0], best
+
+
+def _lowered(judge: Judge, fates: Fates) -> Fates:
+    """Single changes and, in small steps, pairs, as long as they lower the peak. Fates that fit count as 'play'ed."""
+    if len(fates) > _WHOLE_ITEMS:
+        return fates
+    start = Outcome(fates=fates, excess_bytes=sum(judge.floor(fates)), seconds=0.0, timeline=None)
+    return improve(judge, start, max_plays=4000).fates
+
+
+def _everything_kept(frame: Frame, link: Link, budget_bytes: int) -> Outcome | None:
+    items = frame.step.items
+    if any(Fate.KEEP not in item.fates for item in items):
+        return None
+    fates = (Fate.KEEP,) * len(items)
+    timeline = run(frame, fates, link, budget_bytes=budget_bytes)
+    if timeline.peak_bytes > budget_bytes:
+        return None
+    return Outcome(fates=fates, excess_bytes=0, seconds=timeline.step_seconds, timeline=timeline)
+
+
+def _filled(judge: Judge) -> list[Outcome]:
+    """The closed form for growing amounts of eviction, repaired where it falls short."""
+    frame = judge.frame
+    fates: Fates = tuple(_first(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in frame.step.items)
+    over = judge.floor(fates)[0] - judge.budget_bytes
+    outcomes = []
+    for factor in (1.0, 1.05, 1.15, 1.3):
+        filled = closed_form(frame, judge.link, over * factor, judge.host_bytes)
+        outcomes.append(judge.play(repair(judge, filled, max_flips=60)))
+        if judge.is_late:
+            break
+    return outcomes
+
+
+def _programmed(judge: Judge, starts: list[Outcome], tell: Progress) -> tuple[float, str, Outcome]:
+    """The bound, how it was found, and the best outcome of rounding."""
+    frame = judge.frame
+    step = frame.step
+    program = Program(step, judge.link, judge.budget_bytes, judge.host_bytes)
+    points = _first_points(frame, program.plain)
+    bound, how, best = step.compute_seconds, "closed form", _least(starts)
+    for _ in range(_ROUNDS):
+        shares = program.solve(points, time_limit_seconds=_left(judge))
+        if shares is None:
+            break
+        bound, how = max(bound, shares.bound_seconds), "lp"
+        best = _least([best, *_roundings(judge, shares)])
+        more = _violated(frame, program, shares, judge.budget_bytes) - points
+        if not more or _is_good(best, bound) or judge.is_late:
+            break
+        points |= more
+    if how == "closed form":
+        return bound, how, best
+    tell(f"at least {format_seconds(bound)} a step, {format_seconds(best.seconds)} found")
+    largest = float(frame.nbytes.max(initial=0))
+    for reserve in _RESERVES[1:]:
+        if _is_good(best, bound) or judge.is_late:
+            break
+        shares = program.solve(points, reserve_bytes=reserve * largest, time_limit_seconds=_left(judge))
+        if shares is None or not math.isfinite(shares.bound_seconds):
+            break
+        outcomes = _roundings(judge, shares)
+        best = _least([best, *outcomes])
+        if shares.bound_seconds >= best.seconds:
+            break  # a larger reserve costs more than rounding does
+    if len(step.items) <= _WHOLE_ITEMS and not _is_good(best, bound):
+        tell("looking for the exact optimum")
+        limit = max(_left(judge) / 2, 0.05)
+        whole = program.solve(range(len(step.ticks)), whole=True, time_limit_seconds=limit)
+        if whole is not None and math.isfinite(whole.bound_seconds):
+            bound = max(bound, whole.bound_seconds)
+            exact = _least(_roundings(judge, whole))
+            if exact.rank < best.rank:
+                best, how = exact, "milp"
+    return bound, how, best
+
+
+def _polished(judge: Judge, best: Outcome, bound: float) -> Outcome:
+    num_items = len(best.fates)
+    if _is_good(best, bound):
+        return best
+    return improve(judge, best, max_plays=20_000 if num_items <= _WHOLE_ITEMS else 200)
+
+
+def _roundings(judge: Judge, shares: Relaxation) -> list[Outcome]:
+    if not math.isfinite(shares.bound_seconds):
+        return []
+    tried = dict.fromkeys(rounded(judge.frame.step.items, shares, keep_above) for keep_above in _KEEP_ABOVE)
+    return [judge.play(repair(judge, fates)) for fates in tried]
+
+
+def _least(outcomes: Iterable[Outcome]) -> Outcome:
+    return min(outcomes, key=lambda outcome: outcome.rank)
+
+
+def _is_good(outcome: Outcome, bound: float) -> bool:
+    return outcome.excess_bytes == 0 and outcome.seconds - bound <= GOOD_GAP * outcome.seconds
+
+
+def _left(judge: Judge) -> float:
+    return max(judge.deadline - time.perf_counter(), 0.1)
+
+
+def _first(item: Item, order: tuple[Fate, ...]) -> Fate:
+    return next(fate for fate in order if fate in item.fates)
+
+
+def _first_points(frame: Frame, curve: NDArray[np.float64]) -> set[int]:
+    return {
+        int(piece[np.argmax(curve[piece])])
+        for piece in np.array_split(np.arange(frame.num_ticks), _BLOCKS)
+        if len(piece)
+    }
+
+
+def _violated(frame: Frame, program: Program, shares: Relaxation, budget_bytes: float) -> set[int]:
+    """The worst tick of each piece in which the shares do not fit even on an infinitely fast link."""
+    end = np.maximum(program.needs.last, frame.dies)
+    change = np.zeros(frame.num_ticks + 1)
+    is_anchor = program.is_anchor
+    gone = np.where(is_anchor, -shares.keep, shares.swap + shares.recompute) * frame.nbytes
+    np.add.at(change, frame.dies, gone)
+    np.subtract.at(change, end, gone)
+    curve = program.plain - np.cumsum(change)[:-1]
+    worst = _first_points(frame, curve)
+    return {tick for tick in worst if curve[tick] > budget_bytes * (1 + 1e-6)}
+
+
+# -- what to say when nothing fits -----------------------------------------------------------------------------------
+
+
+def _budget_error(judge: Judge, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
+    frame, link = judge.frame, judge.link
+    step, budget_bytes, host_bytes = frame.step, judge.budget_bytes, judge.host_bytes
+    ways: list[tuple[bool, str]] = []  # whether it fits the budget then, and the sentence
+    if floor_bytes < 1 << 62:
+        enough = _up(floor_bytes)
+        least = solve(step, link, enough, host_bytes=host_bytes, time_limit_seconds=time_limit_seconds)
+        slower = least.timeline.step_seconds / step.compute_seconds - 1 if step.compute_seconds else 0.0
+        ways.append(
+            (
+                True,
+                f"a budget of {format_bytes(enough)}: {format_seconds(least.timeline.step_seconds)} a step, "
+                f"{slower:.0%} over keeping everything",
+            )
+        )
+    if host_bytes is not None:
+        free_bytes, free_fates = floor(step, link)
+        if free_bytes < floor_bytes:
+            spans = Spans.of(frame, free_fates)
+            host = format_bytes(_up(int(frame.nbytes[spans.is_swapped].sum())))
+            ways.append((free_bytes <= budget_bytes, f"a host budget of {host}: {_then(free_bytes, budget_bytes)}"))
+    free_step = dataclasses.replace(step, items=tuple(map(_unrestricted, step.items)))
+    num_restricted = sum(free.fates != item.fates for free, item in zip(free_step.items, step.items))
+    if num_restricted:
+        free_bytes, _ = floor(free_step, link, host_bytes)
+        if free_bytes < floor_bytes:
+            ways.append(
+                (
+                    free_bytes <= budget_bytes,
+                    f"every fate for the {num_restricted} activations that rules restrict: "
+                    f"{_then(free_bytes, budget_bytes)}",
+                )
+            )
+    ways.sort(key=lambda way: not way[0])
+    return BudgetError(
+        _what_is_in_the_way(frame, budget_bytes, host_bytes, floor_bytes, floor_fates),
+        floor_bytes=floor_bytes,
+        suggestions=tuple(sentence for _, sentence in ways[:3]),
+    )
+
+
+def _what_is_in_the_way(
+    frame: Frame, budget_bytes: int, host_bytes: int | None, floor_bytes: int, floor_fates: Fates
+) -> str:
+    if floor_bytes >= 1 << 62:
+        return (
+            f"budget {format_bytes(budget_bytes)}: rules swap more than the host budget of "
+            f"{format_bytes(host_bytes or 0)} takes; raise it or swap less"
+        )
+    spans = Spans.of(frame, floor_fates)
+    curve = floor_curve(frame, spans)
+    tick = int(np.argmax(curve))
+    num_forward = frame.step.num_forward_ticks
+    where = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
+    base_bytes = int(frame.base[tick])
+    there = (frame.born <= tick) & (tick < frame.dies) | (spans.need <= tick) & (tick < spans.release)
+    there |= spans.is_held & (frame.born <= tick) & (tick < spans.release)
+    largest = ""
+    if there.any():
+        index = max(np.flatnonzero(there).tolist(), key=lambda index: frame.nbytes[index])
+        item = frame.step.items[index]
+        largest = f", the largest activation there is '{item.name}' with {format_bytes(item.nbytes)}"
+    return (
+        f"budget {format_bytes(budget_bytes)}: no plan fits; the least that can be reached is "
+        f"{format_bytes(_up(floor_bytes))}, set by {where}: {format_bytes(base_bytes)} there is not activations"
+        f"{largest}; raise the budget to {format_bytes(_up(floor_bytes))} or make the micro-batch smaller"
+    )
+
+
+def _then(floor_bytes: int, budget_bytes: int) -> str:
+    if floor_bytes <= budget_bytes:
+        return "then the budget can be kept"
+    return f"then {format_bytes(_up(floor_bytes))} can be reached"
+
+
+def _unrestricted(item: Item) -> Item:
+    has_recipe = bool(item.inputs) or item.recipe_seconds > 0
+    return dataclasses.replace(item, fates=(Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if has_recipe else [])))
+
+
+def _up(num_bytes: int) -> int:
+    """Rounded up to what is printed, so that the printed size is enough."""
+    unit = GIB if num_bytes >= GIB else MIB
+    return -(-num_bytes * 10 // unit) * unit // 10
