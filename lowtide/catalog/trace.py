@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # A fresh storage that is still a parameter: autocast makes these. (Views of a parameter share its storage anyway.)
-_CASTS = frozenset({"to"})
+CASTS = frozenset({"to"})
 _SHORT_NAMES = {
     "to_copy": "to",
     "native_layer_norm": "layer_norm",
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         if not fresh:
             return
         op = op_name(func.overloadpacket.__name__)
-        is_parameter = op in _CASTS and bool(inputs) and inputs <= self.parameter_keys
+        is_parameter = op in CASTS and bool(inputs) and inputs <= self.parameter_keys
         name = self._name(op)
         for number, key in enumerate(fresh):
             self.names[key] = f"{name}:{number}" if number else name

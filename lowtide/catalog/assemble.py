@@ -1,0 +1,170 @@
+"""From the trace of a step to its profile: recipes, anchors that pay, bytes of every operator, layer signatures.
+
+Bytes: `op_bytes[i]` counts the storages with born <= i < dies that are neither state nor nodes. A node is present in
+[born, dies) and again from its first read to its release, and the simulator adds exactly that, by fate; so for the plan
+that keeps everything, state + op_bytes + kept nodes is the live-byte curve of a plain step.
+
+Cost: one pass over operators and nodes. Not covered: what a node's recipe is (recipes.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from lowtide.catalog.graph import Storage
+from lowtide.catalog.observer import Node, Trace
+from lowtide.catalog.recipes import Target, build_recipes
+from lowtide.catalog.site import HiddenBytes, Profile, Recipe, Site, StateBytes
+
+_STATE = frozenset({"parameter", "buffer", "input"})
+
+
+def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
+    """The nodes worth keeping on record, and the recipe of each (or why not), by storage index."""
+    targets = [
+        Target(
+            storage=node.storage,
+            version=node.version,
+            saved=node.saved,
+            is_anchor=node.anchor is not None,
+            size=node.size,
+            stride=node.stride,
+            offset=node.offset,
+            dtype=node.dtype,
+        )
+        for node in trace.nodes
+    ]
+    recipes = build_recipes(trace.calls, targets)
+    by_name = {node.name: node for node in trace.nodes}
+    pending = [node for node in trace.nodes if node.anchor is None]
+    kept = {node.storage.index for node in pending}
+    while pending:
+        recipe = recipes.get(pending.pop().storage.index)
+        for name in recipe.nodes if isinstance(recipe, Recipe) else ():
+            node = by_name[name]
+            if node.storage.index not in kept:
+                kept.add(node.storage.index)
+                pending.append(node)
+    return [node for node in trace.nodes if node.storage.index in kept], recipes
+
+
+def profile_of(
+    trace: Trace,
+    nodes: Sequence[Node],
+    recipes: Mapping[int, Recipe | str],
+    *,
+    model: str,
+    device: str,
+    is_fake: bool,
+    batch: str,
+    layers: tuple[str, ...],
+    state: StateBytes,
+) -> Profile:
+    """The profile of a traced step."""
+    end = len(trace.op_names)
+    sites = tuple(_site(node, recipes.get(node.storage.index, "unknown producer"), layers, end) for node in nodes)
+    called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
+    return Profile(
+        model=model,
+        device=device,
+        is_fake=is_fake,
+        batch=batch,
+        layers=called,
+        signatures=tuple(_signature(name, sites, trace) for name in called),
+        state=state,
+        num_forward_ops=trace.num_forward_ops,
+        op_names=tuple(trace.op_names),
+        op_seconds=tuple(trace.op_seconds),
+        op_bytes=_op_bytes(trace, {node.storage.index for node in nodes}),
+        op_gradient_bytes=_gradient_bytes(trace),
+        nodes=sites,
+        hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
+    )
+
+
+def _site(node: Node, recipe: Recipe | str, layers: tuple[str, ...], end: int) -> Site:
+    storage = node.storage
+    return Site(
+        name=node.name,
+        layer=layer_of(node.name, layers),
+        nbytes=storage.nbytes,
+        dtype=str(node.dtype).removeprefix("torch."),
+        op=_short_op(storage) if storage.producer is not None else "input",
+        anchor=node.anchor,
+        born=storage.born,
+        saved=node.saved,
+        dies=end if storage.dies is None else storage.dies,
+        reads=tuple(sorted(set(node.reads))),
+        release=0 if node.anchor is not None else node.release,
+        first_sequence=node.first_sequence,
+        last_sequence=node.last_sequence,
+        recipe=recipe if isinstance(recipe, Recipe) else None,
+        why_no_recipe=recipe if isinstance(recipe, str) else "",
+    )
+
+
+def _short_op(storage: Storage) -> str:
+    """`mul` from `model.layers.3.mlp.mul_1:2`."""
+    last = storage.name.rpartition(".")[2].partition(":")[0]
+    stem, _, number = last.rpartition("_")
+    return stem if stem and number.isdigit() else last
+
+
+def layer_of(name: str, layers: Sequence[str]) -> str | None:
+    """The layer that a name lies in."""
+    parts = name.split(".")
+    known = set(layers)
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in known:
+            return prefix
+    return None
+
+
+def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
+    end = len(trace.op_names)
+    changes = [0] * (end + 1)
+    for storage in trace.storages:
+        if storage.kind in _STATE or storage.index in nodes or storage.index in trace.off_device:
+            continue
+        changes[max(0, storage.born)] += storage.nbytes
+        changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    for index, release in trace.never_read:
+        storage = trace.storages[index]
+        dies = end if storage.dies is None else min(end, storage.dies)
+        if release > dies:
+            changes[dies] += storage.nbytes
+            changes[release] -= storage.nbytes
+    return tuple(accumulate(changes[:end]))
+
+
+def _gradient_bytes(trace: Trace) -> tuple[int, ...]:
+    """The part of the above that is gradients of parameters."""
+    end = len(trace.op_names)
+    changes = [0] * (end + 1)
+    for index in trace.gradients:
+        storage = trace.storages[index]
+        changes[max(0, storage.born)] += storage.nbytes
+        changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    return tuple(accumulate(changes[:end]))
+
+
+def _signature(layer: str, sites: Sequence[Site], trace: Trace) -> str:
+    """Equal for layers that saved the same things, made in the same ways."""
+    digest = hashlib.sha256()
+    for site in sites:
+        if site.layer == layer:
+            steps = [step.op for step in site.recipe.steps] if site.recipe else site.why_no_recipe
+            digest.update(repr((site.name.removeprefix(layer), site.nbytes, site.dtype, steps)).encode())
+    num_ops = sum(span.end_op - span.first_op for span in trace.spans if span.name == layer)
+    digest.update(str(num_ops).encode())
+    return digest.hexdigest()[:16]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,247 @@
+"""`observe`: one real training step of a model, written down as a profile, and no trace of it left behind.
+
+What: a forward and a backward under an `Observer`. Gradients come from `torch.autograd.grad`, so `.grad` is not touched
+and no gradient hook of an optimizer fires; random state, buffers and the batch are as they were. Saved activations are
+parked (parking.py), so the observed step needs little more memory than the largest layer.
+
+The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
+those of a first micro-batch: each is there from the operator that makes it.
+
+Cost: about 30 us an operator and one copy of the activations each way. Not covered: several forwards of the model in
+one step (the activations of the first are nodes, those of the others count as bytes that stay).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lowtide.catalog.assemble import profile_of, with_recipes
+from lowtide.catalog.clock import Clock, DeviceClock, HostClock
+from lowtide.catalog.layers import find_layers
+from lowtide.catalog.observer import Observer, Trace, describe
+from lowtide.catalog.parking import FilePark, HostPark, Park
+from lowtide.catalog.site import Profile
+from lowtide.catalog.state_bytes import state_bytes
+from lowtide.errors import ConfigError
+
+_DID_NOT_FIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+_OUT_OF_MEMORY = "can't allocate memory"
+
+
+def observe(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    engine: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    layers: tuple[str, ...] | None = None,
+    needs_scalar: bool = True,
+) -> Profile:
+    """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
+
+    `batch` is a mapping (`model(**batch)`), a tuple (`model(*batch)`) or a function without arguments that returns the
+    loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
+    exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
+
+    Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
+    """
+    device = device_of(model)
+    if device.type == "meta":
+        raise ConfigError("observe: the model is on the meta device; give it weights, or plan it without running it")
+    if engine is not None and engine.device_type != device.type:
+        raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
+    is_accelerator = device.type != "cpu"
+    names = find_layers(model) if layers is None else layers
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+    def run(accumulates: bool) -> tuple[Trace, str]:
+        clock: Clock = DeviceClock(device) if is_accelerator else HostClock()
+        park: Park = HostPark() if is_accelerator else FilePark()
+        observer = Observer(device=device, clock=clock, park=park, layers=names)
+        try:
+            step = (model, batch, observer, loss)
+            with untouched(model, tensors, device):
+                return record_step(*step, needs_scalar=needs_scalar, accumulates=accumulates), observer.batch
+        finally:
+            park.close()
+
+    try:
+        trace, shapes = run(accumulates=False)
+    except RuntimeError as error:
+        # Reentrant checkpointing (torch's older kind) works with `.backward()` only.
+        if "use_reentrant=True" not in str(error):
+            raise
+        trace, shapes = run(accumulates=True)
+    nodes, recipes = with_recipes(trace)
+    return profile_of(
+        trace,
+        nodes,
+        recipes,
+        model=type(model).__name__,
+        device=device.type,
+        is_fake=False,
+        batch=shapes,
+        layers=names,
+        state=state_bytes(
+            model,
+            inputs=input_bytes(trace),
+            optimizer=optimizer,
+            device_type=device.type,
+            is_accelerator=is_accelerator,
+        ),
+    )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is; the host for a model without parameters."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def input_bytes(trace: Trace) -> int:
+    """Bytes of the batch on the device."""
+    return sum(s.nbytes for s in trace.storages if s.kind == "input" and s.index not in trace.off_device)
+
+
+def record_step(
+    model: nn.Module,
+    batch: Any,
+    observer: Observer,
+    loss: Callable[[Any], torch.Tensor] | None,
+    *,
+    needs_scalar: bool,
+    accumulates: bool = False,
+) -> Trace:
+    """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
+    inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    for name, parameter in model.named_parameters():
+        observer.enroll(parameter, "parameter", name)
+    for name, buffer in model.named_buffers():
+        observer.enroll(buffer, "buffer", name)
+    for tensor in inputs:
+        observer.enroll(tensor, "input", "input")
+    trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+    differentiated = [t for t in inputs if t.requires_grad and t.is_leaf]
+    trained += differentiated
+    if not trained:
+        raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+    with observer.following(model), observer, torch.enable_grad():
+        with observer.hooks():
+            roots = _forward(model, batch, loss, needs_scalar)
+        observer.begin_backward(roots, model)
+        with _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
+            grads = _backward(roots, trained, accumulates)
+            # The graph of the step is over, and what it held is free; only the gradients are still there.
+            roots.clear()
+            return observer.finish(grads[: len(trained) - len(differentiated)])
+
+
+def _forward(
+    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, needs_scalar: bool
+) -> list[torch.Tensor]:
+    output = batch() if callable(batch) and not isinstance(batch, Mapping | tuple) else _call(model, batch)
+    if needs_scalar:
+        return [_scalar(output, loss)]
+    picked = output if loss is None else loss(output)
+    roots = [t for t in tree_leaves(picked) if isinstance(t, torch.Tensor) and t.requires_grad]
+    roots = [t for t in roots if t.is_floating_point() or t.is_complex()]
+    if not roots:
+        raise ConfigError(f"observe: no output of {type(model).__name__} requires a gradient")
+    return roots
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if not isinstance(batch, Mapping | tuple):
+        raise ConfigError(
+            "observe: batch must be a mapping (model(**batch)), a tuple (model(*batch)) or a function that returns the "
+            f"loss, not {type(batch).__name__}"
+        )
+    args: tuple = () if isinstance(batch, Mapping) else batch
+    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+    try:
+        return model(*args, **kwargs)
+    except _DID_NOT_FIT as error:
+        if isinstance(error, ConfigError | torch.OutOfMemoryError) or _OUT_OF_MEMORY in str(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".strip()
+        raise ConfigError(
+            f"observe: the batch does not fit the model: {type(model).__name__}({describe(args, kwargs)}) "
+            f"raised {reason}"
+        ) from error
+
+
+def _scalar(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    picked = _pick(output) if loss is None else loss(output)
+    if not isinstance(picked, torch.Tensor):
+        where = "loss(output)" if loss is not None else "the output"
+        raise ConfigError(
+            f"observe: {where} is no loss but {type(picked).__name__}; return a scalar tensor, an output with `.loss`, "
+            "or say how to get it with loss="
+        )
+    if picked.numel() != 1:
+        raise ConfigError(
+            f"observe: the loss must be one number, not a tensor of shape {list(picked.shape)}; reduce it (`.mean()`), "
+            "or say how with loss="
+        )
+    if not picked.requires_grad:
+        raise ConfigError("observe: the loss does not depend on anything that requires a gradient")
+    return picked
+
+
+def _pick(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    found = getattr(output, "loss", None)
+    return output if found is None else found
+
+
+def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulates: bool) -> Sequence:
+    ones = None if len(roots) == 1 and roots[0].numel() == 1 else [torch.ones_like(root) for root in roots]
+    if accumulates:
+        torch.autograd.backward(roots, ones)
+        return [tensor.grad for tensor in trained]
+    return torch.autograd.grad(roots, trained, ones, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    if any(getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors):
+        raise ConfigError(
+            "observe: the model checkpoints with use_reentrant=True and its parameters have gradient hooks, which an "
+            "observed step would set off; use use_reentrant=False"
+        )
+    before = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in zip(tensors, before):
+            tensor.grad = grad
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """Random state, the model's buffers, and `tensors` are afterwards what they were before."""
+    buffers = [(owner, name, b) for owner in model.modules() for name, b in owner._buffers.items() if b is not None]
+    copies = [(t, t._version, t.detach().to("cpu", copy=True)) for t in [*tensors, *(b for _, _, b in buffers)]]
+    indices = [] if device.type == "cpu" else [device.index or 0]
+    try:
+        with torch.random.fork_rng(devices=indices, device_type="cuda" if device.type == "cpu" else device.type):
+            yield
+    finally:
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer
+        with torch.no_grad():
+            for tensor, version, copy in copies:
+                if tensor._version != version:
+                    tensor.copy_(copy)

@@ -1,0 +1,579 @@
+"""The observed step: a dispatch mode, saved-tensor hooks and module hooks that write down who made, saved, read and
+freed which storage.
+
+What: `Observer` extends the runtime's recorder (same names, by construction) with one `graph.Call` for each operator,
+one `graph.Storage` for each block of bytes with its birth and its death, and one `Node` for each storage that autograd
+saves or that a module hook could catch. Saved activations are *parked*: their bytes go elsewhere at once and autograd
+holds a ticket, so that a storage dies when everybody but autograd has let go of it, and is seen to come back when
+backward reads it. All readers of a storage share the one copy that came back, and it goes when the last handle does:
+exactly when plain autograd would have released it.
+
+Why record lifetimes and not sample bytes: bytes alive at operator `i` are those of storages with born <= i < dies, so
+every curve follows from the lifetimes, also that of a model whose equal layers ran only once (expand.py).
+
+Cost: about 30 us an operator. Not covered: storages that grow (`resize_`) count with their largest size; what backward
+hooks of the user's hold.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lowtide.catalog.activations import is_plain_or_fake, leads_to_parameter
+from lowtide.catalog.clock import Clock
+from lowtide.catalog.graph import Call, Storage, Value
+from lowtide.catalog.live import plain_parts
+from lowtide.catalog.parking import Park
+from lowtide.catalog.site import Anchor
+from lowtide.catalog.trace import CASTS, Recorder, op_name
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_DETACH = torch.ops.aten.detach.default
+OUTSIDE = "outside"
+"""Path of what runs outside of the model's forward."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A storage that a plan may decide about, as it was first saved or caught."""
+
+    storage: Storage
+    name: str
+    version: int
+    saved: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    first_sequence: int = 0
+    last_sequence: int = 0
+    reads: list[int] = field(default_factory=list)
+    release: int = 0
+    anchor: Anchor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """One call of a layer: half-open ranges of forward operators and of autograd's sequence numbers."""
+
+    name: str
+    first_op: int
+    end_op: int
+    first_sequence: int
+    end_sequence: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """Everything that one step told. `calls` are the forward's; the columns have one entry for each operator."""
+
+    calls: list[Call]
+    op_names: list[str]
+    op_seconds: list[float]
+    op_sequences: list[int]
+    """Of backward operators: number of the autograd node that was running; -1 in forward."""
+    num_forward_ops: int
+    storages: list[Storage]
+    off_device: set[int]
+    """Indices of storages that are not on the device that counts."""
+    nodes: list[Node]
+    """In order of saving."""
+    never_read: list[tuple[int, int]]
+    """Storages that autograd saved and backward never opened, and the operator before which it let go of each."""
+    gradients: set[int]
+    """Indices of the storages of the parameters' gradients."""
+    hidden: list[Storage]
+    spans: list[Span]
+
+
+class _Parked:
+    """The bytes of one node while autograd holds on to it."""
+
+    __slots__ = ("__weakref__", "back", "node", "observer", "saving_sequence", "ticket", "version")
+
+    def __init__(self, observer: Observer, node: Node, ticket: Any, sequence: int) -> None:
+        self.observer = observer
+        self.node = node
+        self.ticket = ticket
+        self.version = node.storage.num_writes
+        self.saving_sequence = sequence
+        self.back: torch.UntypedStorage | None = None
+
+    def open(self) -> torch.UntypedStorage:
+        self.node.reads.append(self.observer.num_ops)
+        if self.back is None:
+            self.back = self.observer.bring_back(self)
+        return self.back
+
+    def __del__(self) -> None:
+        self.node.release = max(self.node.release, self.observer.num_ops)
+
+
+class _Handle:
+    """How one saved tensor looks at a parked storage."""
+
+    __slots__ = ("dtype", "geometry", "parked")
+
+    def __init__(self, parked: _Parked, tensor: torch.Tensor) -> None:
+        self.parked = parked
+        self.dtype = tensor.dtype
+        self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def open(self) -> torch.Tensor:
+        with self.parked.observer.silently():
+            storage = self.parked.open()
+            return torch.empty(0, dtype=self.dtype, device=self.parked.observer.device).set_(storage, *self.geometry)
+
+
+class Observer(Recorder):
+    """One step. Use: `with observer.following(model), observer: ...`, `observer.hooks()` around the forward."""
+
+    def __init__(self, *, device: torch.device, clock: Clock, park: Park, layers: tuple[str, ...]) -> None:
+        super().__init__(set())
+        self.device = device
+        self.storages: list[Storage] = []
+        self.off_device: set[int] = set()
+        self._clock = clock
+        self._park = park
+        self._layers = frozenset(layers)
+        self._calls: list[Call] = []
+        self._op_names: list[str] = []
+        self._marks: list[Any] = []
+        self._op_sequences: list[int] = []
+        self._num_forward_ops: int | None = None
+        self._live: dict[int, tuple[weakref.ref, Storage]] = {}
+        self._named: dict[int, str] = {}
+        self._saved: dict[int, Node] = {}
+        self._caught: dict[int, Node] = {}
+        self._parked: dict[int, weakref.ref[_Parked]] = {}
+        self._kept: set[int] = set()
+        self._is_silent = False
+        self._is_inside = False
+        self._num_roots = 0
+        self._module_calls: dict[str, int] = {}
+        self._skipped: frozenset[str] = frozenset()
+        self._spans: list[Span] = []
+        self._open_spans: list[Span] = []
+        self._start_sequence = self._end_sequence = 0
+        self._sequence_starts: list[int] = []
+        self._sequence_names: list[str] = []
+        self._path = [OUTSIDE]
+        self.batch = ""
+        """Shapes and dtypes of what the model was called with."""
+
+    # -- what is where ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_ops(self) -> int:
+        """Operators that have run; also the index of the next."""
+        return len(self._op_names)
+
+    @contextlib.contextmanager
+    def silently(self) -> Iterator[None]:
+        """What runs inside is ours, not the step's."""
+        before, self._is_silent = self._is_silent, True
+        try:
+            yield
+        finally:
+            self._is_silent = before
+
+    def enroll(self, tensor: torch.Tensor, kind: str, name: str) -> Storage | None:
+        """Put a storage that was there before the step on record; None if there is nothing to record."""
+        if not is_plain_or_fake(tensor):
+            return None
+        return self._find(tensor) or self._register(tensor, kind, name, -1)
+
+    def _find(self, tensor: torch.Tensor) -> Storage | None:
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
+
+    def _register(self, tensor: torch.Tensor, kind: str, name: str, born: int) -> Storage:
+        storage = tensor.untyped_storage()
+        record = Storage(
+            index=len(self.storages), nbytes=storage.nbytes(), dtype=tensor.dtype, name=name, kind=kind, born=born
+        )
+        self.storages.append(record)
+        if tensor.device.type != self.device.type:
+            self.off_device.add(record.index)
+        self._watch(storage, record, lambda: setattr(record, "dies", self.num_ops))
+        return record
+
+    def _watch(self, storage: torch.UntypedStorage, record: Storage, when_dead: Callable[[], None]) -> None:
+        key = storage._cdata
+
+        def gone(ref: weakref.ref) -> None:
+            entry = self._live.get(key)
+            if entry is not None and entry[0] is ref:
+                del self._live[key]
+            when_dead()
+
+        self._live[key] = (weakref.ref(storage, gone), record)
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        # Torch detaches what it hands to saved-tensor hooks: an alias, and none of the step's own work.
+        if self._is_silent or func is _DETACH:
+            return func(*args, **kwargs)
+        index = self.num_ops
+        call = Call(
+            index=index,
+            func=func,
+            args=tuple(self._frozen(arg, index) for arg in args),
+            kwargs={key: self._frozen(arg, index) for key, arg in kwargs.items()},
+            outputs=(),
+            name="",
+            seconds=0.0,
+            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            is_collective=func.namespace in _COLLECTIVES,
+        )
+        out, mark = self._clock.run(func, args, kwargs)
+        self._note_call(call, out)
+        self._marks.append(self._clock.seconds(mark, call))
+        self._op_names.append(call.name)
+        return out
+
+    def _note_call(self, call: Call, out: Any) -> None:
+        inputs = {value.storage.index: value.storage for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
+        written = _written(call)
+        for storage in written:
+            storage.num_writes += 1
+            storage.last_write = call.index
+        leaves = tree_leaves(out)
+        call.outputs = tuple(self._output(leaf, call) for leaf in leaves)
+        outputs = {value.storage.index: value.storage for value in call.outputs if value is not None}
+        fresh = [s for s in outputs.values() if call.func._schema.is_mutable or s.index not in inputs]
+        if self._num_forward_ops is not None:
+            call.name = self._backward_name()
+            for storage in fresh:
+                storage.name = storage.name or f"{call.name}#{storage.index}"
+            return
+        self._op_sequences.append(-1)
+        self._calls.append(call)
+        op = op_name(call.func.overloadpacket.__name__)
+        call.name = self._name(op) if fresh else self._view_name(op)
+        is_parameter = op in CASTS and bool(inputs) and all(_is_parameter(s) for s in inputs.values())
+        for number, storage in enumerate(fresh):
+            storage.name = self._named[storage.index] = f"{call.name}:{number}" if number else call.name
+            if is_parameter:
+                storage.is_parameter_cast = True
+        self._note_sequence(call.name)
+        self._repark(written)
+
+    def _view_name(self, op: str) -> str:
+        path = self._path[-1]
+        return f"{path}.{op}" if path else op
+
+    def _frozen(self, arg: Any, index: int) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return self._value(arg, self._input_record(arg, index))
+        if isinstance(arg, list | tuple):
+            return type(arg)(self._frozen(part, index) for part in arg)
+        if isinstance(arg, dict):
+            return {key: self._frozen(part, index) for key, part in arg.items()}
+        return arg
+
+    def _input_record(self, tensor: torch.Tensor, index: int) -> Storage:
+        if not is_plain_or_fake(tensor):
+            self._register_parts(tensor, "unknown", index)
+            return _NOWHERE
+        return self._find(tensor) or self._register(tensor, "unknown", f"unknown_{len(self.storages)}", index)
+
+    def _register_parts(self, tensor: torch.Tensor, kind: str, index: int) -> None:
+        """Sparse tensors and wrappers: their bytes count, and that is all."""
+        with self.silently():
+            for part in plain_parts(tensor):
+                if self._find(part) is None:
+                    self._register(part, kind, f"part_{len(self.storages)}", index)
+
+    def _output(self, leaf: Any, call: Call) -> Value | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        if not is_plain_or_fake(leaf):
+            self._register_parts(leaf, "made", call.index)
+            return self._value(leaf, _NOWHERE)
+        record = self._find(leaf)
+        if record is None:
+            record = self._register(leaf, "made", "", call.index)
+            record.producer = call if self._num_forward_ops is None else None
+        else:
+            record.nbytes = max(record.nbytes, leaf.untyped_storage().nbytes())
+        return self._value(leaf, record)
+
+    def _value(self, tensor: torch.Tensor, record: Storage) -> Value:
+        is_plain = record is not _NOWHERE and not tensor.is_conj() and not tensor.is_neg()
+        strided = record is not _NOWHERE
+        return Value(
+            storage=record,
+            version=record.num_writes,
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()) if strided else (),
+            offset=int(tensor.storage_offset()) if strided else 0,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            is_plain=is_plain,
+        )
+
+    # -- autograd's numbers ----------------------------------------------------------------------------------------
+
+    def _note_sequence(self, name: str) -> None:
+        """The node of the operator that is running has been made: it has the number before the next one."""
+        number = torch.autograd._get_sequence_nr() - 1
+        if not self._sequence_starts or number > self._sequence_starts[-1]:
+            self._sequence_starts.append(number)
+            self._sequence_names.append(name)
+
+    def _backward_name(self) -> str:
+        node = torch._C._current_autograd_node()
+        number = self._op_sequences[-1] if node is None else node._sequence_nr()
+        if not self._start_sequence <= number < self._end_sequence:
+            # Gradient accumulators, and what a recomputation made in backward, have numbers beyond the forward's.
+            number = self._op_sequences[-1]
+        self._op_sequences.append(number)
+        position = bisect.bisect_right(self._sequence_starts, number) - 1
+        return f"{self._sequence_names[position] if position >= 0 else OUTSIDE}:backward"
+
+    # -- what autograd saves ---------------------------------------------------------------------------------------
+
+    def hooks(self) -> contextlib.AbstractContextManager:
+        """Saved-tensor hooks for the forward of the step."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with self.silently():
+            record = self._find(tensor) if is_plain_or_fake(tensor) else None
+            if not self._is_inside or not self._is_activation(tensor, record) or not self._is_movable(tensor):
+                if record is not None:
+                    self._kept.add(record.index)
+                return tensor if tensor.grad_fn is None else tensor.detach()
+            if record is None:
+                record = self._register(tensor, "unknown", f"unknown_{len(self.storages)}", self.num_ops)
+            return _Handle(self._parked_for(record, tensor), tensor)
+
+    def _is_activation(self, tensor: torch.Tensor, record: Storage | None) -> bool:
+        """The runtime's question (runtime/hooks.py), of a record."""
+        if not is_plain_or_fake(tensor):
+            return False
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return False
+        if (record is not None and _is_parameter(record)) or leads_to_parameter(tensor):
+            return False
+        return (record is not None and record.index in self._named) or tensor.grad_fn is not None
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.device.type == self.device.type and tensor.untyped_storage().nbytes() > 0
+
+    def _parked_for(self, record: Storage, tensor: torch.Tensor) -> _Parked:
+        sequence = torch.autograd._get_sequence_nr() - self._start_sequence
+        node = self._saved.get(record.index)
+        if node is None:
+            name = self._named.get(record.index) or f"{self._region()}.input".lstrip(".")
+            node = self._saved[record.index] = self._new_node(record, tensor, name)
+            node.first_sequence = sequence
+        node.last_sequence = sequence
+        ref = self._parked.get(record.index)
+        parked = ref() if ref is not None else None
+        if parked is None or parked.version != record.num_writes:
+            parked = _Parked(self, node, self._park.put(tensor.untyped_storage()), sequence)
+            self._parked[record.index] = weakref.ref(parked)
+        return parked
+
+    def _new_node(self, record: Storage, tensor: torch.Tensor, name: str) -> Node:
+        return Node(
+            storage=record,
+            name=name,
+            version=record.num_writes,
+            saved=max(self.num_ops - 1, record.born),
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+        )
+
+    def _repark(self, written: list[Storage]) -> None:
+        """Some operators save an input before they fill it: park what they saved again, now that it is filled."""
+        for record in written:
+            ref = self._parked.get(record.index)
+            parked = ref() if ref is not None else None
+            if parked is None or parked.saving_sequence != torch.autograd._get_sequence_nr() - self._start_sequence:
+                continue
+            storage = next(entry[0]() for entry in self._live.values() if entry[1] is record)
+            assert storage is not None
+            with self.silently():
+                parked.ticket = self._park.put(storage)
+            parked.version = parked.node.version = record.num_writes
+
+    def bring_back(self, parked: _Parked) -> torch.UntypedStorage:
+        """The parked bytes, on the device again; from now on their death is the node's release."""
+        storage = self._park.get(parked.ticket)
+        node = parked.node
+        self._watch(storage, node.storage, lambda: setattr(node, "release", max(node.release, self.num_ops)))
+        return storage
+
+    # -- modules ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def following(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
+        """Know which module runs, and what goes into and comes out of it."""
+        hooks = []
+        for name, module in model.named_modules(prefix=prefix):
+            hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._exit(name), always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entry(self, name: str) -> Callable:
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if not name and self._num_forward_ops is None:
+                self._enter_root(args, kwargs)
+            self._path.append(name)
+            self._module_calls[name] = self._module_calls.get(name, -1) + 1
+            if name in self._layers and self._is_inside:
+                now = torch.autograd._get_sequence_nr()
+                span = Span(name=name, first_op=self.num_ops, end_op=0, first_sequence=now, end_sequence=0)
+                self._open_spans.append(span)
+            self._catch(name, "input", (args, kwargs))
+
+        return enter
+
+    def _exit(self, name: str) -> Callable:
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            self._catch(name, "output", output)
+            if len(self._path) > 1:
+                self._path.pop()
+            if self._open_spans and self._open_spans[-1].name == name:
+                span = self._open_spans.pop()
+                span.end_op, span.end_sequence = self.num_ops, torch.autograd._get_sequence_nr()
+                self._spans.append(span)
+            if not name:
+                self._is_inside = False
+
+        return leave
+
+    def _enter_root(self, args: tuple, kwargs: dict) -> None:
+        self._num_roots += 1
+        if self._num_roots > 1:
+            return
+        self._is_inside = True
+        self.batch = describe(args, kwargs)
+        # The runtime's recorder starts here: what came before has no name that a plan could use.
+        self._named.clear()
+        self._counts.clear()
+        self._start_sequence = torch.autograd._get_sequence_nr()
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None:
+                self.enroll(leaf, "input", "input")
+
+    def _region(self) -> str:
+        return self._open_spans[-1].name if self._open_spans else ""
+
+    def _catch(self, name: str, side: str, tree: Any) -> None:
+        """Remember which tensors an ordinary hook on this module could hold on to."""
+        if not self._is_inside or self._is_silent or name in self._skipped:
+            return
+        for number, leaf in enumerate(tree_leaves(tree)):
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not is_plain_or_fake(leaf):
+                continue
+            record = self._find(leaf)
+            if record is None or record.index in self._caught or not self._is_movable(leaf):
+                continue
+            if record.index not in self._named or not self._is_activation(leaf, record):
+                continue
+            node = self._new_node(record, leaf, self._named[record.index])
+            node.anchor = Anchor(module=name, side=side, leaf=number, call=self._module_calls[name])
+            self._caught[record.index] = node
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, results: list[torch.Tensor], model: nn.Module) -> None:
+        """The forward is over. `results` are what is held on purpose: the loss."""
+        self._num_forward_ops = self.num_ops
+        self._end_sequence = torch.autograd._get_sequence_nr()
+        held = {tensor.untyped_storage()._cdata for tensor in [*results, *model.buffers()] if is_plain_or_fake(tensor)}
+        self._hidden = [
+            record
+            for key, (_, record) in self._live.items()
+            if key not in held and record.kind == "made" and not record.is_parameter_cast
+            if record.index not in self._saved and record.index not in self._kept and record.nbytes
+        ]
+
+    def finish(self, gradients: Iterable[torch.Tensor | None]) -> Trace:
+        """What was seen. Call it once everything of the step has been let go, but the gradients of parameters."""
+        assert self._num_forward_ops is not None
+        nodes = [node for node in self._saved.values() if node.reads]
+        nodes += [node for index, node in self._caught.items() if index not in self._saved]
+        made = [self._find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
+        unread = [(index, node.release) for index, node in self._saved.items() if not node.reads]
+        return Trace(
+            calls=self._calls,
+            op_names=self._op_names,
+            op_seconds=self._clock.settle(self._marks),
+            op_sequences=self._op_sequences,
+            num_forward_ops=self._num_forward_ops,
+            storages=self.storages,
+            off_device=self.off_device,
+            nodes=sorted(nodes, key=lambda node: (node.saved, node.storage.index)),
+            never_read=unread,
+            gradients={record.index for record in made if record is not None and record.kind == "made"},
+            hidden=[record for record in self._hidden if record.index not in self.off_device],
+            spans=self._spans,
+        )
+
+
+def describe(args: tuple, kwargs: dict[str, Any]) -> str:
+    """`input_ids=int64[2, 8], labels=int64[2, 8]`: the tensors of a call, as one line."""
+    parts = [("", value) for value in args] + list(kwargs.items())
+    words = []
+    for key, value in parts:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                dtype = str(leaf.dtype).removeprefix("torch.")
+                words.append(f"{key}{'=' if key else ''}{dtype}{list(leaf.shape)}")
+    return ", ".join(words)
+
+
+_NOWHERE = Storage(index=-1, nbytes=0, dtype=torch.uint8, name="", kind="unknown")
+"""Of tensors without a storage of their own."""
+
+
+def _open(handle: Any) -> torch.Tensor:
+    return handle.open() if isinstance(handle, _Handle) else handle
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Value) and value.storage is not _NOWHERE
+
+
+def _is_parameter(record: Storage) -> bool:
+    return record.kind in ("parameter", "buffer") or record.is_parameter_cast
+
+
+def _written(call: Call) -> list[Storage]:
+    """Storages that the operator writes into in place."""
+    schema = call.func._schema
+    if not schema.is_mutable:
+        return []
+    found: dict[int, Storage] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
+        for leaf in tree_leaves(value):
+            if _is(leaf):
+                found[leaf.storage.index] = leaf.storage
+    return list(found.values())
