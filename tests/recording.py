@@ -91,8 +91,8 @@ class _Mode(TorchDispatchMode):
         seconds = time.perf_counter() - start
         name = self.name(op_name(func.overloadpacket.__name__))
         call = Call(
-            len(self.recording.calls), func, noted_args, noted_kwargs, (), name, seconds, _is_random(func, args, kwargs),
-            func.namespace in _COLLECTIVES,
+            len(self.recording.calls), func, noted_args, noted_kwargs, (), name, seconds,
+            _is_random(func, args, kwargs), func.namespace in _COLLECTIVES,
         )  # fmt: skip
         self.recording.calls.append(call)
         for position, argument in enumerate(func._schema.arguments):

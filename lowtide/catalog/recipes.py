@@ -24,35 +24,34 @@ that come out of a tensor (`.item()`) are noticed, except through `tolist()` on 
 
 from __future__ import annotations
 
-import functools
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 from lowtide.catalog.graph import Call, Storage, Value
+from lowtide.catalog.operators import (
+    filled_version,
+    has_numbers,
+    has_sizes,
+    is_empty,
+    overwrites,
+    packet_name,
+    pure_args,
+    read_values,
+    written_values,
+)
 from lowtide.catalog.site import Geometry, Recipe, RecipeInput, RecipeStep
 
 MAX_STEPS = 256
 
-_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 # Writers that change more than bytes.
 _RESHAPERS = frozenset({"set_", "resize_", "resize_as_", "as_strided_"})
-# They update running statistics in place although their schema does not say so. The statistics are no input of what
-# they compute in training mode, so a recipe leaves them out.
-_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-_RUNNING_STATISTICS = slice(3, 5)
-_TRAINING = 5
 # Views that another dtype looks through: `as_strided` cannot write those.
 _REINTERPRETS = frozenset({"view_as_real", "view_as_complex", "view"})
-# Size-like by type, but right for every shape.
-_NO_SIZES = frozenset({("embedding", "padding_idx")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +98,13 @@ class _Graph:
             self.targets.setdefault(target.storage.index, (rank, target))
         self.writers: dict[int, list[tuple[Call, Value]]] = {}
         self.reinterpretations: dict[tuple, Call] = {}
+        self.filled: dict[int, int | None] = {}
         self.item_reads: list[tuple[int, str]] = []
         for call in calls:
             self._note(call)
 
     def _note(self, call: Call) -> None:
-        name = _packet(call)
+        name = packet_name(call)
         if name == "_local_scalar_dense" and call.args[0].dtype is not torch.bool:
             # A bool can only choose a branch, which shows in the order of what is saved.
             self.item_reads.append((call.index, call.name.rpartition(".")[0]))
@@ -112,7 +112,7 @@ class _Graph:
             output, source = call.outputs[0], call.args[0]
             if output is not None and isinstance(source, Value) and output.dtype != source.dtype:
                 self.reinterpretations.setdefault((output.storage.index, _looks(output)), call)
-        for value in _written(call):
+        for value in written_values(call):
             self.writers.setdefault(value.storage.index, []).append((call, value))
 
     def maker(self, storage: Storage, version: int) -> Call:
@@ -122,7 +122,7 @@ class _Graph:
         if storage.kind != "made" or storage.producer is None:
             raise _NoRecipeError("unknown producer")
         if version == 0:
-            if any(value.storage is storage for value in _values(storage.producer)):
+            if any(value.storage is storage for value in read_values(storage.producer)):
                 raise _NoRecipeError("mutated")
             return storage.producer
         writers = self.writers.get(storage.index, [])
@@ -130,11 +130,20 @@ class _Graph:
             raise _NoRecipeError("mutated")
         call, written = writers[version - 1]
         # One write through one argument that also comes out: nothing else can be said about in a straight line.
-        if written.version != version - 1 or len(_written(call)) != 1 or _packet(call) in _RESHAPERS:
+        if written.version != version - 1 or len(written_values(call)) != 1 or packet_name(call) in _RESHAPERS:
             raise _NoRecipeError("mutated")
         if not any(output is not None and output.storage is storage for output in call.outputs):
             raise _NoRecipeError("mutated")
         return call
+
+    def is_filled(self, storage: Storage, version: int) -> bool:
+        """Whether it has values everywhere at this version."""
+        if not is_empty(storage):
+            return True
+        if storage.index not in self.filled:
+            self.filled[storage.index] = filled_version(storage, self.writers.get(storage.index, []))
+        filled = self.filled[storage.index]
+        return filled is not None and version >= filled
 
     def reads_data(self, call: Call) -> bool:
         """Whether Python may have computed a number in this call's arguments from a tensor.
@@ -163,6 +172,8 @@ class _Builder:
 
     def build(self) -> Recipe:
         self._walk()
+        if not self.graph.is_filled(self.target.storage, self.target.version):
+            raise _NoRecipeError("uninitialised")
         order = [self.calls[index] for index in sorted(self.calls)]
         for call in order:
             self._write(call)
@@ -191,7 +202,7 @@ class _Builder:
             self.calls[call.index] = call
             if len(self.calls) > MAX_STEPS:
                 raise _NoRecipeError("too long")
-            for value in _values(call):
+            for value in read_values(call):
                 key = (value.storage.index, value.version)
                 if self._start(value) is None and key not in seen:
                     seen.add(key)
@@ -204,13 +215,15 @@ class _Builder:
             raise _NoRecipeError("collective")
         if not isinstance(call.func, OpOverload):
             raise _NoRecipeError("unknown producer")
-        for value in [*_values(call), *(output for output in call.outputs if output is not None)]:
+        inputs = list(read_values(call))
+        for value in (*inputs, *(output for output in call.outputs if output is not None)):
             if not value.is_plain:
                 raise _NoRecipeError("not a plain tensor")
             if self.device not in (None, value.device):
                 raise _NoRecipeError("two devices")
             self.device = value.device
-            if value.version == 0 and _is_empty(value.storage) and not _fills(call, value):
+        for value in inputs:
+            if not self.graph.is_filled(value.storage, value.version) and not overwrites(call, value):
                 raise _NoRecipeError("uninitialised")
 
     def _start(self, value: Value) -> RecipeInput | None:
@@ -227,17 +240,13 @@ class _Builder:
 
     def _write(self, call: Call) -> None:
         """One operator as a step, after the views that it needs of what earlier steps made."""
-        args: Sequence[Any] = call.args
-        if _packet(call) in _BATCH_NORMS and call.args[_TRAINING]:
-            args = [*args]
-            args[_RUNNING_STATISTICS] = [None, None]
         step = RecipeStep(
             op=str(call.func),
-            args=tuple(self._encode(arg) for arg in args),
+            args=tuple(self._encode(arg) for arg in pure_args(call)),
             kwargs={key: self._encode(arg) for key, arg in call.kwargs.items()},
         )
-        self.is_shape_free &= not _has_sizes(call)
-        if self.graph.reads_data(call) and _has_numbers(call):
+        self.is_shape_free &= not has_sizes(call)
+        if self.graph.reads_data(call) and has_numbers(call):
             raise _NoRecipeError("number read from data")
         self.steps.append(step)
         for output, value in enumerate(call.outputs):
@@ -287,7 +296,7 @@ class _Builder:
 
     def _transient_bytes(self, order: Sequence[Call]) -> int:
         """Most bytes at once: each storage from the operator that makes it to the last that reads it."""
-        last = {value.storage.index: call.index for call in order for value in _values(call)}
+        last = {value.storage.index: call.index for call in order for value in read_values(call)}
         last[self.target.storage.index] = order[-1].index + 1
         peak, alive = 0, dict[int, int]()
         for call in order:
@@ -296,47 +305,6 @@ class _Builder:
             peak = max(peak, sum(alive.values()))
             alive = {index: nbytes for index, nbytes in alive.items() if last.get(index, -1) > call.index}
         return peak
-
-
-def _packet(call: Call) -> str:
-    return call.func.overloadpacket.__name__ if isinstance(call.func, OpOverload) else ""
-
-
-def _values(call: Call) -> Iterator[Value]:
-    """The tensors that a recipe must give to the operator."""
-    args: Sequence[Any] = call.args
-    if _packet(call) in _BATCH_NORMS and call.args[_TRAINING]:
-        args = [*args[: _RUNNING_STATISTICS.start], *args[_RUNNING_STATISTICS.stop :]]
-    for leaf in tree_leaves((args, call.kwargs)):
-        if isinstance(leaf, Value):
-            yield leaf
-
-
-def _written(call: Call) -> list[Value]:
-    """The tensors that the operator writes into in place."""
-    if _packet(call) in _BATCH_NORMS and call.args[_TRAINING]:
-        return [value for value in call.args[_RUNNING_STATISTICS] if value is not None]
-    if not isinstance(call.func, OpOverload) or not call.func._schema.is_mutable:
-        return []
-    written = []
-    for position, argument in enumerate(call.func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
-        written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Value)]
-    return written
-
-
-def _is_empty(storage: Storage) -> bool:
-    return storage.producer is not None and _packet(storage.producer) in _EMPTY
-
-
-def _fills(call: Call, value: Value) -> bool:
-    """Whether a call leaves nothing of the uninitialised memory it is given (or it is the one that allocates it)."""
-    if value.storage.producer is call:
-        return True
-    is_whole = math.prod(value.size) * value.dtype.itemsize == value.storage.nbytes and 0 not in value.stride
-    return is_whole and _packet(call) in _OVERWRITES and call.args[0] is value
 
 
 def _looks(value: Value) -> tuple:
@@ -364,36 +332,3 @@ def _encode_constant(arg: Any) -> Any:
         if isinstance(arg, kind):
             return {key: _name(arg)}
     raise _NoRecipeError("argument that cannot be written")
-
-
-def _has_sizes(call: Call) -> bool:
-    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own."""
-    if not any(True for _ in _values(call)):
-        return any(output is not None and output.size for output in call.outputs)
-    sizes = _size_arguments(call.func)
-    given = [arg for position, arg in enumerate(call.args) if position in sizes]
-    given += [arg for key, arg in call.kwargs.items() if key in sizes]
-    return any(arg is not None and not (isinstance(arg, (list, tuple)) and not arg) for arg in given)
-
-
-@functools.cache
-def _size_arguments(func: OpOverload) -> frozenset[int | str]:
-    """Positions and names of the arguments that are sizes: the schema writes them as SymInt, dimensions as int."""
-    # In Python both are "int"; only the written schema tells them apart.
-    sizes = re.findall(r"SymInt\S* (\w+)", str(func._schema))
-    packet = func.overloadpacket.__name__
-    found: set[int | str] = set()
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in sizes and (packet, argument.name) not in _NO_SIZES:
-            found |= {position, argument.name}
-    return frozenset(found)
-
-
-def _has_numbers(call: Call) -> bool:
-    """Whether a number, or a view that a number may have chosen, is among the arguments."""
-    for leaf in tree_leaves((call.args, call.kwargs)):
-        if type(leaf) in (int, float):
-            return True
-        if isinstance(leaf, Value) and math.prod(leaf.size) * leaf.dtype.itemsize != leaf.storage.nbytes:
-            return True
-    return False

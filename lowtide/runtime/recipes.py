@@ -61,43 +61,36 @@ def compile_recipe(recipe: Recipe) -> Program:
 class _Step:
     """One operator: its constants, where its tensors come from, and which registers to write and to clear."""
 
-    __slots__ = ("args", "clears", "kwargs", "nested", "op", "places", "stores")
+    __slots__ = ("args", "clears", "kwargs", "named", "nested", "op", "places", "stores")
 
     def __init__(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.op = op
-        # (arguments, key, register): most arguments are flat, and those inside lists are written into a copy.
         self.args = args
         self.kwargs = kwargs
-        self.places = [(key, arg) for key, arg in [*enumerate(args), *kwargs.items()] if isinstance(arg, _Register)]
-        self.nested = [
-            (key, arg) for key, arg in [*enumerate(args), *kwargs.items()] if isinstance(arg, list) and _reads(arg)
-        ]
+        self.places = [(position, arg) for position, arg in enumerate(args) if isinstance(arg, _Register)]
+        self.nested = [(position, arg) for position, arg in enumerate(args) if isinstance(arg, list) and _reads(arg)]
+        self.named = [(key, arg) for key, arg in kwargs.items() if _reads(arg)]
         self.stores: list[tuple[int, int]] = []
         self.clears: list[int] = []
 
     def run(self, registers: list[Any]) -> None:
-        args, kwargs = self.args.copy(), self.kwargs.copy()
-        for key, register in self.places:
-            if type(key) is int:
-                args[key] = registers[register]
-            else:
-                kwargs[key] = registers[register]
-        for key, given in self.nested:
-            filled = _fill(given, registers)
-            if type(key) is int:
-                args[key] = filled
-            else:
-                kwargs[key] = filled
+        args, kwargs = self.args.copy(), self.kwargs
+        for position, register in self.places:
+            args[position] = registers[register]
+        for position, given in self.nested:
+            args[position] = _fill(given, registers)
+        if self.named:
+            kwargs = {**kwargs, **{key: _fill(given, registers) for key, given in self.named}}
         result = self.op(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            for _, register in self.stores:
-                registers[register] = result
+            for _, place in self.stores:
+                registers[place] = result
         else:
             leaves = tree_leaves(result)
-            for output, register in self.stores:
-                registers[register] = leaves[output]
-        for register in self.clears:
-            registers[register] = None
+            for output, place in self.stores:
+                registers[place] = leaves[output]
+        for place in self.clears:
+            registers[place] = None
 
 
 class _Compiler:
@@ -148,7 +141,7 @@ class _Compiler:
         return getattr(torch, name)
 
 
-def _reads(arg: list[Any]) -> bool:
+def _reads(arg: Any) -> bool:
     return any(isinstance(leaf, _Register) for leaf in tree_leaves(arg))
 
 

@@ -1,0 +1,161 @@
+"""What an operator reads, writes and is told: facts about recorded calls that their schemas say, or hide.
+
+Why: a recipe may run an operator again only if everything that it reads can be given to it and everything that it
+writes is the recipe's own. Two things are not in a schema: batch norms update running statistics although they do not
+say so, and freshly allocated memory (`empty`) holds nothing until somebody has written all of it.
+
+Cost: a walk over the arguments of one call. Not covered: side effects outside of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from lowtide.catalog.graph import Call, Storage, Value
+
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+# The statistics are no input of what these compute in training mode, so they may be left out of a second run.
+_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_RUNNING_STATISTICS = slice(3, 5)
+_TRAINING = 5
+# Size-like by type, but right for every shape.
+_NO_SIZES = frozenset({("embedding", "padding_idx")})
+
+
+def packet_name(call: Call) -> str:
+    """`mul` of `aten.mul.Tensor`; empty for what is no operator overload."""
+    return call.func.overloadpacket.__name__ if isinstance(call.func, OpOverload) else ""
+
+
+def read_values(call: Call) -> Iterator[Value]:
+    """The tensors that a recipe must give to the operator."""
+    for leaf in tree_leaves((pure_args(call), call.kwargs)):
+        if isinstance(leaf, Value):
+            yield leaf
+
+
+def pure_args(call: Call) -> Sequence[Any]:
+    """The positional arguments of a run that changes nothing but its results and what is written in place."""
+    if not _updates_statistics(call):
+        return call.args
+    args = [*call.args]
+    args[_RUNNING_STATISTICS] = [None, None]
+    return args
+
+
+def _updates_statistics(call: Call) -> bool:
+    return packet_name(call) in _BATCH_NORMS and bool(call.args[_TRAINING])
+
+
+def written_values(call: Call) -> list[Value]:
+    """The tensors that the operator writes into in place."""
+    if _updates_statistics(call):
+        return [value for value in call.args[_RUNNING_STATISTICS] if value is not None]
+    if not isinstance(call.func, OpOverload) or not call.func._schema.is_mutable:
+        return []
+    written: list[Value] = []
+    for position, argument in enumerate(call.func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
+        written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Value)]
+    return written
+
+
+def is_empty(storage: Storage) -> bool:
+    """Whether it was allocated without values."""
+    return storage.producer is not None and packet_name(storage.producer) in _EMPTY
+
+
+def overwrites(call: Call, value: Value) -> bool:
+    """Whether a call writes all of a tensor without reading it."""
+    return (packet_name(call) in _OVERWRITES or call.is_random) and bool(call.args) and call.args[0] is value
+
+
+def filled_version(storage: Storage, writers: Sequence[tuple[Call, Value]]) -> int | None:
+    """The version from which all bytes of an `is_empty` storage have been written; None if that cannot be told."""
+    written: list[Value] = []
+    for version, (call, value) in enumerate(writers, start=1):
+        if not overwrites(call, value):
+            return None
+        written.append(value)
+        if _cover(written, storage.nbytes):
+            return version
+    return None
+
+
+def _cover(parts: Sequence[Value], nbytes: int) -> bool:
+    """Whether tensors cover a storage, put together side by side in one dimension."""
+    first = parts[0]
+    if any(part.stride != first.stride or part.dtype != first.dtype for part in parts):
+        return False
+    if nbytes == 0:
+        return True
+    dims = range(len(first.size))
+    seams = [dim for dim in dims if len({part.size[dim] for part in parts}) > 1] or [*dims]
+    whole = [*first.size]
+    if len(parts) > 1:
+        # Equal halves differ in no size: then any dimension may be the one in which they follow each other.
+        seam = next((dim for dim in seams if _follow(parts, dim)), None)
+        if seam is None:
+            return False
+        whole[seam] = sum(part.size[seam] for part in parts)
+    # All of the storage: from its first element, dense in some order of the dimensions.
+    expected = 1
+    for stride, size in sorted((first.stride[dim], whole[dim]) for dim in dims if whole[dim] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return min(part.offset for part in parts) == 0 and expected * first.dtype.itemsize == nbytes
+
+
+def _follow(parts: Sequence[Value], dim: int) -> bool:
+    """Whether each tensor begins where the one before it ends, and all other sizes agree."""
+    end = min(part.offset for part in parts)
+    for part in sorted(parts, key=lambda part: part.offset):
+        others = [size for other, size in enumerate(part.size) if other != dim]
+        if part.offset != end or others != [size for other, size in enumerate(parts[0].size) if other != dim]:
+            return False
+        end += part.size[dim] * part.stride[dim]
+    return True
+
+
+def has_sizes(call: Call) -> bool:
+    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own."""
+    if not any(True for _ in read_values(call)):
+        return any(output is not None and output.size for output in call.outputs)
+    sizes = _size_arguments(call.func)
+    given = [arg for position, arg in enumerate(call.args) if position in sizes]
+    given += [arg for key, arg in call.kwargs.items() if key in sizes]
+    return any(arg is not None and not (isinstance(arg, (list, tuple)) and not arg) for arg in given)
+
+
+@functools.cache
+def _size_arguments(func: OpOverload) -> frozenset[int | str]:
+    """Positions and names of the arguments that are sizes: the schema writes them as SymInt, dimensions as int."""
+    # In Python both are "int"; only the written schema tells them apart.
+    sizes = re.findall(r"SymInt\S* (\w+)", str(func._schema))
+    packet = func.overloadpacket.__name__
+    found: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in sizes and (packet, argument.name) not in _NO_SIZES:
+            found |= {position, argument.name}
+    return frozenset(found)
+
+
+def has_numbers(call: Call) -> bool:
+    """Whether a number, or a view that a number may have chosen, is among the arguments."""
+    for leaf in tree_leaves((call.args, call.kwargs)):
+        if type(leaf) in (int, float):
+            return True
+        if isinstance(leaf, Value) and math.prod(leaf.size) * leaf.dtype.itemsize != leaf.storage.nbytes:
+            return True
+    return False
