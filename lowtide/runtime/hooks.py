@@ -16,6 +16,7 @@ as plain autograd has them.
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +31,14 @@ from lowtide.catalog.trace import Recorder, is_plain, storage_keys
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
 from lowtide.planner.rules import Decision, Rules
+from lowtide.runtime.cells import KeptInCell, Made
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
 from lowtide.runtime.recompute import Call, Dropped, RegionRun, Rerun, RerunView, top_hooks, without_cache
 from lowtide.runtime.state import RandomState
 from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.swap import Mover
-from lowtide.runtime.tape import Site, Tape
+from lowtide.runtime.tape import Copy, Site, Tape
+from lowtide.runtime.weaver import Node, Weaver
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
@@ -62,6 +65,9 @@ class Entry:
     """The first tensor of a storage that counts as an activation; parameters, inputs and further views do not."""
     tier: str | None = None
     distance: int | None = None
+    leave: int | None = None
+    node: Node | None = None
+    """Of a solved plan: it is made by a recipe, or recipes start from it."""
 
 
 @dataclass(slots=True)
@@ -97,6 +103,10 @@ class Setting:
     seen_names: set[str] = field(default_factory=set)
     input_changers: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Recomputed modules that were seen to write into their inputs."""
+    nodes: dict[str, Node] | None = None
+    """What a solved plan says, by name; None where rules decide."""
+    unplanned: dict[str, int] = field(default_factory=dict)
+    """Bytes of the sites that a solved plan does not know, by name."""
 
 
 class Scope:
@@ -114,13 +124,19 @@ class Scope:
         self.position = 0
         self.num_missed = 0
         self._calls: dict[str, int] = {}
+        self._anchor_calls: dict[str, int] = {}
         self.recording: list[Entry] = []
         self.reruns: dict[int, tuple[StorageWeakRef, int, Rerun]] = {}
         # Sites saved by the operator that is being recorded now: its kernel has not been launched yet.
         self._pending: list[tuple[Site, str | None]] = []
         self._pending_sequence = -1
+        # Copies that must be gone when the forward reaches a sequence number, next one first.
+        self._deadlines: list[tuple[int, int, Copy]] = []
         self._recorded_keys: dict[int, StorageWeakRef] = {}
         self._parameter_keys: set[int] | None = None
+        self.weaver: Weaver | None = None
+        if setting.nodes is not None:
+            self.weaver = Weaver(setting.mover, setting.counters, self._miss)
         # One object, so that `is_innermost` can compare by identity.
         self.pack_hook = self.pack
 
@@ -181,8 +197,8 @@ class Scope:
         """The handle that autograd keeps instead of `tensor`."""
         position = self.position
         self.position = position + 1
-        if self._pending and torch.autograd._get_sequence_nr() != self._pending_sequence:
-            self._send_pending()
+        if self._pending or self._deadlines:
+            self._keep_time()
         table = self.table
         if table is None:
             with _disable_current_modes():
@@ -199,8 +215,10 @@ class Scope:
         return self._unplanned(tensor)
 
     def _carry_out(self, tensor: torch.Tensor, entry: Entry) -> Any:
+        if entry.node is not None:
+            return self._weave(tensor, entry, entry.node)
         if entry.fate is Fate.SWAP:
-            return self._swap(tensor, entry.tier, entry.distance)
+            return self._swap(tensor, entry.tier, entry.distance, entry.leave)
         if entry.fate is Fate.RECOMPUTE:
             return self._rerun(tensor)
         return self._keep(tensor) if entry.is_counted else self._plain(tensor)
@@ -211,9 +229,11 @@ class Scope:
     def _keep(self, tensor: torch.Tensor) -> Kept:
         nbytes = tensor.untyped_storage().nbytes()
         self.counters.kept_bytes += nbytes
+        if self.tape.has_distances:
+            return KeptSiteOnTape(tensor, nbytes, self.setting.ledger, self.mover, self.tape)
         return KeptSite(tensor, nbytes, self.setting.ledger)
 
-    def _swap(self, tensor: torch.Tensor, tier: str | None, distance: int | None) -> Any:
+    def _swap(self, tensor: torch.Tensor, tier: str | None, distance: int | None, leave: int | None = None) -> Any:
         storage = tensor.untyped_storage()
         if not self._is_movable(tensor, storage):
             return self._plain(tensor)
@@ -221,11 +241,22 @@ class Scope:
         site = self.mover.find(storage, tensor._version)
         if site is None:
             site = self.mover.enroll(self.tape, storage, tensor._version, distance)
+            if leave is not None:
+                site.copy.has_deadline = True
+                heapq.heappush(self._deadlines, (sequence + leave, site.index, site.copy))
             self._pending.append((site, tier))
             self._pending_sequence = sequence
         site.num_readers += 1
         site.last_use = sequence
         return Swapped(site, tensor)
+
+    def _keep_time(self) -> None:
+        """Send what was saved before this operator, and see that what must be gone by now is."""
+        sequence = torch.autograd._get_sequence_nr()
+        if self._pending and sequence != self._pending_sequence:
+            self._send_pending()
+        while self._deadlines and self._deadlines[0][0] <= sequence:
+            self.mover.land(heapq.heappop(self._deadlines)[2])
 
     def _send_pending(self) -> None:
         pending, self._pending = self._pending, []
@@ -254,6 +285,65 @@ class Scope:
             return None
         return found[2]
 
+    # -- recipes ---------------------------------------------------------------------------------------------------
+
+    def _weave(self, tensor: torch.Tensor, entry: Entry, node: Node) -> Any:
+        """A tensor of a node that has a recipe, or from which recipes start."""
+        weaver = self.weaver
+        assert weaver is not None
+        weaver.is_observing = self.table is None
+        if node.is_made:
+            cell = weaver.find(node, tensor)
+            if cell is None and entry.is_counted and self._is_movable(tensor, tensor.untyped_storage()):
+                cell = weaver.make(node, tensor)
+            if cell is None:
+                self._miss()
+                return self._keep(tensor) if entry.is_counted else self._plain(tensor)
+            cell.last_use = torch.autograd._get_sequence_nr()
+            return Made(cell, tensor, self.tape)
+        if entry.fate is Fate.SWAP:
+            handle = self._swap(tensor, entry.tier, entry.distance, entry.leave)
+            if isinstance(handle, Swapped):
+                weaver.swap(node, tensor, handle)
+            return handle
+        if not entry.is_counted or not is_plain(tensor):
+            return self._plain(tensor)
+        return KeptInCell(tensor, weaver.keep(node, tensor), self.mover, self.tape)
+
+    def count_call(self, module: str) -> int:
+        """How often a module with anchors has been called before in this forward."""
+        count = self._anchor_calls.get(module, 0)
+        self._anchor_calls[module] = count + 1
+        return count
+
+    def catch(self, node: Node, tensor: torch.Tensor | None) -> None:
+        """An anchor: a tensor that autograd does not save, and that a recipe will start from."""
+        if tensor is None or not is_plain(tensor) or not self._is_movable(tensor, tensor.untyped_storage()):
+            self._miss()
+            return
+        with _disable_current_modes() if self.recorder is not None else contextlib.nullcontext():
+            self._hold_anchor(node, tensor)
+
+    def _hold_anchor(self, node: Node, tensor: torch.Tensor) -> None:
+        weaver = self.weaver
+        assert weaver is not None
+        weaver.is_observing = self.recorder is not None
+        if self._pending or self._deadlines:
+            self._keep_time()
+        self.counters.anchor_bytes += tensor.untyped_storage().nbytes()
+        decision = node.decision
+        if node.is_made:
+            if weaver.make(node, tensor) is None:
+                self._miss()
+        elif decision.fate is Fate.SWAP:
+            tier = decision.tier.value if decision.tier else None
+            handle = self._swap(tensor, tier, decision.prefetch, decision.leave)
+            # Autograd does not read it; its readers are the recipes.
+            handle.site.num_readers -= 1
+            weaver.swap(node, tensor, handle)
+        else:
+            weaver.keep(node, tensor)
+
     # -- the first forward -----------------------------------------------------------------------------------------
 
     def _learn(self, tensor: torch.Tensor) -> Any:
@@ -271,14 +361,31 @@ class Scope:
         entry.is_counted = is_first
         entry.tier = decision.tier.value if decision.tier else None
         entry.distance = decision.prefetch
+        if self.setting.nodes is not None:
+            self._plan_entry(entry, name, storage.nbytes())
         if is_first:
             self._note_site(name, tensor, storage.nbytes(), decision, reason)
         return self._carry_out(tensor, entry)
+
+    def _plan_entry(self, entry: Entry, name: str, nbytes: int) -> None:
+        """What a solved plan says about a saved tensor beyond its fate."""
+        assert self.setting.nodes is not None
+        node = self.setting.nodes.get(name)
+        if node is None:
+            if entry.is_counted and name not in self.setting.unplanned:
+                self.setting.unplanned[name] = nbytes
+            return
+        node.was_seen = True
+        entry.leave = node.decision.leave
+        takes_part = node.is_made or (node.is_input and (entry.is_counted or entry.fate is Fate.SWAP))
+        entry.node = node if takes_part and entry.fate is node.decision.fate else None
 
     def _decide(self, name: str, tensor: torch.Tensor, nbytes: int) -> tuple[Decision, str]:
         if self._find_rerun(tensor) is not None:
             decision = self.setting.rules.decide(name)
             return Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=decision.reason), decision.reason
+        if self.setting.nodes is not None:
+            return self._decide_as_planned(self.setting.nodes.get(name), tensor)
         decision = self.setting.stay_rules.decide(name)
         if decision.fate is Fate.SWAP and nbytes < self.setting.min_bytes:
             reason = f"smaller than min_bytes; {decision.reason}"
@@ -287,6 +394,21 @@ class Scope:
             reason = f"not a plain tensor on {self.setting.device_type}; {decision.reason}"
             return Decision(fate=Fate.KEEP, prefetch=None, tier=None, reason=reason), reason
         return decision, decision.reason
+
+    def _decide_as_planned(self, node: Node | None, tensor: torch.Tensor) -> tuple[Decision, str]:
+        planned = node.decision if node is not None else None
+        if planned is None:
+            reason = "the plan does not know it"
+        elif planned.anchor is not None:
+            reason = "the plan took it for an anchor, but it is saved"
+        elif planned.fate is Fate.RECOMPUTE and planned.recipe is None:
+            reason = "to be recomputed with its layer, but saved outside of it"
+        elif planned.fate is Fate.SWAP and not self._is_movable(tensor, tensor.untyped_storage()):
+            reason = f"not a plain tensor on {self.setting.device_type}"
+        else:
+            fate, reason = planned.fate, planned.reason
+            return Decision(fate=fate, prefetch=planned.prefetch, tier=planned.tier, reason=reason), reason
+        return Decision(fate=Fate.KEEP, prefetch=None, tier=None, reason=reason), reason
 
     def _note_site(self, name: str, tensor: torch.Tensor, nbytes: int, decision: Decision, reason: str) -> None:
         assert self.region is not None
@@ -405,7 +527,14 @@ class Scope:
         """The forward is complete: send what is pending, forget outputs that nobody saved."""
         with _disable_current_modes():
             self._send_pending()
+            for _, _, copy in self._deadlines:
+                self.mover.land(copy)
+        self._deadlines.clear()
         self.reruns.clear()
+        if self.weaver is not None:
+            self.weaver.close()
+            self.tape.arrange()
+            self.weaver = None
         del self.pack_hook  # a bound method of its own owner: a cycle
         self.mover.end_of_pass(self.tape)
 
@@ -421,9 +550,22 @@ class KeptOnTape(Kept):
         self.tape = tape
 
     def open(self) -> torch.Tensor:
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            self.mover.advance(self.tape, node._sequence_nr())
+        self.mover.follow(self.tape)
+        return super().open()
+
+
+class KeptSiteOnTape(KeptSite):
+    """The first handle on a kept storage, which also tells the tape how far backward has come."""
+
+    __slots__ = ("mover", "tape")
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, ledger: Ledger, mover: Mover, tape: Tape) -> None:
+        super().__init__(tensor, nbytes, ledger)
+        self.mover = mover
+        self.tape = tape
+
+    def open(self) -> torch.Tensor:
+        self.mover.follow(self.tape)
         return super().open()
 
 

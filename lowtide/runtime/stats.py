@@ -17,13 +17,15 @@ class Stats:
     """Totals since `apply` or the last `reset_stats()`. Bytes are of unique storages, each counted once per graph."""
 
     saved_bytes: int
-    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed."""
+    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed, without anchors."""
     kept_bytes: int
     """Bytes that stayed on the device (by plan, by size, or because no tier had room)."""
     swapped_bytes: int
     """Bytes sent to a slower tier."""
     recomputed_bytes: int
     """Bytes dropped, to be made again in the backward pass."""
+    anchor_bytes: int
+    """Bytes held only because recipes start from them. They are among the kept, swapped or recomputed bytes, too."""
     copied_out_bytes: int
     """Bytes really copied away from the device."""
     copied_in_bytes: int
@@ -36,6 +38,8 @@ class Stats:
     """Time that compute waited for copies."""
     num_divergences: int
     """Saved tensors that were not the ones the plan had seen at that place."""
+    num_unplanned: int
+    """Sites that a solved plan does not know, in the forward passes that were observed. They are kept."""
     num_kept_for_lack_of_room: int
     """Sites that should have been swapped, but every tier was full or the write failed."""
     num_forwards: int
@@ -73,6 +77,7 @@ class Counters:
     """The tally behind `Stats`."""
 
     aliased_bytes: int = 0
+    anchor_bytes: int = 0
     copied_in_bytes: int = 0
     copied_out_bytes: int = 0
     kept_bytes: int = 0

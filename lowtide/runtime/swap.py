@@ -14,7 +14,8 @@ The rules (each was once somebody's wrong gradient):
 
 Bounds: bytes leaving and bytes fetched ahead of need are each held below a window, which follows the bytes that a
 pass really swaps (1/50 of them, and never less than two of the largest sites). When copies fall behind, compute
-waits: a stall, not an out-of-memory.
+waits: a stall, not an out-of-memory. A solved plan says of each copy when it must be gone and when its fetch starts;
+such copies are in no window.
 
 Cost: about 15 us of Python a site. Not covered: what to swap (planner), where host bytes live (engines).
 """
@@ -25,6 +26,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.variable import Variable
@@ -34,9 +36,16 @@ from lowtide.runtime.lock import Lock
 from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.tape import Copy, Site, Tape
 
+if TYPE_CHECKING:
+    from lowtide.runtime.cells import MadeCell
+
 _MIN_WINDOW_BYTES = 16 * 2**20
 _WINDOW_SHARE = 50
 _POLL_SECONDS = 1e-4
+
+
+def _windowed_bytes(copy: Copy) -> int:
+    return 0 if copy.has_deadline else copy.nbytes
 
 
 class Mover:
@@ -55,7 +64,7 @@ class Mover:
         self._ahead_bytes = 0
         self._arriving: deque[tuple] = deque()
         self._unfreed: deque[tuple] = deque()
-        self._open_sites: dict[int, weakref.WeakSet[Site]] = {}
+        self._open_sites: dict[int, weakref.WeakSet[Site | MadeCell]] = {}
         self._largest_bytes = 0
         self._pass_bytes = 0
         self._has_warned_full = False
@@ -98,6 +107,12 @@ class Mover:
             self._copy_out(copy)
             self.retire(self.window_bytes())
 
+    def land(self, copy: Copy) -> None:
+        """A copy whose deadline has come must be complete: compute waits for it if it is not."""
+        with self.lock:
+            while copy.is_leaving:
+                self._retire_first()
+
     def _allocate(self, nbytes: int, tier: str | None) -> Slot | None:
         tiers = self.engine.tiers
         start = tiers.index(tier) if tier in tiers else 0
@@ -130,7 +145,7 @@ class Mover:
         copy.event = engine.record(Lane.OUT)
         copy.is_leaving = True
         self._leaving.append(copy)
-        self._leaving_bytes += copy.nbytes
+        self._leaving_bytes += _windowed_bytes(copy)
 
     def window_bytes(self) -> int:
         """How many bytes may be leaving, and how many may be fetched ahead of need. Follows the last full pass."""
@@ -142,17 +157,17 @@ class Mover:
 
     def retire(self, limit_bytes: int) -> None:
         """Let go of sources whose copies are complete; while more than `limit_bytes` are leaving, compute waits."""
-        engine = self.engine
-        while self._leaving:
-            copy = self._leaving[0]
-            if not engine.query(copy.event):
-                if self._leaving_bytes <= limit_bytes:
-                    return
-                self.counters.stall_seconds += engine.wait(Lane.COMPUTE, copy.event)
-            self._leaving.popleft()
-            self._leaving_bytes -= copy.nbytes
-            copy.is_leaving = False
-            self._land(copy)
+        while self._leaving and (self._leaving_bytes > limit_bytes or self.engine.query(self._leaving[0].event)):
+            self._retire_first()
+
+    def _retire_first(self) -> None:
+        engine, copy = self.engine, self._leaving[0]
+        if not engine.query(copy.event):
+            self.counters.stall_seconds += engine.wait(Lane.COMPUTE, copy.event)
+        self._leaving.popleft()
+        self._leaving_bytes -= _windowed_bytes(copy)
+        copy.is_leaving = False
+        self._land(copy)
 
     def _land(self, copy: Copy) -> None:
         failure = self.engine.failure(copy.event)
@@ -197,7 +212,7 @@ class Mover:
             storage = self._storage(site)
             site.num_reads += 1
             if site.num_reads >= site.num_readers or site.task == -1:
-                self._release(site)
+                self.release(site)
             return storage
 
     def _enter_task(self, site: Site) -> None:
@@ -208,11 +223,21 @@ class Mover:
         if site.tape.task != task:
             site.tape.task = task
             site.tape.cursor = len(site.tape.sites)
+        self._watch(task)
+
+    def _watch(self, task: int) -> None:
+        """Have the engine of autograd say when this backward is over."""
         if task != -1 and task not in self._open_sites:
             # A backward that failed never said that it was over.
             self._open_sites = {known: sites for known, sites in self._open_sites.items() if sites}
             self._open_sites[task] = weakref.WeakSet()
             Variable._execution_engine.queue_callback(lambda: self.end_of_backward(task))
+
+    def note_made(self, cell: MadeCell, task: int) -> None:
+        """A cell holds what it made for this backward: at its end the cell is told to let go."""
+        with self.lock:
+            self._watch(task)
+            self._open_sites[task].add(cell)
 
     def _bring(self, site: Site) -> None:
         """See to it that the bytes are on the device, or on their way."""
@@ -254,7 +279,7 @@ class Mover:
         copy.is_needed_soon = True
         if copy.is_leaving and self.engine.cancel(copy.event):
             self._leaving.remove(copy)
-            self._leaving_bytes -= copy.nbytes
+            self._leaving_bytes -= _windowed_bytes(copy)
             copy.is_leaving = False
             self.engine.free(copy.slot)
             copy.slot = None
@@ -282,6 +307,9 @@ class Mover:
     def _fetch_ahead(self, site: Site) -> None:
         """Start fetching what backward will read next: the sites saved before this one, latest first."""
         tape = site.tape
+        if tape.is_timed:
+            self.follow(tape)
+            return
         tape.cursor = min(tape.cursor, site.index + 1)
         window = self.window_bytes()
         while tape.cursor > 0:
@@ -297,6 +325,18 @@ class Mover:
             return following.last_use >= site.last_use - following.distance
         return self._ahead_bytes + following.copy.nbytes <= window
 
+    def follow(self, tape: Tape) -> None:
+        """A saved tensor is being opened: backward has come as far as the operator that asks for it."""
+        node = torch._C._current_autograd_node() if tape.has_distances else None
+        if node is None:
+            return
+        sequence = node._sequence_nr()
+        is_due = tape.next_start is None or sequence <= tape.next_start
+        # Another backward starts from the end again.
+        if not is_due and tape.task == torch._C._current_graph_task_id():
+            return
+        self.advance(tape, sequence)
+
     def advance(self, tape: Tape, sequence: int) -> None:
         """Backward reached the op with this autograd sequence number: start fetches whose written distance says so."""
         with self.lock:
@@ -304,6 +344,9 @@ class Mover:
             if tape.task != task:
                 tape.task = task
                 tape.cursor = len(tape.sites)
+            if tape.is_timed:
+                self._advance_timed(tape, sequence)
+                return
             while tape.cursor > 0:
                 following = tape.sites[tape.cursor - 1]()
                 if following is not None:
@@ -311,6 +354,20 @@ class Mover:
                         return
                     self._start(following, tape)
                 tape.cursor -= 1
+
+    def _advance_timed(self, tape: Tape, sequence: int) -> None:
+        while tape.cursor > 0:
+            following = tape.sites[tape.cursor - 1]()
+            if following is not None:
+                if following.start_at < sequence:
+                    tape.next_start = following.start_at
+                    return
+                has_been_read = following.task == tape.task and following.num_reads > 0
+                # Its first reader is behind us: it has been read, or this backward goes around it.
+                if not has_been_read and following.last_use > sequence:
+                    self._start(following, tape)
+            tape.cursor -= 1
+        tape.next_start = -1
 
     def _start(self, site: Site, tape: Tape) -> None:
         if site.task != tape.task:
@@ -321,7 +378,7 @@ class Mover:
             self._ahead_bytes += site.copy.nbytes
         self._bring(site)
 
-    def _release(self, site: Site) -> None:
+    def release(self, site: Site) -> None:
         """The last reader of this backward has its tensor: the site lets go, the slower copy stays for another one."""
         if site.is_ahead:
             site.is_ahead = False
@@ -339,9 +396,8 @@ class Mover:
     def end_of_backward(self, task: int) -> None:
         """A backward is over: drop what it fetched and did not use."""
         with self.lock:
-            for site in list(self._open_sites.pop(task, ())):
-                if site.task == task:
-                    self._release(site)
+            for opened in list(self._open_sites.pop(task, ())):
+                opened.let_go(task)
             self._free_orphans()
 
     # -- giving back -----------------------------------------------------------------------------------------------
@@ -378,7 +434,8 @@ class Mover:
     def settle(self) -> None:
         """Wait for every copy and free what nobody owns. Blocks the host; used at remove and in tests."""
         with self.lock:
-            self.retire(0)
+            while self._leaving:
+                self._retire_first()
             self._free_orphans()
             while self._arriving:
                 self._block_until(self._arriving.popleft()[1])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Copy:
     """One site's bytes on a slower tier, and the source on the device while it is still there."""
 
-    __slots__ = ("event", "is_leaving", "is_needed_soon", "nbytes", "slot", "source")
+    __slots__ = ("event", "has_deadline", "is_leaving", "is_needed_soon", "nbytes", "slot", "source")
 
     def __init__(self, source: torch.UntypedStorage, nbytes: int) -> None:
         self.source: torch.UntypedStorage | None = source
@@ -32,6 +32,8 @@ class Copy:
         self.slot: Slot | None = None
         self.event: Event = None
         self.is_leaving = False
+        # A plan says when it must be gone: then no window of bytes has to.
+        self.has_deadline = False
         # Backward is about to read it: landing must not drop the source any more.
         self.is_needed_soon = False
 
@@ -53,6 +55,7 @@ class Site:
         "mover",
         "num_readers",
         "num_reads",
+        "start_at",
         "tape",
         "task",
         "version",
@@ -68,7 +71,9 @@ class Site:
         self.device = storage.device
         self.copy = Copy(storage, storage.nbytes())
         self.distance = distance
+        # Autograd's sequence number when it was last saved: one more than that of the operator that reads it first.
         self.last_use = 0
+        self.start_at = 0
         self.buffer: torch.UntypedStorage | None = None
         self.arrival: Event = None
         self.task: int | None = None
@@ -86,6 +91,11 @@ class Site:
         """The bytes on the device, safe to use on the current compute lane."""
         return self.mover.read(self)
 
+    def let_go(self, task: int) -> None:
+        """The backward `task` is over."""
+        if self.task == task:
+            self.mover.release(self)
+
     def __del__(self) -> None:
         # May run at any point, also while this thread holds the mover's lock: only leave a note.
         self.mover.orphans.append((self.copy, self.buffer, self.arrival, self.is_ahead))
@@ -94,9 +104,12 @@ class Site:
 
 
 class Tape:
-    """The sites of one forward pass in the order of saving. Holds them weakly: a dropped graph frees itself."""
+    """The sites of one forward pass in the order of saving. Holds them weakly: a dropped graph frees itself.
 
-    __slots__ = ("cursor", "has_distances", "sites", "swapped_bytes", "task")
+    A tape is *timed* once `arrange` found a distance on every site: then it is in the order in which fetches start.
+    """
+
+    __slots__ = ("cursor", "has_distances", "is_timed", "next_start", "sites", "swapped_bytes", "task")
 
     def __init__(self) -> None:
         self.sites: list[weakref.ref[Site]] = []
@@ -104,6 +117,9 @@ class Tape:
         self.task: int | None = None
         self.swapped_bytes = 0
         self.has_distances = False
+        self.is_timed = False
+        # Nothing is to be started before backward reaches this sequence number. None: not known.
+        self.next_start: int | None = None
 
     def append(self, site: Site) -> int:
         self.sites.append(weakref.ref(site))
@@ -111,3 +127,18 @@ class Tape:
         self.swapped_bytes += site.copy.nbytes
         self.has_distances |= site.distance is not None
         return len(self.sites) - 1
+
+    def arrange(self) -> None:
+        """The forward is over: bring the sites into the order in which backward starts their fetches, latest first."""
+        alive = [site for site in (reference() for reference in self.sites) if site is not None]
+        if not alive or any(site.distance is None for site in alive):
+            return
+        for site in alive:
+            assert site.distance is not None
+            site.start_at = site.last_use - 1 + site.distance
+        alive.sort(key=lambda site: site.start_at)
+        for index, site in enumerate(alive):
+            site.index = index
+        self.sites = [weakref.ref(site) for site in alive]
+        self.cursor = len(alive)
+        self.is_timed = True

@@ -13,6 +13,7 @@ Not covered: budgets and optimizer state (later issues of the same engine), comp
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import warnings
@@ -29,8 +30,9 @@ from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.config.native import MemoryConfig, load_memory
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
-from lowtide.planner.plan import Plan
+from lowtide.planner.plan import Plan, SiteDecision
 from lowtide.planner.rules import Rule, Rules, unmatched_error
+from lowtide.runtime.anchors import anchor_points
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.handle import open_handle
@@ -39,6 +41,10 @@ from lowtide.runtime.patch import ForwardPatch, patched_module
 from lowtide.runtime.recompute import is_checkpoint_hook, top_hooks
 from lowtide.runtime.stats import Counters, Ledger, Stats
 from lowtide.runtime.swap import Mover
+from lowtide.runtime.weaver import Node, nodes_of
+
+# A solved plan that misses more than this share of the saved bytes was made for something else.
+_UNPLANNED_SHARE = 0.01
 
 
 def apply(
@@ -92,7 +98,9 @@ class Tide:
             mover=self._mover,
             counters=self._counters,
             ledger=self._ledger,
+            nodes=nodes_of(plan, model) if plan.is_solved else None,
         )
+        self._has_checked_sites = not plan.is_solved
         self._local = threading.local()
         self._unchecked = _rules_about_ops(model, plan)
         self._stall_base_seconds = engine.stall_seconds()
@@ -103,8 +111,13 @@ class Tide:
 
     @property
     def plan(self) -> Plan:
-        """The plan, with the sites that the first forward showed."""
-        return self._plan.with_sites(self._setting.sites.values())
+        """The plan, with the sites that the first forward showed. A solved plan stays what it was; the bytes are those
+        that were seen, and what it did not know is at its end."""
+        seen = self._setting.sites
+        if not self._plan.is_solved:
+            return self._plan.with_sites(seen.values())
+        known = [_with_bytes_seen(site, seen.get(site.name)) for site in self._plan.sites]
+        return self._plan.with_sites([*known, *(seen[name] for name in self._setting.unplanned)])
 
     @property
     def stats(self) -> Stats:
@@ -114,16 +127,21 @@ class Tide:
         if peak_bytes is None:
             peak_bytes = self._model_state_bytes() + self._ledger.peak_bytes
         return Stats(
-            saved_bytes=counters.kept_bytes + counters.swapped_bytes + counters.recomputed_bytes,
+            saved_bytes=counters.kept_bytes
+            + counters.swapped_bytes
+            + counters.recomputed_bytes
+            - counters.anchor_bytes,
             kept_bytes=counters.kept_bytes,
             swapped_bytes=counters.swapped_bytes,
             recomputed_bytes=counters.recomputed_bytes,
+            anchor_bytes=counters.anchor_bytes,
             copied_out_bytes=counters.copied_out_bytes,
             copied_in_bytes=counters.copied_in_bytes,
             aliased_bytes=counters.aliased_bytes,
             peak_device_bytes=peak_bytes,
             stall_seconds=counters.stall_seconds + self.engine.stall_seconds() - self._stall_base_seconds,
             num_divergences=counters.num_divergences,
+            num_unplanned=len(self._setting.unplanned),
             num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
             num_forwards=counters.num_forwards,
             num_stepped_aside=counters.num_stepped_aside,
@@ -182,6 +200,9 @@ class Tide:
         modules = dict(self.model.named_modules())
         layers = self._plan.layers
         patches = []
+        # Innermost: an anchor of a layer, or of the model, is caught inside its region.
+        for points in anchor_points((self._setting.nodes or {}).values(), modules):
+            patches.append(ForwardPatch(modules[points.name], points.around(self._open)))
         for name in _recomputed_modules(modules, self._plan):
             patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))
         for name in layers:
@@ -189,6 +210,9 @@ class Tide:
         if "" not in layers:
             patches.append(ForwardPatch(self.model, self._around_region(self._region("", self.model))))
         return patches
+
+    def _open(self) -> Scope | None:
+        return getattr(self._local, "scope", None)
 
     def _region(self, name: str, module: nn.Module) -> Region:
         rules = self._plan.rules
@@ -244,6 +268,9 @@ class Tide:
         self._counters.num_forwards += 1
         if self._unchecked and region.tables:
             self._check_ops(is_whole=region.name == "")
+        if not self._has_checked_sites and region.name == "" and region.tables:
+            self._has_checked_sites = True
+            _warn_about_other_sites(self._setting)
         return output
 
     def _check_ops(self, is_whole: bool) -> None:
@@ -425,6 +452,45 @@ def _warn_about_tiers(plan: Plan, engine: Engine) -> None:
                 f"'{engine.tiers[0]}'.",
                 stacklevel=4,
             )
+
+
+def _with_bytes_seen(site: SiteDecision, seen: SiteDecision | None) -> SiteDecision:
+    return site if seen is None else dataclasses.replace(site, nbytes=seen.nbytes, dtype=seen.dtype)
+
+
+def _warn_about_other_sites(setting: Setting) -> None:
+    """After the first forward under a solved plan: was it the forward that the plan was made for?"""
+    assert setting.nodes is not None
+    planned = [node for node in setting.nodes.values() if node.decision.fate is not Fate.KEEP]
+    absent = [node.name for node in planned if not node.was_seen and _must_appear(node)]
+    wrong = [node.name for node in planned if node.has_failed]
+    saved_bytes = sum(site.nbytes for site in setting.sites.values())
+    unplanned_bytes = sum(setting.unplanned.values())
+    parts = []
+    if unplanned_bytes > _UNPLANNED_SHARE * saved_bytes:
+        largest = sorted(setting.unplanned, key=lambda name: -setting.unplanned[name])
+        share = 100 * unplanned_bytes / saved_bytes
+        parts.append(f"{share:.0f} % of what it saved is not in the plan and is kept ({_some(largest)})")
+    if absent:
+        parts.append(f"it did not save what the plan wants swapped or recomputed ({_some(absent)})")
+    if wrong:
+        parts.append(f"recipes of the plan gave other values, and their sites are kept ({_some(wrong)})")
+    if parts:
+        warnings.warn(
+            f"lowtide: the first forward was not the one that the plan was made for: {'; '.join(parts)}. Memory may "
+            "differ from what was predicted; plan again for this model and batch.",
+            stacklevel=4,
+        )
+
+
+def _must_appear(node: Node) -> bool:
+    # Without a recipe it goes with its layer, in which nothing is saved.
+    return node.decision.fate is Fate.SWAP or node.is_made
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def _foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
