@@ -55,6 +55,17 @@ def _updates_statistics(call: Call) -> bool:
     return packet_name(call) in _BATCH_NORMS and bool(call.args[_TRAINING])
 
 
+def is_random(call: Call) -> bool:
+    """Whether the call drew random numbers. Attention kernels are marked as random; without dropout they are not."""
+    if not call.is_random or not isinstance(call.func, OpOverload):
+        return call.is_random
+    for position, argument in enumerate(call.func._schema.arguments):
+        if argument.name == "dropout_p":
+            default = call.kwargs.get("dropout_p", argument.default_value)
+            return bool(call.args[position] if position < len(call.args) else default)
+    return True
+
+
 def written_values(call: Call) -> list[Value]:
     """The tensors that the operator writes into in place."""
     if _updates_statistics(call):
@@ -77,7 +88,7 @@ def is_empty(storage: Storage) -> bool:
 
 def overwrites(call: Call, value: Value) -> bool:
     """Whether a call writes all of a tensor without reading it."""
-    return (packet_name(call) in _OVERWRITES or call.is_random) and bool(call.args) and call.args[0] is value
+    return (packet_name(call) in _OVERWRITES or is_random(call)) and bool(call.args) and call.args[0] is value
 
 
 def filled_version(storage: Storage, writers: Sequence[tuple[Call, Value]]) -> int | None:

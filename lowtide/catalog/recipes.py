@@ -38,6 +38,7 @@ from lowtide.catalog.operators import (
     has_numbers,
     has_sizes,
     is_empty,
+    is_random,
     overwrites,
     packet_name,
     pure_args,
@@ -203,28 +204,28 @@ class _Builder:
             if len(self.calls) > MAX_STEPS:
                 raise _NoRecipeError("too long")
             for value in read_values(call):
+                if self._start(value) is not None:
+                    continue
+                if not self.graph.is_filled(value.storage, value.version) and not overwrites(call, value):
+                    raise _NoRecipeError("uninitialised")
                 key = (value.storage.index, value.version)
-                if self._start(value) is None and key not in seen:
+                if key not in seen:
                     seen.add(key)
                     needed.append((value.storage, value.version))
 
     def _check(self, call: Call) -> None:
-        if call.is_random:
+        if is_random(call):
             raise _NoRecipeError("random")
         if call.is_collective:
             raise _NoRecipeError("collective")
         if not isinstance(call.func, OpOverload):
             raise _NoRecipeError("unknown producer")
-        inputs = list(read_values(call))
-        for value in (*inputs, *(output for output in call.outputs if output is not None)):
+        for value in (*read_values(call), *(output for output in call.outputs if output is not None)):
             if not value.is_plain:
                 raise _NoRecipeError("not a plain tensor")
             if self.device not in (None, value.device):
                 raise _NoRecipeError("two devices")
             self.device = value.device
-        for value in inputs:
-            if not self.graph.is_filled(value.storage, value.version) and not overwrites(call, value):
-                raise _NoRecipeError("uninitialised")
 
     def _start(self, value: Value) -> RecipeInput | None:
         """The input of the recipe that this value is, or None if it must be made."""
