@@ -31,6 +31,8 @@ class Command:
 
 
 COMMANDS = {
+    "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
+    "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
     "train": Command(module="lowtide.cli.train", help="train a model as a run file says"),
 }
 

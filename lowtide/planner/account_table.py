@@ -48,7 +48,7 @@ def account_lines(account: Sequence[AccountLine]) -> list[str]:
 
 def percent(share: float) -> str:
     """`4.2 %`."""
-    return f"{100 * share:.1f} %"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # + 0.0: no `-0.0 %`
 
 
 def _size(num_bytes: int) -> str:

@@ -119,8 +119,8 @@ def _unobserved_lines(plan: Plan) -> list[str]:
         decision = plan.rules.decide(layer, is_site=False)
         keys.append((decision.fate.value, decision.reason if decision.rule else "no rule names the whole layer"))
     cells = [("layers", "fate", "why")]
-    for first, last in _runs(plan.layers, keys):
-        cells.append((_layers_label(plan.layers, first, last), *keys[first]))
+    for first, last in runs(plan.layers, keys):
+        cells.append((layers_label(plan.layers, first, last), *keys[first]))
     return align(cells, numeric=())
 
 
@@ -130,9 +130,9 @@ def _site_rows(plan: Plan, make_row: Callable[[str, int, Sequence[SiteDecision]]
         by_layer.setdefault(site.layer if site.layer in by_layer else None, []).append(site)
     keys = [_signature(layer, by_layer[layer]) for layer in plan.layers]
     rows = []
-    for first, last in _runs(plan.layers, keys):
+    for first, last in runs(plan.layers, keys):
         sites = [site for layer in plan.layers[first : last + 1] for site in by_layer[layer]]
-        rows.append(make_row(_layers_label(plan.layers, first, last), last - first + 1, sites))
+        rows.append(make_row(layers_label(plan.layers, first, last), last - first + 1, sites))
     if by_layer.get(None):
         rows.append(make_row(_OUTSIDE, 1, by_layer[None]))
     return rows
@@ -180,7 +180,8 @@ def _solved_reasons(sites: Sequence[SiteDecision]) -> list[str]:
         if reason not in (_FITS, _TOO_SMALL):
             names = _names_by_bytes([site for site in kept if site.reason == reason])
             texts.append(f"kept, {reason}: {first_few(names, 2)}")
-    return texts or list(dict.fromkeys(site.reason for site in kept))
+    reasons = dict.fromkeys(site.reason for site in kept)
+    return texts or ([_FITS] if _FITS in reasons else list(reasons))
 
 
 def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
@@ -222,7 +223,7 @@ def _size(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
 
 
-def _runs(layers: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[int, int]]:
+def runs(layers: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[int, int]]:
     """Inclusive index ranges of neighbours with equal keys and names that count up: `h.3`, `h.4`."""
     runs: list[tuple[int, int]] = []
     for index, key in enumerate(keys):
@@ -238,7 +239,8 @@ def _follows(before: str, after: str) -> bool:
     return number.isdecimal() and before == f"{stem}.{int(number) - 1}"
 
 
-def _layers_label(layers: Sequence[str], first: int, last: int) -> str:
+def layers_label(layers: Sequence[str], first: int, last: int) -> str:
+    """`layers 2-5`, or with its stem where there are several kinds."""
     stem, _, number = layers[first].rpartition(".")
     if not number.isdecimal():
         return layers[first]

@@ -18,11 +18,12 @@ the plan corrected, on the host it must fit beside the budget.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -186,6 +187,17 @@ class AutoTide:
         """What happened under the plan in force; None before the first step."""
         return self._tide.stats if self._tide is not None else None
 
+    @property
+    def num_corrections(self) -> int:
+        """How often a plan was made again because a step was not as predicted."""
+        return sum(event.why not in ("first step", "new shape", "known shape") for event in self.events)
+
+    def reset_stats(self) -> None:
+        """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
+        if self._tide is not None and self._current is not None:
+            self._review(self._current)
+            self._tide.reset_stats()
+
     def remove(self) -> None:
         """Restore the model exactly. Idempotent."""
         if self._is_removed:
@@ -226,12 +238,13 @@ class AutoTide:
         why = "new shape" if self._shapes else "first step"
         self._say(f"lowtide: observing one step ({why})")
         self._take_off()
-        profile = observe(
-            self.model,
-            lambda: self.model(*args, **kwargs),
-            needs_scalar=False,
-            optimizer=self._optimizer,
-        )
+        with _autocast_cache_left_alone():
+            profile = observe(
+                self.model,
+                lambda: self.model(*args, **kwargs),
+                needs_scalar=False,
+                optimizer=self._optimizer,
+            )
         if self._link is None:
             self._link = self._measure_link()
         plan = self._make_plan(profile, self._budget_bytes)
@@ -350,6 +363,17 @@ class AutoTide:
         shape.unforeseen_bytes = self._budget_bytes - target
         shape.plan = self._make_plan(shape.profile, target)
         self._use(self._current, why="out of memory", seconds=time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _autocast_cache_left_alone() -> Iterator[None]:
+    """Casts of weights that the observed step made would serve the real one, which then would not make its own."""
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
 
 
 def _say_nothing(line: str) -> None:

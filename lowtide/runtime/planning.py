@@ -44,7 +44,11 @@ def plan_model(
 
 def hardware_of(model: nn.Module) -> str:
     """The name of the hardware file for the device that the model is on. Raises ConfigError for one without a file."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return hardware_of_device(next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
+
+
+def hardware_of_device(device: torch.device) -> str:
+    """The name of the hardware file for a device. Raises ConfigError for one without a file."""
     if device.type in ("cpu", "meta"):
         return "cpu"
     full_name = torch.get_device_module(device.type).get_device_name(device)

@@ -23,7 +23,7 @@ import torch
 
 from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
-from lowtide.train.progress import MetricsFile, Progress, StepRecord, open_progress, resident_bytes
+from lowtide.train.progress import MetricsFile, PlanRecord, Progress, StepRecord, open_progress, resident_bytes
 from lowtide.train.ranks import Ranks, choose_device
 from lowtide.train.stop import StopRequest
 from lowtide.train.trainer import Trainer
@@ -50,6 +50,8 @@ class Summary:
     """The newest one."""
     text_sha256: str
     output_dir: str
+    plan: PlanRecord | None
+    """Of the last step. Null without a budget."""
 
 
 def train(
@@ -97,6 +99,7 @@ def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord]
         ) as progress,
     ):
         _say_start(progress, trainer)
+        trainer.say = progress.say
         while trainer.step < settings.steps and asked is None:
             ranks.step = trainer.step + 1
             record, asked = trainer.take_step(stop)
@@ -125,6 +128,7 @@ def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord]
         checkpoint=str(newest) if newest else None,
         text_sha256=trainer.corpus.sha256,
         output_dir=str(run.output_dir),
+        plan=totals.plan,
     )
 
 
@@ -133,12 +137,14 @@ class _Totals:
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
+        self.plan: PlanRecord | None = None
         self._num_steps = 0
         self._num_tokens = 0
         self._seconds = 0.0
 
     def add(self, record: StepRecord, *, num_tokens: int) -> None:
         self._num_steps += 1
+        self.plan = record.plan
         if self._num_steps > 1:
             self._num_tokens += num_tokens
             self._seconds += record.step_seconds

@@ -22,6 +22,20 @@ from lowtide.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """The plan of a budget, and what it promised for one micro-batch."""
+
+    digest: str
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    measured_seconds: float
+    """Forward and backward, mean over the micro-batches of the step; the first step also observes and plans."""
+    predicted_stall_seconds: float
+    num_corrections: int
+    """How often the plan was made again because a step was not as predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One line of metrics.jsonl. Numbers of bytes and seconds are rank 0's; tokens and loss are of all ranks."""
 
@@ -42,6 +56,8 @@ class StepRecord:
     """Of the process, since it began."""
     tide: Mapping[str, float] | None
     """What lowtide did in this step: `tide.stats`. Null without a `memory` section."""
+    plan: PlanRecord | None = None
+    """Null without a budget."""
 
     @property
     def stall_seconds(self) -> float:

@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,12 @@ from lowtide.config.run import RunConfig, TrainConfig
 from lowtide.train import checkpoint
 from lowtide.train.data import Sampler, mix, open_text
 from lowtide.train.model import build_model
-from lowtide.train.progress import StepRecord, resident_bytes
+from lowtide.train.progress import PlanRecord, StepRecord, resident_bytes
 from lowtide.train.ranks import Ranks
 from lowtide.train.stop import StopRequest, TrainingError
 
 if TYPE_CHECKING:
+    from lowtide.runtime.adapt import AutoTide
     from lowtide.runtime.tide import Tide
 
 
@@ -53,22 +55,33 @@ class Trainer:
             num_ranks=ranks.num_ranks,
         )
         self.model = build_model(run).to(device)
-        self.optimizer = _make_optimizer(self.model, run.train)
+        self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
         saved = self._load(self.resumed_from) if self.resumed_from else None
         self.step = saved.step if saved else 0
         """Optimizer steps done."""
-        self.tide: Tide | None = None
-        if run.memory is not None:
-            memory: Any = run.memory
-            engine: Any = run.train.engine
-            self.tide = lowtide.apply(self.model, memory, optimizer=self.optimizer, engine=engine)
+        self.say: Callable[[str], None] = _say_nothing
+        """Hears what the autopilot decides."""
+        self.tide = self._take_up_memory()
         self._forward: torch.nn.Module = self.model if ranks.is_alone else DistributedDataParallel(self.model)
         # last, because everything above may draw
         if saved:
             checkpoint.set_random_state(saved.random, device)
         else:
             _seed(mix(run.train.seed, ranks.rank))
+
+    def _take_up_memory(self) -> Tide | AutoTide | None:
+        """Rules are followed as written; a budget is planned for in the first step."""
+        memory = self.run.memory
+        if memory is None:
+            return None
+        how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
+        if memory.budget is None:
+            return lowtide.apply(self.model, memory, **how)
+        return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)
+
+    def _tell(self, line: str) -> None:
+        self.say(line)  # whoever listens now; nobody did when the autopilot was made
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,7 +97,9 @@ class Trainer:
         learning_rate = learning_rate_at(self.step, self.run.train)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss, asked = self._agree(self._accumulate_gradients(), stop)
+        own_loss = self._accumulate_gradients()
+        pass_seconds = (time.perf_counter() - start) / self.run.train.grad_accumulation
+        loss, asked = self._agree(own_loss, stop)
         grad_norm = self._clip()
         self._check_finite(loss, grad_norm)
         self.optimizer.step()
@@ -104,8 +119,22 @@ class Trainer:
             resident_bytes=resident,
             peak_resident_bytes=peak_resident,
             tide=dataclasses.asdict(stats) if stats else None,
+            plan=self._plan_record(pass_seconds),
         )
         return record, asked
+
+    def _plan_record(self, pass_seconds: float) -> PlanRecord | None:
+        plan = self.tide.plan if self.tide is not None else None
+        if plan is None or plan.predicted is None:
+            return None
+        return PlanRecord(
+            digest=plan.digest(),
+            predicted_peak_bytes=plan.predicted.peak_bytes,
+            predicted_seconds=plan.predicted.step_seconds,
+            measured_seconds=pass_seconds,
+            predicted_stall_seconds=plan.predicted.stall_seconds,
+            num_corrections=getattr(self.tide, "num_corrections", 0),
+        )
 
     def save(self) -> Path:
         return checkpoint.save(
@@ -203,7 +232,7 @@ def learning_rate_at(step: int, settings: TrainConfig) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def _make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices, not norms and biases."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -218,6 +247,10 @@ def _make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.opti
         return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
     except RuntimeError:  # this device has no fused kernel
         return torch.optim.AdamW(groups, lr=settings.learning_rate)
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 def _seed(seed: int) -> None:

@@ -1,0 +1,185 @@
+"""`lowtide plan RUN.yaml`: the fastest plan within a budget, without a device, without weights, without a step.
+
+The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
+plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
+mistake in the settings and for a budget that no plan fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.waiting import Waiting
+from lowtide.config.native import MemoryConfig
+from lowtide.config.run import RunConfig, load_run
+from lowtide.errors import ConfigError
+from lowtide.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.catalog.site import Profile
+    from lowtide.planner.curve import Curve
+    from lowtide.planner.ladder import Rung
+    from lowtide.planner.plan import Plan
+    from lowtide.timeline.step import Link
+
+_MAX_CURVE_POINTS = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
+    parser.add_argument("--budget", metavar="SIZE", help="peak bytes of the device, instead of memory.budget: 20GiB")
+    parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
+    parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
+    parser.add_argument("--curve", action="store_true", help="draw the memory of the step over its time")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a plan. Raises `ConfigError` for mistakes, `BudgetError` when no plan fits."""
+    settings = load_run(args.run)
+    memory = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
+    with Waiting() as waiting, _stdout_kept_clean():
+        waiting.say("starting")
+        profile, link = _profile_and_link(settings, args, waiting)
+        from lowtide.planner.autoplan import plan_profile
+        from lowtide.planner.curve import memory_curve
+        from lowtide.planner.ladder import ladder
+
+        waiting.say("planning")
+        # From the second micro-batch of a step on, gradients are there from the start.
+        kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
+        plan = plan_profile(profile, memory, **kind, progress=lambda text: waiting.say(f"planning: {text}"))
+        rungs = ladder(plan, profile, memory, **kind, progress=waiting.say)
+        curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
+    if args.out is not None:
+        write(args.out, plan.to_json())
+    print(_document(plan, profile, rungs, curve) if args.json else "\n".join(_lines(plan, profile, rungs, curve)))
+    return 0
+
+
+def memory_with(
+    settings: RunConfig, path: str | os.PathLike[str], *, budget: str | None, host_budget: str | None
+) -> MemoryConfig:
+    """The `memory` section, with the sizes of the command line written over its own. Refuses to go without a budget."""
+    memory = settings.memory or MemoryConfig()
+    changes: dict[str, Any] = {
+        key: _size(f"--{key.replace('_', '-')}", text)
+        for key, text in (("budget", budget), ("host_budget", host_budget))
+        if text is not None
+    }
+    if changes.get("budget") == 0:
+        raise ConfigError("--budget: must be more than 0 bytes; write e.g. --budget 20GiB")
+    memory = dataclasses.replace(memory, **changes)
+    if memory.budget is None:
+        raise ConfigError(
+            f"{os.fspath(path)}: there is no budget to plan for; write --budget 20GiB, or 'budget: 20GiB' in the "
+            "section 'memory'"
+        )
+    return memory
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file that the command line names."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Waiting) -> tuple[Profile, Link]:
+    from lowtide.catalog.site import Profile
+    from lowtide.timeline.hardware import load_hardware
+
+    hardware = load_hardware(args.hardware) if args.hardware is not None else None
+    if args.profile is None:
+        waiting.say("loading torch")
+        from lowtide.train.profiling import hardware_of_run, trace_run
+
+        device = hardware or hardware_of_run(settings)
+        return trace_run(settings, device, say=waiting.say), device.link
+    try:
+        text = args.profile.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--profile: {args.profile} cannot be read: {error.strerror}") from None
+    profile = Profile.from_json(text)
+    if hardware is not None:
+        return profile, hardware.link
+    if profile.is_fake:
+        return profile, load_hardware(profile.device).link
+    waiting.say("measuring the link")
+    from lowtide.train.profiling import link_of_device
+
+    return profile, link_of_device(settings, profile.device)
+
+
+@contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Solvers written in C++ print to file descriptor 1 now and then; that goes to stderr."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # closed: nothing can be printed to it anyway
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------
+
+
+def _lines(plan: Plan, profile: Profile, rungs: tuple[Rung, ...], curve: Curve | None) -> list[str]:
+    from lowtide.planner.curve import curve_lines
+    from lowtide.planner.ladder import ladder_lines
+
+    lines = [f"{profile.model}, one step of {profile.batch}", str(plan)]
+    if profile.hidden:
+        hidden_bytes = sum(entry.nbytes for entry in profile.hidden)
+        lines += [
+            "",
+            f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
+        ]
+        lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
+    lines += ["", "what other budgets would give", *ladder_lines(rungs)]
+    if curve is not None:
+        lines += ["", *curve_lines(curve)]
+    return lines
+
+
+def _document(plan: Plan, profile: Profile, rungs: tuple[Rung, ...], curve: Curve | None) -> str:
+    assert curve is not None
+    document: dict[str, Any] = {
+        "model": profile.model,
+        "batch": profile.batch,
+        "device": profile.device,
+        "is_fake": profile.is_fake,
+        "plan": json.loads(plan.to_json()),
+        "budgets": [
+            {"budget_bytes": rung.budget_bytes, "is_asked": rung.is_asked, **dataclasses.asdict(rung.predicted)}
+            for rung in rungs
+        ],
+        "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
+        "curve": curve.thinned(_MAX_CURVE_POINTS),
+    }
+    return json.dumps(document)

@@ -1,0 +1,118 @@
+"""`lowtide profile RUN.yaml`: look at one training step of a run, and save what was seen for `lowtide plan --profile`.
+
+A real step runs on the device of the run, with one micro-batch of its text; with `--fake` nothing runs, and times are a
+roofline's. stdout has a short table, or nothing but the profile with `--json`. Exit status: 0, or 2 for a mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.cli.plan import write
+from lowtide.cli.waiting import Waiting
+from lowtide.config.run import load_run
+from lowtide.errors import ConfigError
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.catalog.site import Profile
+
+_NUM_TOP_SITES = 8
+_OUTSIDE = "outside layers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
+    parser.add_argument("--fake", action="store_true", help="trace with fake tensors: no weights, no device")
+    parser.add_argument("--hardware", metavar="NAME", help="with --fake: whose roofline gives the times")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="save the profile there")
+    parser.add_argument("--json", action="store_true", help="print the profile instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints, and saves, a profile. Raises `ConfigError` for mistakes."""
+    if args.hardware is not None and not args.fake:
+        raise ConfigError("--hardware: a real step runs on the device of the run; add --fake, or leave it out")
+    settings = load_run(args.run)
+    with Waiting() as waiting:
+        waiting.say("loading torch")
+        from lowtide.timeline.hardware import load_hardware
+        from lowtide.train.profiling import hardware_of_run, observe_run, trace_run
+
+        if args.fake:
+            hardware = hardware_of_run(settings) if args.hardware is None else load_hardware(args.hardware)
+            profile = trace_run(settings, hardware, say=waiting.say)
+        else:
+            profile = observe_run(settings, say=waiting.say)
+    text = profile.to_json()
+    if args.out is not None:
+        write(args.out, text)
+    print(text if args.json else "\n".join(profile_lines(profile)), end="" if args.json else "\n")
+    return 0
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """Layers, and the largest sites."""
+    from lowtide.planner.text import align
+
+    sites = profile.sites
+    how = f"traced, times by roofline of {profile.device}" if profile.is_fake else f"observed on {profile.device}"
+    lines = [
+        f"{profile.model}, one step of {profile.batch}: {how}",
+        f"{len(profile.op_names)} operators in {format_seconds(sum(profile.op_seconds))}; {len(sites)} sites save "
+        f"{format_bytes(profile.saved_bytes)}",
+        "",
+        *align(_layer_cells(profile), numeric=(1, 2, 3, 4, 5)),
+        "",
+    ]
+    cells = [("largest sites", "", "made by", "recipe")]
+    for site in sorted(sites, key=lambda site: -site.nbytes)[:_NUM_TOP_SITES]:
+        recipe = f"no: {site.why_no_recipe}" if site.recipe is None else format_seconds(site.recipe.seconds)
+        cells.append((site.name, format_bytes(site.nbytes), site.op, recipe))
+    lines += align(cells, numeric=(1,))
+    if profile.hidden:
+        lines += ["", "kept by custom functions, out of reach of any plan:"]
+        lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
+    return lines
+
+
+def _layer_cells(profile: Profile) -> list[tuple[str, ...]]:
+    from lowtide.planner.table import layers_label, runs
+
+    num_ops, seconds = _by_layer(profile)
+    cells: list[tuple[str, ...]] = [("", "operators", "forward", "backward", "saved", "with a recipe")]
+    groups = [
+        (layers_label(profile.layers, first, last), profile.layers[first : last + 1])
+        for first, last in runs(profile.layers, profile.signatures)
+    ]
+    for label, layers in (*groups, (_OUTSIDE, (None,))):
+        sites = [site for site in profile.sites if site.layer in layers]
+        cells.append(
+            (
+                label,
+                str(sum(num_ops.get(layer, 0) for layer in layers)),
+                format_seconds(sum(seconds.get((layer, False), 0.0) for layer in layers)),
+                format_seconds(sum(seconds.get((layer, True), 0.0) for layer in layers)),
+                format_bytes(sum(site.nbytes for site in sites)),
+                format_bytes(sum(site.nbytes for site in sites if site.recipe is not None)),
+            )
+        )
+    return cells
+
+
+def _by_layer(profile: Profile) -> tuple[dict[str | None, int], dict[tuple[str | None, bool], float]]:
+    num_ops: dict[str | None, int] = {}
+    seconds: dict[tuple[str | None, bool], float] = {}
+    for index, (name, taken) in enumerate(zip(profile.op_names, profile.op_seconds, strict=True)):
+        layer = _layer_of(name, profile.layers)
+        key = (layer, index >= profile.num_forward_ops)
+        num_ops[layer] = num_ops.get(layer, 0) + 1
+        seconds[key] = seconds.get(key, 0.0) + taken
+    return num_ops, seconds
+
+
+def _layer_of(name: str, layers: Sequence[str]) -> str | None:
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)

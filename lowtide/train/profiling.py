@@ -1,0 +1,103 @@
+"""One step of a run file, looked at instead of trained: with fake tensors, or for real on the run's own device.
+
+What: `trace_run` needs no weights, no device and no text; `observe_run` builds the model, takes one micro-batch of the
+text through it, and changes nothing. Both see the step as the trainer takes it: its precision, its optimizer's state.
+Cost: `trace_run` a second or two; `observe_run` a few plain steps, and the weights.
+Not covered: several ranks; every rank's step is the same but for what gradients' exchange takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.catalog.observe import observe
+from lowtide.catalog.site import Profile
+from lowtide.config.run import RunConfig
+from lowtide.errors import ConfigError
+from lowtide.timeline.hardware import Hardware, load_hardware
+from lowtide.timeline.step import Link
+from lowtide.train.data import Sampler, open_text
+from lowtide.train.model import build_model
+from lowtide.train.ranks import choose_device
+from lowtide.train.trainer import make_optimizer
+
+Say = Callable[[str], None]
+
+
+def device_of_run(run: RunConfig) -> torch.device:
+    """Where the run would train. Raises ConfigError for a device that is not there."""
+    try:
+        return choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    except ConfigError as error:
+        run.fail("train.device", f"'train.device': {error}")
+
+
+def hardware_of_run(run: RunConfig) -> Hardware:
+    """What is known about that device."""
+    from lowtide.runtime.planning import hardware_of_device
+
+    return load_hardware(hardware_of_device(device_of_run(run)))
+
+
+def observe_run(run: RunConfig, *, say: Say) -> Profile:
+    """A real step on the device of the run. Raises ConfigError for mistakes that show only there."""
+    device = device_of_run(run)
+    if run.train.threads is not None:
+        torch.set_num_threads(run.train.threads)
+    say("building the model")
+    model = build_model(run).to(device)
+    optimizer = make_optimizer(model, run.train)
+    say("reading the text")
+    sampler = Sampler(
+        open_text(run),
+        sequence_length=run.data.sequence_length,
+        batch_size=run.train.batch_size,
+        seed=run.train.seed,
+        rank=0,
+        num_ranks=1,
+    )
+    tokens = sampler.next_batch().to(device)
+    say("observing one step")
+    return observe(model, batch_of(run, model, tokens, device), optimizer=optimizer)
+
+
+def batch_of(run: RunConfig, model: torch.nn.Module, tokens: torch.Tensor, device: torch.device) -> Any:
+    """The micro-batch as the trainer gives it to the model; under autocast a function, which the backward is not in."""
+    if run.train.precision != "bf16_autocast":
+        return {"input_ids": tokens, "labels": tokens}
+
+    def forward() -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return model(input_ids=tokens, labels=tokens)
+
+    return forward
+
+
+def link_of_device(run: RunConfig, device_type: str) -> Link:
+    """The link of a device of this machine, measured or as it was measured before."""
+    from lowtide.catalog.links import cache_path, measure_link
+    from lowtide.config.native import MemoryConfig
+    from lowtide.planner.plan import Plan
+    from lowtide.runtime.engines.choose import choose_engine
+
+    device = device_of_run(run)
+    if device.type != device_type:
+        raise ConfigError(
+            f"--profile: it was observed on {device_type}, and this run trains on {device.type}; say which device to "
+            "plan for with --hardware"
+        )
+    memory = run.memory or MemoryConfig()
+    place = torch.nn.Linear(1, 1, device=device)
+    engine = choose_engine(run.train.engine, place, Plan.from_rules(memory, ()))
+    with contextlib.closing(engine):
+        return measure_link(engine, device, place=str(memory.disk_path or ""), cache=cache_path())
+
+
+def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
+    """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
+    raise NotImplementedError
