@@ -7,8 +7,8 @@ anything that is to be made from it.
 
 Why not module hooks: see runtime/patch.py. Also, a copy of the model would take the hooks along.
 
-Cost: 5 us a call of a module with anchors. Not covered: anchors inside someone else's checkpoint region, and tensors
-inside objects that `torch.utils._pytree` does not know.
+Cost: 5 us a call of a module with anchors. Not covered: tensors inside objects that `torch.utils._pytree` does not
+know.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ class AnchorPoints:
             if scope is None:
                 return forward(*args, **kwargs)
             call = scope.count_call(self.name)
-            is_open = torch.is_grad_enabled() and scope.is_innermost()
-            if is_open and self._has_inputs:
+            # Also without gradients, and inside someone else's checkpoint region: recipes only want the bytes.
+            if self._has_inputs:
                 self._catch(scope, "input", call, (args, kwargs))
             output = forward(*args, **kwargs)
-            if is_open:
-                self._catch(scope, "output", call, output)
+            self._catch(scope, "output", call, output)
             return output
 
         return around

@@ -24,7 +24,7 @@ this forward (runtime/weaver.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +34,17 @@ from lowtide.runtime.handle import Kept, View
 from lowtide.runtime.stats import Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tape import Site, Tape
+
+
+# How many dropped cells may be made to try a recipe out.
+_MAX_TRIED = 64
+
+Trial: TypeAlias = dict[int, torch.UntypedStorage]
+"""What was made to try a recipe out, by `id` of the cell."""
+
+
+class TrialError(Exception):
+    """A recipe could not be tried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,8 @@ class Cell(Protocol):
     def read(self) -> torch.UntypedStorage:
         """The bytes on the device, for one of `num_readers`."""
 
-    def peek(self, depth: int) -> torch.UntypedStorage | None:
-        """The bytes if they are still on the device, or can be made in `depth` steps. Moves and counts nothing."""
+    def peek(self, trial: Trial) -> torch.UntypedStorage:
+        """The bytes, beside the course of things: nothing is counted, and nothing is held that was not."""
 
 
 class KeptCell:
@@ -109,7 +120,7 @@ class KeptCell:
     def read(self) -> torch.UntypedStorage:
         return self.alias.untyped_storage()
 
-    def peek(self, depth: int) -> torch.UntypedStorage | None:
+    def peek(self, trial: Trial) -> torch.UntypedStorage:
         return self.alias.untyped_storage()
 
     def __del__(self) -> None:
@@ -152,8 +163,8 @@ class SwappedCell:
     def read(self) -> torch.UntypedStorage:
         return self.site.read()
 
-    def peek(self, depth: int) -> torch.UntypedStorage | None:
-        return self.site.copy.source or self.site.elsewhere()
+    def peek(self, trial: Trial) -> torch.UntypedStorage:
+        return self.site.copy.source or self.site.elsewhere() or self.site.read()
 
 
 class Link:
@@ -169,9 +180,8 @@ class Link:
     def open(self) -> torch.Tensor:
         return self.shape.over(self.cell.read())
 
-    def peek(self, depth: int) -> torch.Tensor | None:
-        storage = self.cell.peek(depth)
-        return None if storage is None else self.shape.over(storage)
+    def peek(self, trial: Trial) -> torch.Tensor:
+        return self.shape.over(self.cell.peek(trial))
 
     def is_intact(self) -> bool:
         return self.cell.is_intact()
@@ -191,7 +201,7 @@ class StateLink:
     def open(self) -> torch.Tensor:
         return self.shape.over(self.tensor.untyped_storage())
 
-    def peek(self, depth: int) -> torch.Tensor | None:
+    def peek(self, trial: Trial) -> torch.Tensor:
         return self.open()
 
     def is_intact(self) -> bool:
@@ -328,18 +338,19 @@ class MadeCell:
             )
         return storage
 
-    def peek(self, depth: int) -> torch.UntypedStorage | None:
+    def peek(self, trial: Trial) -> torch.UntypedStorage:
         if self.source is not None:
             return self.source
-        alive = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        return alive if alive is not None or depth == 0 else self.try_out(self.links, depth)
+        alive = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata) or trial.get(id(self))
+        if alive is None:
+            if len(trial) >= _MAX_TRIED:
+                raise TrialError
+            alive = trial[id(self)] = self.try_out(self.links, trial)
+        return alive
 
-    def try_out(self, links: tuple[Link | StateLink, ...], depth: int) -> torch.UntypedStorage | None:
-        """What the recipe makes from `links`, without a trace; None where something that it needs has left."""
-        tensors = [link.peek(depth - 1) for link in links]
-        if any(tensor is None for tensor in tensors):
-            return None
-        return self.program.run(tensors, self.device).untyped_storage()
+    def try_out(self, links: tuple[Link | StateLink, ...], trial: Trial) -> torch.UntypedStorage:
+        """What the recipe makes from `links`. Raises TrialError where too much would have to be made for it."""
+        return self.program.run([link.peek(trial) for link in links], self.device).untyped_storage()
 
     def _take(self, task: int) -> torch.UntypedStorage:
         if self.source is not None:

@@ -38,12 +38,11 @@ from lowtide.runtime.state import RandomState
 from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tape import Copy, Site, Tape
-from lowtide.runtime.weaver import Node, Weaver
+from lowtide.runtime.weaver import VIEW_NODES, Node, Weaver
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
 _MAX_RELEARNED = 3
-_VIEW_NODES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AsStridedBackward0"})
 _VIEWS_AND_CASTS = (
     "TBackward",
     "ToCopyBackward",
@@ -372,7 +371,7 @@ class Scope:
         assert self.setting.nodes is not None
         node = self.setting.nodes.get(name)
         if node is None:
-            if entry.is_counted and name not in self.setting.unplanned:
+            if entry.is_counted and nbytes and name not in self.setting.unplanned:
                 self.setting.unplanned[name] = nbytes
             return
         node.was_seen = True
@@ -571,7 +570,7 @@ class KeptSiteOnTape(KeptSite):
 
 def _is_same_producer(seen: type, now: type) -> bool:
     # Under a dispatch mode `reshape` makes other view nodes than without.
-    return seen is now or (seen.__name__ in _VIEW_NODES and now.__name__ in _VIEW_NODES)
+    return seen is now or (seen.__name__ in VIEW_NODES and now.__name__ in VIEW_NODES)
 
 
 def _leads_to_parameter(tensor: torch.Tensor) -> bool:

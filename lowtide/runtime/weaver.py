@@ -17,6 +17,7 @@ operator (a scale that follows a schedule): neither shapes nor the graph show th
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,15 +30,16 @@ from lowtide.catalog.trace import is_plain
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan, SiteDecision
-from lowtide.runtime.cells import Cell, KeptCell, Link, MadeCell, Shape, StateLink, SwappedCell
+from lowtide.runtime.cells import Cell, KeptCell, Link, MadeCell, Shape, StateLink, SwappedCell, TrialError
 from lowtide.runtime.handle import Swapped
 from lowtide.runtime.stats import Counters
 from lowtide.runtime.swap import Mover
 
-# Longer chains of recipes are not tried out in the first forward: trying each would take time squared.
-_MAX_TRIED_CELLS = 8
+# While recipes are tried out, so many dropped tensors stay a little longer: the next recipe often starts from them.
+_NUM_RECENT = 4
 # How far the graph behind a node is compared. Recipes are short.
 _MAX_COMPARED = 24
+VIEW_NODES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AsStridedBackward0"})
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +139,7 @@ class Weaver:
     """The pass is the observed one, or one of those that follow a model that has changed."""
     _cells: dict[str, Cell] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[Node, MadeCell]]] = field(default_factory=dict)
+    _recent: deque[Any] = field(default_factory=functools.partial(deque, maxlen=_NUM_RECENT))
     _marks: dict[Any, str] = field(default_factory=dict)
     """Autograd's nodes that made the cells' tensors. Holds them, so that they can be told apart by identity."""
 
@@ -200,6 +203,8 @@ class Weaver:
             node.has_failed = True
             self._stay(cell)
             return
+        if self.is_observing:
+            self._recent.append(cell.source)
         cell.drop(links)
         self.counters.recomputed_bytes += cell.nbytes
 
@@ -238,13 +243,12 @@ class Weaver:
         self.miss()
 
     def _gives_the_same(self, cell: MadeCell, links: tuple[Link | StateLink, ...]) -> bool:
-        """Run the recipe beside the tensor that it is to replace, if what it starts from is still there."""
+        """Run the recipe beside the tensor that it is to replace."""
         assert cell.source is not None
         try:
-            made = cell.try_out(links, _MAX_TRIED_CELLS)
-        except (RuntimeError, TypeError, ValueError, IndexError):
+            return _same_bytes(cell.try_out(links, {}), cell.source)
+        except (TrialError, RuntimeError, TypeError, ValueError, IndexError):
             return False
-        return made is None or _same_bytes(made, cell.source)
 
     # -- the graph behind a node -----------------------------------------------------------------------------------
 
@@ -264,7 +268,10 @@ class Weaver:
             if variable is not None:
                 trace.append(id(variable) if isinstance(variable, nn.Parameter) else "leaf")
                 continue
-            trace.append(node.name())
+            kind = node.name()
+            # Under a dispatch mode `reshape` makes other view nodes than without.
+            if kind not in VIEW_NODES:
+                trace.append(kind)
             if len(queue) < _MAX_COMPARED:
                 queue.extend(following for following, _ in node.next_functions)
         return tuple(trace)
@@ -288,6 +295,7 @@ class Weaver:
         self._cells.clear()
         self._waiting.clear()
         self._marks.clear()
+        self._recent.clear()
 
 
 def _same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
