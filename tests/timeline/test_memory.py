@@ -74,7 +74,7 @@ def test_a_fate_that_an_item_cannot_have() -> None:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_curve_is_presence_counted_one_by_one(case) -> None:
     step, fates, link = case
     played = run(step, fates, link)
@@ -84,7 +84,7 @@ def test_curve_is_presence_counted_one_by_one(case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=1000)
 def test_needs_follow_recipes(case) -> None:
     step, fates, _ = case
     spans = Spans.of(Frame.of(step), fates)
@@ -94,7 +94,7 @@ def test_needs_follow_recipes(case) -> None:
 
 
 @given(steps())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_curve_is_above_the_one_without_timing(step: Step) -> None:
     fates = [Fate.SWAP] * len(step.items)
     played = run(step, fates, LINK)
