@@ -36,6 +36,16 @@ def recipes_of(recording: Recording) -> dict[str, Recipe | str]:
     return {target.storage.name: found[target.storage.index] for target in recording.targets}
 
 
+def nothing(module: str) -> bool:
+    """No module catches anchors."""
+    return False
+
+
+def norms(module: str) -> bool:
+    """Only norms catch anchors."""
+    return "norm" in module
+
+
 def through_json(recipe: Recipe) -> Recipe:
     again = recipe_from_dict(json.loads(json.dumps(dataclasses.asdict(recipe))))
     assert again == recipe
@@ -71,7 +81,7 @@ def simple(forward: Callable[..., Tensor], *sizes: int) -> tuple[nn.Module, Call
 
 def recipes_of_simple(forward: Callable[..., Tensor], *sizes: int) -> tuple[dict[str, Recipe | str], Recording]:
     model, loss, x = simple(forward, *sizes)
-    recording = record(model, loss, x)
+    recording = record(model, loss, x, catches=nothing)
     found = recipes_of(recording)
     for name, recipe in found.items():
         assert isinstance(recipe, str) or gives_the_bytes(recipe, name, recording), name
@@ -94,7 +104,8 @@ def test_every_recipe_of_the_zoo_gives_the_bytes(name: str) -> None:
     assert not wrong, f"{len(wrong)} of {len(recipes)}: {wrong[:5]}"
     unexplained = {node: reason for node, reason in found.items() if isinstance(reason, str)}
     assert set(unexplained.values()) <= {
-        "input", "random", "mutated", "unknown producer", "uninitialised", "not a plain tensor", "number read from data",
+        "input", "random", "mutated", "unknown producer", "uninitialised", "not a plain tensor",
+        "number read from data",
     }  # fmt: skip
 
 
@@ -150,22 +161,13 @@ def test_the_observed_profile_has_the_recipes(name: str) -> None:
 # What recipes look like
 
 
-def llama(num_layers: int = 4, tokens: int = 32, **sizes: Any) -> tuple[nn.Module, Callable[[], Tensor], Tensor]:
+def llama(num_layers: int = 4, tokens: int = 32) -> tuple[nn.Module, Callable[[], Tensor], Tensor]:
     import transformers
 
     config = transformers.LlamaConfig(
-        **{
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "attn_implementation": "sdpa",
-            "use_cache": False,
-            **sizes,
-        }  # fmt: skip
-    )
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     batch = torch.randint(0, 256, (2, tokens))
@@ -174,7 +176,7 @@ def llama(num_layers: int = 4, tokens: int = 32, **sizes: Any) -> tuple[nn.Modul
 
 def test_a_llama_layer_in_bf16() -> None:
     model, loss, batch = llama()
-    recording = record(model, loss, batch)
+    recording = record(model, loss, batch, catches=norms)
     found = recipes_of(recording)
     layer = "model.layers.1"
     anchors = {target.storage.name for target in recording.targets if target.is_anchor}
@@ -206,10 +208,7 @@ def test_a_llama_layer_in_bf16() -> None:
     assert found[f"{layer}.self_attn.sdpa:1"].output == 1
     residual = found[f"{layer}.add_1"]
     assert set(ops_of(residual)) == {"mm", "as_strided", "add"}
-    assert residual.nodes == (f"{layer}.mlp.mul", f"{layer}.add") or set(residual.nodes) == {
-        f"{layer}.mlp.mul",
-        f"{layer}.add",
-    }
+    assert set(residual.nodes) == {f"{layer}.mlp.mul", f"{layer}.add"}
 
 
 def test_more_than_the_first_trial() -> None:
@@ -267,7 +266,7 @@ def test_of_a_llama_3_8b_layer_480_mib_are_cheap() -> None:
             return self.layer(x * self.scale, position_embeddings=self.rotary(x, positions))
 
     model, x = OneLayer(), torch.randn(1, tokens, 4096, dtype=torch.bfloat16)
-    recording = record(model, lambda: model(x).sum(), x)
+    recording = record(model, lambda: model(x).sum(), x, catches=norms)
     total, cheap, anchors = cheap_bytes(recording, recipes_of(recording), "layer")
     # One of the rotary tables and what is outside of the layer are not counted here.
     assert total * scale / 2**20 == pytest.approx(786.5, rel=0.01)
@@ -301,7 +300,7 @@ def test_shape_free_recipes_hold_for_other_shapes() -> None:
     [
         lambda self, x: x[:, 2:].exp(),
         lambda self, x: x.view(2, 16).exp(),
-        lambda self, x: (x * torch.arange(8)).exp(),
+        lambda self, x: (x + torch.arange(8)).exp(),
         lambda self, x: F.layer_norm(x, (8,)).exp(),
         lambda self, x: F.pad(x, (1, 1)).exp(),
     ],
@@ -313,13 +312,13 @@ def test_sizes_written_in_a_recipe_are_noticed(forward: Callable[..., Tensor]) -
 
 
 def test_parameters_are_cast_anew_and_views_of_them_are_inputs() -> None:
-    model, loss, x = simple(lambda self, x: x.exp())
+    model, _, x = simple(lambda self, x: x.exp())
 
     def cast_loss() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).sum()
 
-    recording = record(model, cast_loss, x)
+    recording = record(model, cast_loss, x, catches=nothing)
     recipe = recipes_of(recording)["exp"]
     assert {"_to_copy", "addmm", "exp"} <= set(ops_of(recipe))
     assert {entry.name for entry in recipe.inputs if entry.kind == "parameter"} == {"linear.weight", "linear.bias"}
@@ -327,12 +326,11 @@ def test_parameters_are_cast_anew_and_views_of_them_are_inputs() -> None:
 
 
 def test_seconds_and_transient_bytes() -> None:
-    _, recording = recipes_of_simple(lambda self, x: (x.exp().detach() + 1).double().float().sin(), 32, 8)
+    _, recording = recipes_of_simple(lambda self, x: (x + 1).double().float().sin(), 32, 8)
     recipe = recipes_of(recording)["to_1"]
-    assert ops_of(recipe)[-3:] == ["add", "_to_copy", "_to_copy"]
+    assert ops_of(recipe) == ["addmm", "add", "_to_copy", "_to_copy"]
     seconds = {call.name: call.seconds for call in recording.calls}
-    ran = {"exp", "add", "to", "to_1"} if "exp" not in recipe.nodes else {"add", "to", "to_1"}
-    assert recipe.seconds == pytest.approx(sum(seconds[name] for name in ran))
+    assert recipe.seconds == pytest.approx(sum(seconds[name] for name in ("linear.addmm", "add", "to", "to_1")))
     assert recipe.transient_bytes == 32 * 8 * (8 + 4)  # the fp64 copy, and one fp32 tensor before or after it
 
 
@@ -384,10 +382,10 @@ def test_what_is_read_after_a_write_is_made_by_the_write() -> None:
         (lambda self, x: F.dropout(x, 0.5).exp(), "empty_like", "random"),
         (lambda self, x: (x + torch.rand(8)).exp(), "exp", "random"),
         (lambda self, x: (x * self.state.add_(1)).exp(), "exp", "mutated"),
-        (lambda self, x: (x * torch.tensor(3.0)).exp(), "exp", "unknown producer"),
+        (lambda self, x: (x + torch.tensor(3.0)).exp(), "exp", "unknown producer"),
         (lambda self, x: (x.detach() * (1 + 2j) * self.linear.bias).abs(), "mul", "argument that cannot be written"),
         (lambda self, x: (x * x.detach().sum().item()).exp(), "exp", "number read from data"),
-        (lambda self, x: (x * torch.empty(8).fill_(2)[:4].sum() * torch.empty(8)).exp(), "exp", "uninitialised"),
+        (lambda self, x: (x + torch.empty(8)).exp(), "exp", "uninitialised"),
     ],
 )
 def test_reasons(forward: Callable[..., Tensor], node: str, reason: str) -> None:
@@ -428,7 +426,7 @@ def test_a_batch_norm_runs_again_without_its_statistics() -> None:
             return self.norm(self.conv(x)).exp()
 
     model, x = Model(), torch.randn(2, 3, 8, 8)
-    recording = record(model, lambda: model(x).sum(), x)
+    recording = record(model, lambda: model(x).sum(), x, catches=nothing)
     before = model.norm.running_mean.clone()
     recipe = recipes_of(recording)["exp"]
     assert gives_the_bytes(recipe, "exp", recording)

@@ -94,8 +94,9 @@ def test_intermediate_results_go_with_their_last_reader() -> None:
 
     steps = [step("aten.exp.default", {"input": 0}), *(step("aten.sin.default", made(i)) for i in range(6))]
     program = compile_recipe(recipe(*steps))
+    x = torch.ones(4)
     with Watch():
-        program.run([torch.ones(4)], CPU)
+        program.run([x], CPU)
     assert alive == [0, 1, 1, 1, 1, 1, 1]
 
 
