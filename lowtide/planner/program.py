@@ -32,6 +32,9 @@ from lowtide.timeline.step import Link, Step
 _TOLERANCE = 1e-6
 """Rows may be broken by this much (scaled); the bound is lowered by as much."""
 
+_MAX_NODES = 2_000
+"""Of branch and bound. A count and not a clock, so that every rank stops at the same place."""
+
 Floats = NDArray[np.float64]
 
 
@@ -173,8 +176,11 @@ class Program:
         time_limit_seconds: float = 60.0,
         reserve_bytes: float = 0.0,
         minimise_peak: bool = False,
+        gap: float = 1e-4,
     ) -> Relaxation | None:
         """Solves it at these ticks; None when time ran out with nothing in hand.
+
+        With `whole` it stops within `gap` of the best value, a share of what the step costs above keeping everything.
 
         `reserve_bytes` is taken from the budget: the shares then leave room for what rounding costs, but the bound is
         none. `minimise_peak` asks for the smallest peak instead, link and time being no object; the 'seconds' are
@@ -184,7 +190,14 @@ class Program:
         build = _Builder()
         columns = self._shares(build, ticks)
         self._watch(build, ticks, columns, reserve_bytes, minimise_peak)
-        return self._optimise(build, columns, whole, time_limit_seconds, minimise_peak)
+        return self._optimise(
+            build,
+            columns,
+            whole=whole,
+            gap=gap,
+            time_limit_seconds=time_limit_seconds,
+            minimise_peak=minimise_peak,
+        )
 
     def _index(self, ticks: NDArray[np.int64], tick: int) -> int:
         """The first point at or after a tick; its number of points when there is none."""
@@ -412,7 +425,14 @@ class Program:
         build.row(_merged(terms), 0.0, 0.0)
 
     def _optimise(
-        self, build: _Builder, columns: list[_Columns], whole: bool, time_limit_seconds: float, minimise_peak: bool
+        self,
+        build: _Builder,
+        columns: list[_Columns],
+        *,
+        whole: bool,
+        gap: float,
+        time_limit_seconds: float,
+        minimise_peak: bool,
     ) -> Relaxation | None:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -424,7 +444,7 @@ class Program:
             integrality=np.array(build.whole) if whole else None,
             bounds=Bounds(np.array(build.least), np.array(build.most)),
             constraints=LinearConstraint(matrix, np.array(build.lower), np.array(build.upper)),
-            options={"time_limit": max(time_limit_seconds, 0.05), "mip_rel_gap": 1e-4},
+            options={"time_limit": max(time_limit_seconds, 0.05), "mip_rel_gap": gap, "node_limit": _MAX_NODES},
         )
         num = len(self.step.items)
         none = np.zeros(num)

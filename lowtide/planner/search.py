@@ -33,6 +33,8 @@ Move = tuple[tuple[int, Fate], ...]
 
 SMALL = 16
 """Up to as many items, pairs of changes are tried too."""
+MAX_TRIES = 40
+"""Changes that are tried one by one before repair gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +42,20 @@ class Outcome:
     """Fates, and what came of them."""
 
     fates: Fates
-    excess_bytes: int
-    """How far they are from fitting: device bytes over the budget, or else host bytes over theirs. 0: they fit."""
-    seconds: float
+    excess: tuple[int, int]
+    """Bytes that the host lacks, and bytes over the budget. Zeros: they fit."""
+    seconds: float = 0.0
     """Of the step; 0 when they do not fit."""
-    timeline: Timeline | None
+    timeline: Timeline | None = None
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def fits(self) -> bool:
+        return self.excess == (0, 0)
+
+    @property
+    def rank(self) -> tuple[tuple[int, int], float]:
         """Less is better."""
-        return (self.excess_bytes, self.seconds)
+        return (self.excess, self.seconds)
 
 
 class Judge:
@@ -71,21 +77,24 @@ class Judge:
     def play(self, fates: Sequence[Fate]) -> Outcome:
         """No timing of copies needs less than the floor of the fates, so what is above the budget is not played."""
         self.num_plays += 1
-        peak_bytes, host_excess = self.floor(fates)
-        excess_bytes = max(peak_bytes - self.budget_bytes, 0) + host_excess
-        if excess_bytes:
-            return Outcome(fates=tuple(fates), excess_bytes=excess_bytes, seconds=0.0, timeline=None)
+        excess = self.excess(fates)
+        if excess != (0, 0):
+            return Outcome(fates=tuple(fates), excess=excess)
         timeline = run(self.frame, fates, self.link, budget_bytes=self.budget_bytes)
-        over = max(timeline.peak_bytes - self.budget_bytes, 0)
-        seconds = timeline.step_seconds
-        return Outcome(fates=tuple(fates), excess_bytes=over, seconds=0.0 if over else seconds, timeline=timeline)
+        assert timeline.peak_bytes <= self.budget_bytes, "the timeline keeps to the budget where the floor does"
+        return Outcome(fates=tuple(fates), excess=excess, seconds=timeline.step_seconds, timeline=timeline)
 
-    def floor(self, fates: Sequence[Fate]) -> tuple[int, int]:
-        """The least peak that these fates can have, and the host bytes that are missing."""
+    def excess(self, fates: Sequence[Fate]) -> tuple[int, int]:
+        """Bytes that the host lacks, and bytes over the budget at least."""
+        return self.distance(fates)[:2]
+
+    def distance(self, fates: Sequence[Fate]) -> tuple[int, int, int]:
+        """The excess, and the bytes over the budget summed over all ticks, which decides among equals."""
         spans = Spans.of(self.frame, fates)
+        over = np.maximum(floor_curve(self.frame, spans) - self.budget_bytes, 0)
         host_bytes = int(self.frame.nbytes[spans.is_swapped].sum())
         missing = 0 if self.host_bytes is None else max(host_bytes - self.host_bytes, 0)
-        return int(floor_curve(self.frame, spans).max()), missing
+        return missing, int(over.max()), int(over.sum())
 
 
 def rounded(items: Sequence[Item], shares: Relaxation, keep_above: float) -> Fates:
@@ -103,57 +112,64 @@ def rounded(items: Sequence[Item], shares: Relaxation, keep_above: float) -> Fat
     return tuple(fates)
 
 
-def repair(judge: Judge, fates: Fates, *, max_flips: int = 400) -> Fates:
-    """Flips items that are in the way at the worst tick, cheapest for its bytes first, until the fates fit.
+def repair(judge: Judge, fates: Fates, *, max_rounds: int = 200) -> Fates:
+    """Evicts what is in the way at the worst tick, cheapest for its bytes first, until the fates fit.
 
-    Stops where no single flip brings them nearer.
+    As much at once as that tick asks for, and where this does not help, one by one. Stops where nothing helps.
     """
     current = list(fates)
-    key = judge.floor(current)
-    for _ in range(max_flips):
-        over = key[0] - judge.budget_bytes
-        if (over <= 0 and key[1] == 0) or judge.is_late:
+    distance = judge.distance(current)
+    for _ in range(max_rounds):
+        if distance[:2] == (0, 0) or judge.is_late:
             break
-        for index, fate in _evictions(judge, current) if over > 0 else _returns(judge, current):
-            before, current[index] = current[index], fate
-            now = judge.floor(current)
-            if _is_nearer(judge, now, key):
-                key = now
+        wanted = distance[0] or distance[1]
+        changes = _returns(judge, current) if distance[0] else _evictions(judge, current)
+        for several in (_enough(judge, changes, wanted), *([change] for change in changes[:MAX_TRIES])):
+            tried = list(current)
+            for index, fate in several:
+                tried[index] = fate
+            now = judge.distance(tried)
+            if now < distance:
+                current, distance = tried, now
                 break
-            current[index] = before
         else:
             break
     return tuple(current)
 
 
-def _is_nearer(judge: Judge, now: tuple[int, int], before: tuple[int, int]) -> bool:
-    def distance(key: tuple[int, int]) -> tuple[int, int]:
-        return (max(key[0] - judge.budget_bytes, 0) + key[1], key[0])
-
-    return distance(now) < distance(before)
+def _enough(judge: Judge, changes: list[tuple[int, Fate]], wanted: int) -> list[tuple[int, Fate]]:
+    """The first changes that are worth this many bytes together, one for each item."""
+    chosen: dict[int, Fate] = {}
+    total = 0
+    for index, fate in changes:
+        if total >= wanted:
+            break
+        if index not in chosen:
+            chosen[index] = fate
+            total += int(judge.frame.nbytes[index])
+    return list(chosen.items())
 
 
 def _evictions(judge: Judge, fates: list[Fate]) -> list[tuple[int, Fate]]:
-    """Changes of items that are there at the worst tick only because of their fate, cheapest for their bytes first."""
+    """Changes that take bytes off the worst tick, cheapest for their bytes first."""
     frame = judge.frame
     spans = Spans.of(frame, fates)
     tick = int(np.argmax(floor_curve(frame, spans)))
-    is_there = spans.is_held & (frame.dies <= tick) & (tick < spans.release) & (frame.first_read != tick)
-    is_there |= spans.is_made & (spans.need <= tick) & (tick < spans.release)
-    is_there |= spans.is_swapped & (spans.need <= tick) & (tick < spans.release)
-    changes = []
-    for index in np.flatnonzero(is_there).tolist():
+    changes: list[tuple[float, int, Fate]] = []
+    is_waiting = spans.is_held & (frame.dies <= tick) & (tick < spans.need)
+    for index in np.flatnonzero(is_waiting).tolist():
         item = frame.step.items[index]
         for fate in item.fates:
-            if fate is not fates[index]:
-                seconds = _seconds(judge, item, fate) - _seconds(judge, item, fates[index])
-                changes.append((seconds / max(item.nbytes, 1), index, fate))
-    # Also what is made at this tick from inputs that are there only for it.
-    for index in np.flatnonzero(spans.is_made & (spans.need == tick)).tolist():
-        item = frame.step.items[index]
-        changes += [(0.0, index, fate) for fate in item.fates if fate is not Fate.RECOMPUTE]
+            if fate is not Fate.KEEP:
+                changes.append((_seconds(judge, item, fate) / max(item.nbytes, 1), index, fate))
     changes.sort(key=lambda change: (change[0], change[1], change[2] is Fate.SWAP))
-    return [(index, fate) for _, index, fate in changes]
+    # What is made needs room for its recipe, and keeps its inputs there.
+    others: list[tuple[int, Fate]] = []
+    for index in np.flatnonzero(spans.is_made & (spans.need <= tick) & (tick < spans.release)).tolist():
+        item = frame.step.items[index]
+        if spans.need[index] == tick or any(frame.first_read[source] > tick for source in item.inputs):
+            others += [(index, fate) for fate in item.fates if fate is not Fate.RECOMPUTE]
+    return [(index, fate) for _, index, fate in changes] + others
 
 
 def _returns(judge: Judge, fates: list[Fate]) -> list[tuple[int, Fate]]:
@@ -192,7 +208,7 @@ def improve(judge: Judge, start: Outcome, *, max_plays: int) -> Outcome:
             for index, fate in move:
                 fates[index] = fate
             outcome = judge.play(fates)
-            if outcome.rank < (best.excess_bytes, best.seconds * (1 - 1e-9)):
+            if outcome.rank < (best.excess, best.seconds * (1 - 1e-9)):
                 best = outcome
                 if len(best.fates) <= SMALL:
                     break  # pairs are many: single changes first again

@@ -39,6 +39,8 @@ __all__ = ["Solution", "floor", "solve"]
 
 GOOD_GAP = 1e-3
 """Nobody measures a step this well; looking further is not worth the time."""
+UNREACHABLE = 1 << 62
+"""The floor where rules swap more than the host takes."""
 _WHOLE_ITEMS = 60
 """Up to as many items the exact program is solved too."""
 _BLOCKS = 160
@@ -103,7 +105,7 @@ def solve(
         polished = _polished(judge, best, bound)
         how += " + search" if polished.seconds < best.seconds else ""
         best = polished
-    assert best.timeline is not None and best.excess_bytes == 0
+    assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
     return Solution(
         fates=best.fates,
@@ -126,7 +128,7 @@ def floor(step: Step | Frame, link: Link, host_bytes: int | None = None) -> tupl
     items = frame.step.items
     judge = Judge(frame, link, 0, host_bytes)
     away: Fates = tuple(_first(item, (Fate.SWAP, Fate.RECOMPUTE, Fate.KEEP)) for item in items)
-    peak_bytes, missing = judge.floor(away)
+    missing, peak_bytes = judge.excess(away)
     is_least = all(
         Fate.SWAP in item.fates and item.dies > item.saved for item in items if item.reads and item.dies < item.reads[0]
     )
@@ -142,20 +144,17 @@ def floor(step: Step | Frame, link: Link, host_bytes: int | None = None) -> tupl
         if shares is not None and math.isfinite(shares.bound_seconds):
             starts.append(rounded(items, shares, 0.5))
     candidates = [_lowered(judge, repair(judge, start)) for start in starts]
-    fitting = [fates for fates in candidates if judge.floor(fates)[1] == 0]
-    if not fitting:  # forced swaps alone are more than the host takes
-        least = min(candidates, key=lambda fates: judge.floor(fates)[1])
-        return 1 << 62, least
-    best = min(fitting, key=lambda fates: judge.floor(fates)[0])
-    return judge.floor(best)[0], best
+    best = min(candidates, key=judge.excess)
+    missing, peak_bytes = judge.excess(best)
+    # With a budget of nothing all of the peak is excess. Forced swaps may be more than the host takes: no peak then.
+    return (UNREACHABLE if missing else peak_bytes), best
 
 
 def _lowered(judge: Judge, fates: Fates) -> Fates:
     """Single changes and, in small steps, pairs, as long as they lower the peak. Fates that fit count as 'play'ed."""
     if len(fates) > _WHOLE_ITEMS:
         return fates
-    start = Outcome(fates=fates, excess_bytes=sum(judge.floor(fates)), seconds=0.0, timeline=None)
-    return improve(judge, start, max_plays=4000).fates
+    return improve(judge, Outcome(fates=fates, excess=judge.excess(fates)), max_plays=4000).fates
 
 
 def _everything_kept(frame: Frame, link: Link, budget_bytes: int) -> Outcome | None:
@@ -166,18 +165,18 @@ def _everything_kept(frame: Frame, link: Link, budget_bytes: int) -> Outcome | N
     timeline = run(frame, fates, link, budget_bytes=budget_bytes)
     if timeline.peak_bytes > budget_bytes:
         return None
-    return Outcome(fates=fates, excess_bytes=0, seconds=timeline.step_seconds, timeline=timeline)
+    return Outcome(fates=fates, excess=(0, 0), seconds=timeline.step_seconds, timeline=timeline)
 
 
 def _filled(judge: Judge) -> list[Outcome]:
     """The closed form for growing amounts of eviction, repaired where it falls short."""
     frame = judge.frame
     fates: Fates = tuple(_first(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in frame.step.items)
-    over = judge.floor(fates)[0] - judge.budget_bytes
+    over = judge.excess(fates)[1]
     outcomes = []
     for factor in (1.0, 1.05, 1.15, 1.3):
         filled = closed_form(frame, judge.link, over * factor, judge.host_bytes)
-        outcomes.append(judge.play(repair(judge, filled, max_flips=60)))
+        outcomes.append(judge.play(repair(judge, filled)))
         if judge.is_late:
             break
     return outcomes
@@ -216,8 +215,10 @@ def _programmed(judge: Judge, starts: list[Outcome], tell: Progress) -> tuple[fl
             break  # a larger reserve costs more than rounding does
     if len(step.items) <= _WHOLE_ITEMS and not _is_good(best, bound):
         tell("looking for the exact optimum")
-        limit = max(_left(judge) / 2, 0.05)
-        whole = program.solve(range(len(step.ticks)), whole=True, time_limit_seconds=limit)
+        overhead = max(bound - step.compute_seconds, 1e-12)
+        gap = min(max(GOOD_GAP * bound / overhead / 2, 1e-4), 0.1)
+        ticks = points if len(step.ticks) > 4 * _BLOCKS else range(len(step.ticks))
+        whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(judge))
         if whole is not None and math.isfinite(whole.bound_seconds):
             bound = max(bound, whole.bound_seconds)
             exact = _least(_roundings(judge, whole))
@@ -245,7 +246,7 @@ def _least(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def _is_good(outcome: Outcome, bound: float) -> bool:
-    return outcome.excess_bytes == 0 and outcome.seconds - bound <= GOOD_GAP * outcome.seconds
+    return outcome.fits and outcome.seconds - bound <= GOOD_GAP * outcome.seconds
 
 
 def _left(judge: Judge) -> float:
@@ -283,48 +284,38 @@ def _violated(frame: Frame, program: Program, shares: Relaxation, budget_bytes: 
 def _budget_error(judge: Judge, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
     frame, link = judge.frame, judge.link
     step, budget_bytes, host_bytes = frame.step, judge.budget_bytes, judge.host_bytes
-    ways: list[tuple[bool, str]] = []  # whether it fits the budget then, and the sentence
-    if floor_bytes < 1 << 62:
-        enough = _up(floor_bytes)
-        least = solve(step, link, enough, host_bytes=host_bytes, time_limit_seconds=time_limit_seconds)
-        slower = least.timeline.step_seconds / step.compute_seconds - 1 if step.compute_seconds else 0.0
-        ways.append(
-            (
-                True,
-                f"a budget of {format_bytes(enough)}: {format_seconds(least.timeline.step_seconds)} a step, "
-                f"{slower:.0%} over keeping everything",
-            )
-        )
+    enough = max(floor_bytes if floor_bytes < UNREACHABLE else 0, budget_bytes)
+    tries: list[tuple[str, Step, int, int | None]] = []
     if host_bytes is not None:
-        free_bytes, free_fates = floor(step, link)
-        if free_bytes < floor_bytes:
-            spans = Spans.of(frame, free_fates)
-            host = format_bytes(_up(int(frame.nbytes[spans.is_swapped].sum())))
-            ways.append((free_bytes <= budget_bytes, f"a host budget of {host}: {_then(free_bytes, budget_bytes)}"))
+        tries.append(("a host budget of {host}", step, budget_bytes, None))
     free_step = dataclasses.replace(step, items=tuple(map(_unrestricted, step.items)))
-    num_restricted = sum(free.fates != item.fates for free, item in zip(free_step.items, step.items))
-    if num_restricted:
-        free_bytes, _ = floor(free_step, link, host_bytes)
-        if free_bytes < floor_bytes:
-            ways.append(
-                (
-                    free_bytes <= budget_bytes,
-                    f"every fate for the {num_restricted} activations that rules restrict: "
-                    f"{_then(free_bytes, budget_bytes)}",
-                )
-            )
-    ways.sort(key=lambda way: not way[0])
+    num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, step.items))
+    if num_freed:
+        what = f"every fate allowed for the {num_freed} activation{'s' * (num_freed > 1)} that rules restrict"
+        tries.append((what, free_step, budget_bytes, host_bytes))
+    if floor_bytes < UNREACHABLE:
+        tries.append((f"a budget of {format_bytes(_up(enough))}", step, _up(enough), host_bytes))
+    ways: list[tuple[bool, float, str]] = []  # whether the budget is raised, seconds, the sentence
+    for what, other, other_budget, other_host in tries:
+        if floor(other, link, other_host)[0] > other_budget:
+            continue
+        found = solve(other, link, other_budget, host_bytes=other_host, time_limit_seconds=time_limit_seconds)
+        seconds = found.timeline.step_seconds
+        way = what.format(host=format_bytes(_up(found.timeline.slower_bytes)))
+        slower = seconds / max(step.compute_seconds, 1e-12) - 1
+        sentence = f"{way}: {format_seconds(seconds)} a step, {slower:.1%} over keeping everything"
+        ways.append((other_budget > budget_bytes, seconds, sentence))
     return BudgetError(
         _what_is_in_the_way(frame, budget_bytes, host_bytes, floor_bytes, floor_fates),
         floor_bytes=floor_bytes,
-        suggestions=tuple(sentence for _, sentence in ways[:3]),
+        suggestions=tuple(sentence for *_, sentence in sorted(ways)[:3]),
     )
 
 
 def _what_is_in_the_way(
     frame: Frame, budget_bytes: int, host_bytes: int | None, floor_bytes: int, floor_fates: Fates
 ) -> str:
-    if floor_bytes >= 1 << 62:
+    if floor_bytes >= UNREACHABLE:
         return (
             f"budget {format_bytes(budget_bytes)}: rules swap more than the host budget of "
             f"{format_bytes(host_bytes or 0)} takes; raise it or swap less"
@@ -347,12 +338,6 @@ def _what_is_in_the_way(
         f"{format_bytes(_up(floor_bytes))}, set by {where}: {format_bytes(base_bytes)} there is not activations"
         f"{largest}; raise the budget to {format_bytes(_up(floor_bytes))} or make the micro-batch smaller"
     )
-
-
-def _then(floor_bytes: int, budget_bytes: int) -> str:
-    if floor_bytes <= budget_bytes:
-        return "then the budget can be kept"
-    return f"then {format_bytes(_up(floor_bytes))} can be reached"
 
 
 def _unrestricted(item: Item) -> Item:
