@@ -93,6 +93,8 @@ class Trace:
     """Indices of the storages of the parameters' gradients."""
     hidden: list[Storage]
     spans: list[Span]
+    start_sequence: int
+    """Autograd's sequence number at the start of the model's forward."""
 
 
 class _Parked:
@@ -160,7 +162,10 @@ class Observer(Recorder):
         self._is_inside = False
         self._num_roots = 0
         self._module_calls: dict[str, int] = {}
-        self._skipped: frozenset[str] = frozenset()
+        self.skipped: frozenset[str] = frozenset()
+        """Layers that only pass their input on; nothing is caught there."""
+        self.failed_at = ""
+        """Operator and module in which the step ended with an error."""
         self._spans: list[Span] = []
         self._open_spans: list[Span] = []
         self._start_sequence = self._end_sequence = 0
@@ -222,8 +227,9 @@ class Observer(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # Torch detaches what it hands to saved-tensor hooks: an alias, and none of the step's own work.
-        if self._is_silent or func is _DETACH:
+        # Torch detaches what it hands to saved-tensor hooks (an alias, and none of the step's own work), and asks fake
+        # tensors for their device.
+        if self._is_silent or func is _DETACH or func.namespace == "prim":
             return func(*args, **kwargs)
         index = self.num_ops
         call = Call(
@@ -234,10 +240,14 @@ class Observer(Recorder):
             outputs=(),
             name="",
             seconds=0.0,
-            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            is_random=_is_random(func, args, kwargs),
             is_collective=func.namespace in _COLLECTIVES,
         )
-        out, mark = self._clock.run(func, args, kwargs)
+        try:
+            out, mark = self._clock.run(func, args, kwargs)
+        except Exception:
+            self.failed_at = self.failed_at or f"{func.overloadpacket} in {self._path[-1] or 'the model'}"
+            raise
         self._note_call(call, out)
         self._marks.append(self._clock.seconds(mark, call))
         self._op_names.append(call.name)
@@ -484,7 +494,7 @@ class Observer(Recorder):
 
     def _catch(self, name: str, side: str, tree: Any) -> None:
         """Remember which tensors an ordinary hook on this module could hold on to."""
-        if not self._is_inside or self._is_silent or name in self._skipped:
+        if not self._is_inside or self._is_silent or name in self.skipped:
             return
         for number, leaf in enumerate(tree_leaves(tree)):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not is_plain_or_fake(leaf):
@@ -532,6 +542,7 @@ class Observer(Recorder):
             gradients={record.index for record in made if record is not None and record.kind == "made"},
             hidden=[record for record in self._hidden if record.index not in self.off_device],
             spans=self._spans,
+            start_sequence=self._start_sequence,
         )
 
 
@@ -561,6 +572,16 @@ def _is(value: Any) -> bool:
 
 def _is_parameter(record: Storage) -> bool:
     return record.kind in ("parameter", "buffer") or record.is_parameter_cast
+
+
+def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    # Attention draws only if it drops something.
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return (args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)) != 0.0
+    return True
 
 
 def _written(call: Call) -> list[Storage]:

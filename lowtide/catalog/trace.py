@@ -39,7 +39,7 @@ _SHORT_NAMES = {
 def op_name(packet_name: str) -> str:
     """The plain name of an operator: no leading or trailing underscores, one word for all attention kernels."""
     name = packet_name.strip("_")
-    if name.startswith("scaled_dot_product"):
+    if name.startswith(("scaled_dot_product", "planning_attention")):
         return "sdpa"
     return _SHORT_NAMES.get(name, name)
 
