@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,7 +21,7 @@ from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
 from lowtide.train.data import Sampler, open_text
-from lowtide.train.model import build_model
+from lowtide.train.model import build_model, fresh_model, model_config
 from lowtide.train.ranks import choose_device
 from lowtide.train.trainer import make_optimizer
 
@@ -63,19 +62,38 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
     )
     tokens = sampler.next_batch().to(device)
     say("observing one step")
-    return observe(model, batch_of(run, model, tokens, device), optimizer=optimizer)
+    with _as_trained(run, model, device.type):
+        return observe(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
 
 
-def batch_of(run: RunConfig, model: torch.nn.Module, tokens: torch.Tensor, device: torch.device) -> Any:
-    """The micro-batch as the trainer gives it to the model; under autocast a function, which the backward is not in."""
+def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
+    """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
+    from lowtide.catalog.fake import trace
+
+    say("building the model without weights")
+    config = model_config(run)
+    with torch.device("meta"):
+        model = fresh_model(run, config, getattr(torch, run.model.dtype)).train()
+    optimizer = make_optimizer(model, run.train)
+    for group in optimizer.param_groups:
+        group["fused"] = True  # as on a device that has it; the meta device does not, and would count temporaries
+    tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
+    say("tracing one step")
+    with _as_trained(run, model, "cpu"):
+        return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
+
+
+@contextlib.contextmanager
+def _as_trained(run: RunConfig, model: torch.nn.Module, device_type: str) -> Iterator[None]:
+    """Inside, the model's forward runs under autocast if the trainer's does; the backward never does."""
     if run.train.precision != "bf16_autocast":
-        return {"input_ids": tokens, "labels": tokens}
-
-    def forward() -> Any:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            return model(input_ids=tokens, labels=tokens)
-
-    return forward
+        yield
+        return
+    model.forward = torch.autocast(device_type, dtype=torch.bfloat16)(model.forward)
+    try:
+        yield
+    finally:
+        del model.forward
 
 
 def link_of_device(run: RunConfig, device_type: str) -> Link:
@@ -96,8 +114,3 @@ def link_of_device(run: RunConfig, device_type: str) -> Link:
     engine = choose_engine(run.train.engine, place, Plan.from_rules(memory, ()))
     with contextlib.closing(engine):
         return measure_link(engine, device, place=str(memory.disk_path or ""), cache=cache_path())
-
-
-def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
-    """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
-    raise NotImplementedError
