@@ -293,11 +293,11 @@ class _SequenceClock:
         return max(max(self._save_sequences[: last + 1], default=0) - node.first_sequence, 0)
 
     def prefetch(self, position: int, tick: int | None) -> int | None:
-        """Distance from the last read before `tick` to the first need of the item."""
+        """Distance from the first read at or after `tick` to the first need of the item: earlier would cost memory."""
         if tick is None:
             return None
         start = self._problem.starts[min(tick, len(self._problem.starts) - 1)]
-        last = bisect.bisect_right(self._read_ops, start) - 1
-        if last < 0:
-            return None
-        return max(self._read_sequences[last] - self._need[position], 0)
+        first = bisect.bisect_left(self._read_ops, start)
+        if first == len(self._read_ops):
+            return 0
+        return max(self._read_sequences[first] - self._need[position], 0)
