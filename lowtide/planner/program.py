@@ -18,7 +18,10 @@ made that serves as an input of others. All of them make the real step slower, n
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +35,7 @@ from lowtide.timeline.step import Link, Step
 _TOLERANCE = 1e-6
 """Rows may be broken by this much (scaled); the bound is lowered by as much."""
 
-_MAX_NODES = 2_000
+_MAX_NODES = 500
 """Of branch and bound. A count and not a clock, so that every rank stops at the same place."""
 
 Floats = NDArray[np.float64]
@@ -439,13 +442,14 @@ class Program:
 
         shape = (len(build.lower), len(build.cost))
         matrix = csr_array((build.values, (build.rows, build.cols)), shape=shape)
-        result = milp(
-            np.array(build.cost),
-            integrality=np.array(build.whole) if whole else None,
-            bounds=Bounds(np.array(build.least), np.array(build.most)),
-            constraints=LinearConstraint(matrix, np.array(build.lower), np.array(build.upper)),
-            options={"time_limit": max(time_limit_seconds, 0.05), "mip_rel_gap": gap, "node_limit": _MAX_NODES},
-        )
+        with _silent_stdout() if whole else contextlib.nullcontext():
+            result = milp(
+                np.array(build.cost),
+                integrality=np.array(build.whole) if whole else None,
+                bounds=Bounds(np.array(build.least), np.array(build.most)),
+                constraints=LinearConstraint(matrix, np.array(build.lower), np.array(build.upper)),
+                options={"time_limit": max(time_limit_seconds, 0.05), "mip_rel_gap": gap, "node_limit": _MAX_NODES},
+            )
         num = len(self.step.items)
         none = np.zeros(num)
         if result.status == 2:
@@ -474,6 +478,24 @@ class Program:
             keep=keep,
             is_whole=is_whole,
         )
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Branch and bound of HiGHS writes stray lines to the process's standard output, below Python."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed: nothing can be written there
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _plain(frame: Frame) -> Floats:

@@ -29,7 +29,7 @@ from lowtide.errors import BudgetError
 from lowtide.planner.closed_form import closed_form
 from lowtide.planner.fate import Fate
 from lowtide.planner.program import Program, Relaxation
-from lowtide.planner.search import Fates, Judge, Outcome, improve, repair, rounded
+from lowtide.planner.search import SMALL, Fates, Judge, Outcome, improve, repair, rounded
 from lowtide.timeline.events import Timeline, run
 from lowtide.timeline.memory import Frame, Spans, floor_curve
 from lowtide.timeline.step import Item, Link, Step
@@ -41,6 +41,8 @@ GOOD_GAP = 1e-3
 """Nobody measures a step this well; looking further is not worth the time."""
 UNREACHABLE = 1 << 62
 """The floor where rules swap more than the host takes."""
+_LP_GAP = 5e-3
+"""Good enough to spare more than a handful of items the exact program."""
 _WHOLE_ITEMS = 60
 """Up to as many items the exact program is solved too."""
 _BLOCKS = 160
@@ -67,7 +69,7 @@ class Solution:
     floor_bytes: int
     """The smallest peak that was found to be possible, whatever it costs."""
     how: str
-    """'everything fits', 'lp', 'milp', 'closed form', with '+ search' where single changes helped."""
+    """'everything fits', 'lp', 'lp + search' where single changes helped, 'milp', 'closed form'."""
     seconds: float
     """What solving took."""
 
@@ -99,12 +101,10 @@ def solve(
             raise _budget_error(judge, floor_bytes, floor_fates, limit)
         starts = [judge.play(floor_fates), *_filled(judge)]
         if importlib.util.find_spec("scipy") is None:
-            bound, how, best = step.compute_seconds, "closed form (scipy is not installed)", _least(starts)
+            bound, how = step.compute_seconds, "closed form (scipy is not installed)"
+            best = _polished(judge, _least(starts), bound)
         else:
             bound, how, best = _programmed(judge, starts, tell)
-        polished = _polished(judge, best, bound)
-        how += " + search" if polished.seconds < best.seconds else ""
-        best = polished
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
     return Solution(
@@ -213,17 +213,21 @@ def _programmed(judge: Judge, starts: list[Outcome], tell: Progress) -> tuple[fl
         best = _least([best, *outcomes])
         if shares.bound_seconds >= best.seconds:
             break  # a larger reserve costs more than rounding does
-    if len(step.items) <= _WHOLE_ITEMS and not _is_good(best, bound):
-        tell("looking for the exact optimum")
-        overhead = max(bound - step.compute_seconds, 1e-12)
-        gap = min(max(GOOD_GAP * bound / overhead / 2, 1e-4), 0.1)
-        ticks = points if len(step.ticks) > 4 * _BLOCKS else range(len(step.ticks))
-        whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(judge))
-        if whole is not None and math.isfinite(whole.bound_seconds):
-            bound = max(bound, whole.bound_seconds)
-            exact = _least(_roundings(judge, whole))
-            if exact.rank < best.rank:
-                best, how = exact, "milp"
+    polished = _polished(judge, best, bound)
+    if polished.rank < best.rank:
+        best, how = polished, f"{how} + search"
+    if len(step.items) > _WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
+        return bound, how, best
+    tell("looking for the exact optimum")
+    overhead = max(bound - step.compute_seconds, 1e-12)
+    gap = min(max(GOOD_GAP * bound / overhead / 2, 1e-4), 0.1)
+    ticks = points if len(step.ticks) > 2 * _BLOCKS else range(len(step.ticks))
+    whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(judge))
+    if whole is not None and math.isfinite(whole.bound_seconds):
+        bound = max(bound, whole.bound_seconds)
+        exact = _polished(judge, _least(_roundings(judge, whole)), bound)
+        if exact.rank < best.rank:
+            best, how = exact, "milp"
     return bound, how, best
 
 
@@ -245,8 +249,8 @@ def _least(outcomes: Iterable[Outcome]) -> Outcome:
     return min(outcomes, key=lambda outcome: outcome.rank)
 
 
-def _is_good(outcome: Outcome, bound: float) -> bool:
-    return outcome.fits and outcome.seconds - bound <= GOOD_GAP * outcome.seconds
+def _is_good(outcome: Outcome, bound: float, gap: float = GOOD_GAP) -> bool:
+    return outcome.fits and outcome.seconds - bound <= gap * outcome.seconds
 
 
 def _left(judge: Judge) -> float:
