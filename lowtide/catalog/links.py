@@ -2,7 +2,8 @@
 
 A link that is measured idle promises too much, and a plan made on it breaks memory, not only time: at a real bandwidth
 of 0.82 of the planned one, peak was 1.11 of the budget in simulation. So the link is measured under load, several
-times, and the plan uses the 10th percentile. The same measurement says how much computing suffers while copies run.
+times, and the plan uses the 10th percentile. The same measurement says how much computing suffers while copies run, and
+what each copy costs however small it is.
 
 What: `measure_link` probes an engine while a thread multiplies matrices on the device. The answer is kept in a file per
 machine, since hardware does not change between runs.
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from lowtide.timeline.step import Link
 
 _PROBE_BYTES = 32 << 20
+_SMALL_PROBE_BYTES = 256 << 10
 _NUM_PROBES = 10
 _IDLE_SECONDS = 0.1
 _MATRIX = 512
@@ -80,10 +83,13 @@ def _measure(engine: Probed, device: torch.device) -> Link:
         idle_rate = load.rate_since_last()
         probes = [engine.probe_bandwidth(_PROBE_BYTES) for _ in range(_NUM_PROBES)]
         loaded_rate = load.rate_since_last()
+        small = [engine.probe_bandwidth(_SMALL_PROBE_BYTES).out_bytes_per_second for _ in range(_NUM_PROBES)]
     share = max(0.0, 1.0 - loaded_rate / idle_rate) if idle_rate else 0.0
+    out_rate = _tenth_percentile([probe.out_bytes_per_second for probe in probes])
     return Link(
-        out_bytes_per_second=_tenth_percentile([probe.out_bytes_per_second for probe in probes]),
+        out_bytes_per_second=out_rate,
         in_bytes_per_second=_tenth_percentile([probe.in_bytes_per_second for probe in probes]),
+        latency_seconds=max(0.0, _SMALL_PROBE_BYTES / statistics.median(small) - _SMALL_PROBE_BYTES / out_rate),
         compute_share=share,
     )
 
