@@ -10,13 +10,14 @@ Cost: a walk over the arguments of one call. Not covered: side effects outside o
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 from lowtide.catalog.graph import Call, Storage, Value
 
@@ -37,9 +38,16 @@ def packet_name(call: Call) -> str:
 
 def read_values(call: Call) -> Iterator[Value]:
     """The tensors that a recipe must give to the operator."""
-    for leaf in tree_leaves((pure_args(call), call.kwargs)):
-        if isinstance(leaf, Value):
-            yield leaf
+    return (leaf for leaf in _leaves((pure_args(call), *call.kwargs.values())) if isinstance(leaf, Value))
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    """What is in lists and tuples. (torch's pytree does the same for any container, ten times slower.)"""
+    if not isinstance(given, (list, tuple)):
+        yield given
+        return
+    for item in given:
+        yield from _leaves(item)
 
 
 def pure_args(call: Call) -> Sequence[Any]:
@@ -77,7 +85,7 @@ def written_values(call: Call) -> list[Value]:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
-        written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Value)]
+        written += [leaf for leaf in _leaves(given) if isinstance(leaf, Value)]
     return written
 
 
@@ -139,32 +147,65 @@ def _follow(parts: Sequence[Value], dim: int) -> bool:
     return True
 
 
-def has_sizes(call: Call) -> bool:
-    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own."""
+def sizes_in(calls: Iterable[Call]) -> frozenset[int]:
+    """Every size of a tensor that some call saw, and the products of neighbouring ones."""
+    found: set[int] = set()
+    shapes = {value.size for call in calls for value in (*read_values(call), *filter(None, call.outputs))}
+    for shape in shapes:
+        for first in range(len(shape)):
+            found.update(itertools.accumulate(shape[first:], operator.mul))
+    return frozenset(found - {0, 1})
+
+
+def has_sizes(call: Call, known_sizes: frozenset[int]) -> bool:
+    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own.
+
+    A number to compute with that is a size of some tensor in the step, or one over it, counts as one: it may come from
+    `x.sum() / len(x)`, where `x` is not seen by the division.
+    """
     if not any(True for _ in read_values(call)):
         return any(output is not None and output.size for output in call.outputs)
-    sizes = _size_arguments(call.func)
-    given = [arg for position, arg in enumerate(call.args) if position in sizes]
-    given += [arg for key, arg in call.kwargs.items() if key in sizes]
-    return any(arg is not None and not (isinstance(arg, (list, tuple)) and not arg) for arg in given)
+    sizes, scalars = _size_arguments(call.func)
+    given = [*enumerate(call.args), *call.kwargs.items()]
+    if any(key in sizes and arg is not None and not _is_empty_list(arg) for key, arg in given):
+        return True
+    numbers = [abs(arg) for key, arg in given if key in scalars and type(arg) in (int, float)]
+    return any(_is_size(number, known_sizes) for number in numbers)
+
+
+def _is_size(number: float, known_sizes: frozenset[int]) -> bool:
+    if not math.isfinite(number) or number == 0:
+        return False
+    whole = round(1 / number) if number < 1 else 0
+    return number in known_sizes or (whole in known_sizes and 1 / whole == number)
+
+
+def _is_empty_list(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and not arg
 
 
 @functools.cache
-def _size_arguments(func: OpOverload) -> frozenset[int | str]:
-    """Positions and names of the arguments that are sizes: the schema writes them as SymInt, dimensions as int."""
-    # In Python both are "int"; only the written schema tells them apart.
-    sizes = re.findall(r"SymInt\S* (\w+)", str(func._schema))
+def _size_arguments(func: OpOverload) -> tuple[frozenset[int | str], frozenset[int | str]]:
+    """Positions and names of the arguments that are sizes (the schema writes them as SymInt, dimensions as int), and
+    of those that are numbers to compute with."""
+    # In Python sizes and dimensions are both "int"; only the written schema tells them apart.
+    kinds = {name: kind for kind, name in re.findall(r"(\w+)\S* (\w+)[=,)]", str(func._schema))}
     packet = func.overloadpacket.__name__
-    found: set[int | str] = set()
+    sizes: set[int | str] = set()
+    scalars: set[int | str] = set()
     for position, argument in enumerate(func._schema.arguments):
-        if argument.name in sizes and (packet, argument.name) not in _NO_SIZES:
-            found |= {position, argument.name}
-    return frozenset(found)
+        kind = kinds.get(argument.name)
+        if kind == "SymInt" and (packet, argument.name) not in _NO_SIZES:
+            sizes |= {position, argument.name}
+        # `x * 2` is recorded as mul.Tensor(x, 2).
+        if kind in ("Scalar", "float", "Tensor") and argument.name != "exponent":
+            scalars |= {position, argument.name}
+    return frozenset(sizes), frozenset(scalars)
 
 
 def has_numbers(call: Call) -> bool:
     """Whether a number, or a view that a number may have chosen, is among the arguments."""
-    for leaf in tree_leaves((call.args, call.kwargs)):
+    for leaf in _leaves((call.args, *call.kwargs.values())):
         if type(leaf) in (int, float):
             return True
         if isinstance(leaf, Value) and math.prod(leaf.size) * leaf.dtype.itemsize != leaf.storage.nbytes:

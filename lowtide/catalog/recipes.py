@@ -43,6 +43,7 @@ from lowtide.catalog.operators import (
     packet_name,
     pure_args,
     read_values,
+    sizes_in,
     written_values,
 )
 from lowtide.catalog.site import Geometry, Recipe, RecipeInput, RecipeStep
@@ -100,7 +101,8 @@ class _Graph:
         self.writers: dict[int, list[tuple[Call, Value]]] = {}
         self.reinterpretations: dict[tuple, Call] = {}
         self.filled: dict[int, int | None] = {}
-        self.item_reads: list[tuple[int, str]] = []
+        self.item_reads: dict[str, int] = {}
+        self.sizes = sizes_in(calls)
         for call in calls:
             self._note(call)
 
@@ -108,7 +110,8 @@ class _Graph:
         name = packet_name(call)
         if name == "_local_scalar_dense" and call.args[0].dtype is not torch.bool:
             # A bool can only choose a branch, which shows in the order of what is saved.
-            self.item_reads.append((call.index, call.name.rpartition(".")[0]))
+            # The module that read the number may have returned it: suspect is also what its parent does next.
+            self.item_reads.setdefault(".".join(call.name.split(".")[:-2]), call.index)
         if name in _REINTERPRETS:
             output, source = call.outputs[0], call.args[0]
             if output is not None and isinstance(source, Value) and output.dtype != source.dtype:
@@ -147,13 +150,12 @@ class _Graph:
         return filled is not None and version >= filled
 
     def reads_data(self, call: Call) -> bool:
-        """Whether Python may have computed a number in this call's arguments from a tensor.
-
-        It may if the module that runs, or one around it, has read a number out of a tensor before.
-        """
-        return any(
-            index < call.index and (not path or call.name.startswith(path + ".")) for index, path in self.item_reads
-        )
+        """Whether Python may have computed a number in this call's arguments from a tensor, in a module close by."""
+        if not self.item_reads:
+            return False
+        path = call.name.split(".")[:-1]
+        paths = (".".join(path[:length]) for length in range(len(path) + 1))
+        return any(self.item_reads.get(above, call.index) < call.index for above in paths)
 
 
 @dataclass(slots=True)
@@ -172,22 +174,33 @@ class _Builder:
     is_shape_free: bool = True
 
     def build(self) -> Recipe:
+        last, output = self._result()
         self._walk()
         if not self.graph.is_filled(self.target.storage, self.target.version):
             raise _NoRecipeError("uninitialised")
         order = [self.calls[index] for index in sorted(self.calls)]
+        assert order[-1] is last, "an operator that a recipe needs ran after the last of it"
         for call in order:
             self._write(call)
-        last = order[-1]
-        outputs = [output is not None and output.storage is self.target.storage for output in last.outputs]
         return Recipe(
             inputs=tuple(self.inputs),
             steps=tuple(self.steps),
-            output=outputs.index(True),
+            output=output,
             seconds=sum(call.seconds for call in order),
             transient_bytes=self._transient_bytes(order),
             is_shape_free=self.is_shape_free,
         )
+
+    def _result(self) -> tuple[Call, int]:
+        """The operator that completed the node, and which of its outputs that is."""
+        storage = self.target.storage
+        call = self.graph.maker(storage, self.target.version)
+        for output, value in enumerate(call.outputs):
+            if value is not None and value.storage is storage:
+                # Only what is used must be plain and on one device: attention kernels put seeds elsewhere.
+                self._check_plain(value)
+                return call, output
+        raise _NoRecipeError("unknown producer")
 
     def _walk(self) -> None:
         """Collect the operators that must run again."""
@@ -220,12 +233,15 @@ class _Builder:
             raise _NoRecipeError("collective")
         if not isinstance(call.func, OpOverload):
             raise _NoRecipeError("unknown producer")
-        for value in (*read_values(call), *(output for output in call.outputs if output is not None)):
-            if not value.is_plain:
-                raise _NoRecipeError("not a plain tensor")
-            if self.device not in (None, value.device):
-                raise _NoRecipeError("two devices")
-            self.device = value.device
+        for value in read_values(call):
+            self._check_plain(value)
+
+    def _check_plain(self, value: Value) -> None:
+        if not value.is_plain:
+            raise _NoRecipeError("not a plain tensor")
+        if self.device not in (None, value.device):
+            raise _NoRecipeError("two devices")
+        self.device = value.device
 
     def _start(self, value: Value) -> RecipeInput | None:
         """The input of the recipe that this value is, or None if it must be made."""
@@ -246,7 +262,7 @@ class _Builder:
             args=tuple(self._encode(arg) for arg in pure_args(call)),
             kwargs={key: self._encode(arg) for key, arg in call.kwargs.items()},
         )
-        self.is_shape_free &= not has_sizes(call)
+        self.is_shape_free &= not has_sizes(call, self.graph.sizes)
         if self.graph.reads_data(call) and has_numbers(call):
             raise _NoRecipeError("number read from data")
         self.steps.append(step)

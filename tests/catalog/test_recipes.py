@@ -303,6 +303,8 @@ def test_shape_free_recipes_hold_for_other_shapes() -> None:
         lambda self, x: (x + torch.arange(8)).exp(),
         lambda self, x: F.layer_norm(x, (8,)).exp(),
         lambda self, x: F.pad(x, (1, 1)).exp(),
+        lambda self, x: (x.sum(0) / len(x)).exp(),
+        lambda self, x: (x.sum() * (1 / x.numel())).exp(),
     ],
 )
 def test_sizes_written_in_a_recipe_are_noticed(forward: Callable[..., Tensor]) -> None:
@@ -438,9 +440,9 @@ def test_thousands_of_nodes_in_a_second() -> None:
     model, loss, batch = llama(num_layers=60, tokens=4)
     recording = record(model, loss, batch)
     assert len(recording.targets) > 1_200
-    start = time.perf_counter()
+    start = time.process_time()
     build_recipes(recording.calls, recording.targets)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
