@@ -48,9 +48,10 @@ _WHOLE_ITEMS = 60
 _BLOCKS = 160
 """The first points: the worst tick of as many equal pieces of the step."""
 _ROUNDS = 4
-_RESERVES = (0.0, 0.5, 1.0, 2.0, 4.0)
+_RESERVES = (0.5, 1.0, 2.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _KEEP_ABOVE = (0.98, 0.5, 0.1)
+_STARTS = 8
 
 Progress = Callable[[str], None]
 
@@ -102,7 +103,7 @@ def solve(
         starts = [judge.play(floor_fates), *_filled(judge)]
         if importlib.util.find_spec("scipy") is None:
             bound, how = step.compute_seconds, "closed form (scipy is not installed)"
-            best = _polished(judge, _least(starts), bound)
+            best = _polished(judge, starts, bound)
         else:
             bound, how, best = _programmed(judge, starts, tell)
     assert best.timeline is not None and best.fits
@@ -182,40 +183,38 @@ def _filled(judge: Judge) -> list[Outcome]:
     return outcomes
 
 
-def _programmed(judge: Judge, starts: list[Outcome], tell: Progress) -> tuple[float, str, Outcome]:
-    """The bound, how it was found, and the best outcome of rounding."""
+def _programmed(judge: Judge, pool: list[Outcome], tell: Progress) -> tuple[float, str, Outcome]:
+    """The bound, how it was found, and the best outcome. Everything that was played joins the pool."""
     frame = judge.frame
     step = frame.step
     program = Program(step, judge.link, judge.budget_bytes, judge.host_bytes)
     points = _first_points(frame, program.plain)
-    bound, how, best = step.compute_seconds, "closed form", _least(starts)
+    bound, how = step.compute_seconds, "closed form"
     for _ in range(_ROUNDS):
         shares = program.solve(points, time_limit_seconds=_left(judge))
         if shares is None:
             break
         bound, how = max(bound, shares.bound_seconds), "lp"
-        best = _least([best, *_roundings(judge, shares)])
+        pool += _roundings(judge, shares)
         more = _violated(frame, program, shares, judge.budget_bytes) - points
-        if not more or _is_good(best, bound) or judge.is_late:
+        if not more or _is_good(_least(pool), bound) or judge.is_late:
             break
         points |= more
     if how == "closed form":
-        return bound, how, best
-    tell(f"at least {format_seconds(bound)} a step, {format_seconds(best.seconds)} found")
+        return bound, how, _polished(judge, pool, bound)
+    tell(f"at least {format_seconds(bound)} a step, {format_seconds(_least(pool).seconds)} found")
     largest = float(frame.nbytes.max(initial=0))
-    for reserve in _RESERVES[1:]:
-        if _is_good(best, bound) or judge.is_late:
+    for reserve in _RESERVES:
+        if _is_good(_least(pool), bound) or judge.is_late:
             break
         shares = program.solve(points, reserve_bytes=reserve * largest, time_limit_seconds=_left(judge))
         if shares is None or not math.isfinite(shares.bound_seconds):
             break
-        outcomes = _roundings(judge, shares)
-        best = _least([best, *outcomes])
-        if shares.bound_seconds >= best.seconds:
+        pool += _roundings(judge, shares)
+        if shares.bound_seconds >= _least(pool).seconds:
             break  # a larger reserve costs more than rounding does
-    polished = _polished(judge, best, bound)
-    if polished.rank < best.rank:
-        best, how = polished, f"{how} + search"
+    best = _polished(judge, pool, bound)
+    how += " + search" if best.rank < _least(pool).rank else ""
     if len(step.items) > _WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
         return bound, how, best
     tell("looking for the exact optimum")
@@ -225,17 +224,23 @@ def _programmed(judge: Judge, starts: list[Outcome], tell: Progress) -> tuple[fl
     whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(judge))
     if whole is not None and math.isfinite(whole.bound_seconds):
         bound = max(bound, whole.bound_seconds)
-        exact = _polished(judge, _least(_roundings(judge, whole)), bound)
+        exact = _polished(judge, _roundings(judge, whole), bound)
         if exact.rank < best.rank:
             best, how = exact, "milp"
     return bound, how, best
 
 
-def _polished(judge: Judge, best: Outcome, bound: float) -> Outcome:
-    num_items = len(best.fates)
-    if _is_good(best, bound):
-        return best
-    return improve(judge, best, max_plays=20_000 if num_items <= _WHOLE_ITEMS else 200)
+def _polished(judge: Judge, pool: list[Outcome], bound: float) -> Outcome:
+    """Search from the best of the pool; in small steps, where it gets stuck most, from several."""
+    best = _least(pool)
+    is_small = len(best.fates) <= SMALL
+    starts = sorted({outcome.fates: outcome for outcome in pool}.values(), key=lambda outcome: outcome.rank)
+    for start in starts[: _STARTS if is_small else 1]:
+        if _is_good(best, bound) or judge.is_late:
+            break
+        found = improve(judge, start, max_plays=4_000 if is_small else 200)
+        best = _least([best, found])
+    return best
 
 
 def _roundings(judge: Judge, shares: Relaxation) -> list[Outcome]:
