@@ -102,6 +102,8 @@ def test_every_recipe_of_the_zoo_gives_the_bytes(name: str) -> None:
     recipes = {node: recipe for node, recipe in found.items() if isinstance(recipe, Recipe)}
     wrong = [node for node, recipe in recipes.items() if not gives_the_bytes(recipe, node, first)]
     assert not wrong, f"{len(wrong)} of {len(recipes)}: {wrong[:5]}"
+    order = {target.storage.name: rank for rank, target in enumerate(first.targets)}
+    assert all(order[below] < order[node] for node, recipe in recipes.items() for below in recipe.nodes)
     unexplained = {node: reason for node, reason in found.items() if isinstance(reason, str)}
     assert set(unexplained.values()) <= {
         "input", "random", "mutated", "unknown producer", "uninitialised", "not a plain tensor",
@@ -313,6 +315,16 @@ def test_sizes_written_in_a_recipe_are_noticed(forward: Callable[..., Tensor]) -
     assert not found["exp"].is_shape_free
 
 
+def test_a_node_that_is_saved_later_is_made_on_the_way() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x + 1
+        return (y * 2).exp() + y.sin()  # exp saves its output before sin saves y
+
+    found, _ = recipes_of_simple(forward)
+    assert ops_of(found["exp"]) == ["addmm", "add", "mul", "exp"]
+    assert found["add"].nodes == ("input",)
+
+
 def test_parameters_are_cast_anew_and_views_of_them_are_inputs() -> None:
     model, _, x = simple(lambda self, x: x.exp())
 
@@ -388,6 +400,7 @@ def test_what_is_read_after_a_write_is_made_by_the_write() -> None:
         (lambda self, x: (x.detach() * (1 + 2j) * self.linear.bias).abs(), "mul", "argument that cannot be written"),
         (lambda self, x: (x * x.detach().sum().item()).exp(), "exp", "number read from data"),
         (lambda self, x: (x + torch.empty(8)).exp(), "exp", "uninitialised"),
+        (lambda self, x: (x + torch.empty(8).mul_(2)).exp(), "exp", "uninitialised"),
     ],
 )
 def test_reasons(forward: Callable[..., Tensor], node: str, reason: str) -> None:
