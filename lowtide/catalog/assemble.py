@@ -38,6 +38,8 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
         )
         for node in trace.nodes
     ]
+    for call in trace.calls:  # clocks of devices are read when the step is over
+        call.seconds = trace.op_seconds[call.index]
     recipes = build_recipes(trace.calls, targets)
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.anchor is None]

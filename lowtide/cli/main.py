@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lowtide.errors import ConfigError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_NOBODY_READS = 141
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
+    except BrokenPipeError:  # whoever read stdout has seen enough, as `head` has
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- flushed once more when Python ends
+        return EXIT_NOBODY_READS
     except KeyboardInterrupt:
         print("lowtide: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

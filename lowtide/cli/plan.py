@@ -119,6 +119,10 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     except OSError as error:
         raise ConfigError(f"--profile: {args.profile} cannot be read: {error.strerror}") from None
     profile = Profile.from_json(text)
+    shape = [settings.train.batch_size, settings.data.sequence_length]
+    batch = f"input_ids=int64{shape}, labels=int64{shape}"
+    if profile.batch != batch:
+        raise ConfigError(f"--profile: it is of {profile.batch}, the run has {batch}; profile the run again")
     if hardware is not None:
         return profile, hardware.link
     if profile.is_fake:

@@ -14,6 +14,9 @@ from lowtide.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lowtide.planner.plan import AccountLine, Plan, Prediction
 
+_NOTICED = 0.0005
+"""Share of the step below which a number is not worth a word."""
+
 
 def promise_lines(plan: Plan) -> list[str]:
     """Peak and time of a solved plan, and how sure they are. The first line carries on after the plan's name."""
@@ -31,9 +34,11 @@ def promise_lines(plan: Plan) -> list[str]:
 def _time_line(predicted: Prediction) -> str:
     seconds, plain = predicted.step_seconds, predicted.plain_seconds
     more = seconds / plain - 1 if plain else 0.0
+    slower = seconds - plain - predicted.stall_seconds - predicted.recompute_seconds
+    slowed = f", copies slow it by {format_seconds(slower)}" if slower > _NOTICED * seconds else ""
     return (
         f"step {format_seconds(seconds)}, {percent(more)} over {format_seconds(plain)} with everything kept: "
-        f"stalls {format_seconds(predicted.stall_seconds)}, recompute {format_seconds(predicted.recompute_seconds)}; "
+        f"stalls {format_seconds(predicted.stall_seconds)}, recompute {format_seconds(predicted.recompute_seconds)}{slowed}; "
         f"gap {percent(predicted.gap)} (no plan is faster by more)"
     )
 
