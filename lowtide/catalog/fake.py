@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from lowtide.catalog.cost import op_seconds
 from lowtide.catalog.expand import Expanded, expand
 from lowtide.catalog.graph import Call
 from lowtide.catalog.layers import find_layers
-from lowtide.catalog.observe import input_bytes, record_step
+from lowtide.catalog.observe import input_bytes, record_step, wants_accumulation
 from lowtide.catalog.observer import Observer
 from lowtide.catalog.parking import FakePark
 from lowtide.catalog.planning_attention import fused_attention as fused
@@ -82,11 +83,18 @@ def trace(
     is_fused = not is_host if fused_attention is None else fused_attention
     is_callable = callable(batch) and not isinstance(batch, dict | tuple)
     runs = find_runs(model, names) if skips_equal_layers and not is_callable else ()
-    step = (model, batch, hardware, loss, names)
-    try:
-        expanded, shapes = _trace(*step, needs_scalar=needs_scalar, is_fused=is_fused, runs=runs)
-    except CannotSkipError:
-        expanded, shapes = _trace(*step, needs_scalar=needs_scalar, is_fused=is_fused, runs=())
+    accumulates = False
+    while True:
+        setting = _Setting(hardware, names, needs_scalar, is_fused, runs, accumulates)
+        try:
+            expanded, shapes = _trace(model, batch, loss, setting)
+            break
+        except CannotSkipError:
+            runs = ()
+        except RuntimeError as error:
+            if accumulates or not wants_accumulation(error):
+                raise
+            accumulates = True
     return profile_of(
         expanded.trace,
         expanded.nodes,
@@ -196,31 +204,43 @@ def _grouped_product(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
     return torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=shape.device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """How to trace."""
+
+    hardware: Hardware
+    layers: tuple[str, ...]
+    needs_scalar: bool
+    is_fused: bool
+    runs: tuple[Run, ...]
+    accumulates: bool
+
+
 def _trace(
-    model: nn.Module,
-    batch: Any,
-    hardware: Hardware,
-    loss: Callable[[Any], torch.Tensor] | None,
-    names: tuple[str, ...],
-    *,
-    needs_scalar: bool,
-    is_fused: bool,
-    runs: tuple[Run, ...],
+    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setting: _Setting
 ) -> tuple[Expanded, str]:
     mode = _mode_of(model)
-    observer = Observer(device=torch.device("cpu"), clock=_Roofline(hardware), park=FakePark(), layers=names)
-    observer.skipped = frozenset(name for run in runs for name in run.skipped)
+    clock = _Roofline(setting.hardware)
+    observer = Observer(device=torch.device("cpu"), clock=clock, park=FakePark(), layers=setting.layers)
+    observer.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_grouped_experts(model))
         stack.enter_context(_lent(model, mode))
-        stack.enter_context(skipping(model, runs))
+        stack.enter_context(skipping(model, setting.runs))
         stack.enter_context(mode)
-        if is_fused:
+        if setting.is_fused:
             stack.enter_context(fused())
         fake_batch = _without_numbers(batch, mode)
         try:
-            recorded = record_step(model, fake_batch, observer, loss, needs_scalar=needs_scalar)
+            recorded = record_step(
+                model,
+                fake_batch,
+                observer,
+                loss,
+                needs_scalar=setting.needs_scalar,
+                accumulates=setting.accumulates,
+            )
         except _LOOKS_AT_VALUES as error:
             raise _depends_on_data(observer, error) from error
         except ConfigError as error:
@@ -228,7 +248,7 @@ def _trace(
                 raise _depends_on_data(observer, error.__cause__) from error
             raise
     nodes, recipes = with_recipes(recorded)
-    return expand(recorded, nodes, recipes, runs), observer.batch
+    return expand(recorded, nodes, recipes, setting.runs), observer.batch
 
 
 def _depends_on_data(observer: Observer, error: BaseException) -> ConfigError:

@@ -75,8 +75,7 @@ def observe(
     try:
         trace, shapes = run(accumulates=False)
     except RuntimeError as error:
-        # Reentrant checkpointing (torch's older kind) works with `.backward()` only.
-        if "use_reentrant=True" not in str(error):
+        if not wants_accumulation(error):
             raise
         trace, shapes = run(accumulates=True)
     nodes, recipes = with_recipes(trace)
@@ -97,6 +96,11 @@ def observe(
             is_accelerator=is_accelerator,
         ),
     )
+
+
+def wants_accumulation(error: RuntimeError) -> bool:
+    """Reentrant checkpointing (torch's older kind) works with `.backward()` only, and says so."""
+    return "use_reentrant=True" in str(error)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -233,7 +237,8 @@ def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
 def untouched(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> Iterator[None]:
     """Random state, the model's buffers, and `tensors` are afterwards what they were before."""
     buffers = [(owner, name, b) for owner in model.modules() for name, b in owner._buffers.items() if b is not None]
-    copies = [(t, t._version, t.detach().to("cpu", copy=True)) for t in [*tensors, *(b for _, _, b in buffers)]]
+    held = [tensor for tensor in [*tensors, *(buffer for _, _, buffer in buffers)] if tensor.numel()]
+    copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in held]
     indices = [] if device.type == "cpu" else [device.index or 0]
     try:
         with torch.random.fork_rng(devices=indices, device_type="cuda" if device.type == "cpu" else device.type):
@@ -242,6 +247,7 @@ def untouched(model: nn.Module, tensors: list[torch.Tensor], device: torch.devic
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer
         with torch.no_grad():
-            for tensor, version, copy in copies:
-                if tensor._version != version:
+            for tensor, copy in copies:
+                # By value: batch norm writes its statistics without counting it as a new version.
+                if not torch.equal(tensor.detach().to("cpu"), copy):
                     tensor.copy_(copy)

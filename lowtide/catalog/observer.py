@@ -339,7 +339,7 @@ class Observer(Recorder):
     def _note_sequence(self, name: str) -> None:
         """The node of the operator that is running has been made: it has the number before the next one."""
         number = torch.autograd._get_sequence_nr() - 1
-        if not self._sequence_starts or number > self._sequence_starts[-1]:
+        if number >= self._start_sequence and (not self._sequence_starts or number > self._sequence_starts[-1]):
             self._sequence_starts.append(number)
             self._sequence_names.append(name)
 
