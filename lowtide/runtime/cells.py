@@ -35,7 +35,6 @@ from lowtide.runtime.stats import Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tape import Site, Tape
 
-
 # How many dropped cells may be made to try a recipe out.
 _MAX_TRIED = 64
 

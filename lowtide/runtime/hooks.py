@@ -154,7 +154,8 @@ class Scope:
                 yield
             if table is not None:
                 self._compare(region, table)
-            elif self.recording:
+            else:
+                # Also an empty one: a model around its layers often saves nothing, and need not be observed again.
                 region.tables[call] = self.recording
         finally:
             self.region, self.table, self.position, self.recording, self.num_missed = outer

@@ -26,6 +26,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,12 +63,15 @@ class Mover:
         self._leaving: deque[Copy] = deque()
         self._leaving_bytes = 0
         self._ahead_bytes = 0
-        self._arriving: deque[tuple] = deque()
+        # Buffers in flight, by the identity of their events; oldest first.
+        self._arriving: dict[int, tuple] = {}
         self._unfreed: deque[tuple] = deque()
         self._open_sites: dict[int, weakref.WeakSet[Site | MadeCell]] = {}
         self._largest_bytes = 0
         self._pass_bytes = 0
         self._has_warned_full = False
+        # Told of every buffer that the engine makes, while somebody counts live bytes.
+        self.on_buffer: Callable[[torch.UntypedStorage], None] | None = None
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -262,6 +266,8 @@ class Mover:
         if site.arrival is None:
             return site.buffer
         self.counters.stall_seconds += self.engine.wait(Lane.COMPUTE, site.arrival)
+        # Compute is ordered after the copy now: what reuses the buffer's memory comes after it.
+        self._arriving.pop(id(site.arrival), None)
         failure = self.engine.failure(site.arrival)
         if failure is not None:
             assert site.copy.slot is not None
@@ -288,6 +294,8 @@ class Mover:
         engine, copy = self.engine, site.copy
         assert copy.slot is not None
         site.buffer = engine.new_buffer(copy.nbytes, site.device)
+        if self.on_buffer is not None:
+            self.on_buffer(site.buffer)
         self.ledger.add(copy.nbytes)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         engine.wait(Lane.IN, copy.event)
@@ -295,10 +303,16 @@ class Mover:
         site.arrival = engine.record(Lane.IN)
         self.counters.copied_in_bytes += copy.nbytes
         # The copy in flight owns the buffer too: were the graph dropped now, its memory must not be reused yet.
-        self._arriving.append((site.buffer, site.arrival))
-        while self._arriving and engine.query(self._arriving[0][1]):
-            self._arriving.popleft()
+        self._arriving[id(site.arrival)] = (site.buffer, site.arrival)
+        self._let_go_of_arrived()
         self._note_open(site)
+
+    def _let_go_of_arrived(self) -> None:
+        while self._arriving:
+            oldest = next(iter(self._arriving))
+            if not self.engine.query(self._arriving[oldest][1]):
+                return
+            del self._arriving[oldest]
 
     def _note_open(self, site: Site) -> None:
         if site.task in self._open_sites:
@@ -363,8 +377,8 @@ class Mover:
                     tape.next_start = following.start_at
                     return
                 has_been_read = following.task == tape.task and following.num_reads > 0
-                # Its first reader is behind us: it has been read, or this backward goes around it.
-                if not has_been_read and following.last_use > sequence:
+                # Where its first reader is behind us, it has been read, or this backward goes around it.
+                if not has_been_read and following.last_use <= sequence + 1:
                     self._start(following, tape)
             tape.cursor -= 1
         tape.next_start = -1
@@ -438,7 +452,7 @@ class Mover:
                 self._retire_first()
             self._free_orphans()
             while self._arriving:
-                self._block_until(self._arriving.popleft()[1])
+                self._block_until(self._arriving.pop(next(iter(self._arriving)))[1])
             for _, events in list(self._unfreed):
                 for event in events:
                     self._block_until(event)

@@ -33,6 +33,7 @@ from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan, SiteDecision
 from lowtide.planner.rules import Rule, Rules, unmatched_error
 from lowtide.runtime.anchors import anchor_points
+from lowtide.runtime.audit import Audit
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.handle import open_handle
@@ -155,6 +156,10 @@ class Tide:
         self._ledger.restart_peak()
         self._stall_base_seconds = self.engine.stall_seconds()
         self.engine.reset_device_peak()
+
+    def audit(self) -> Audit:
+        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside."""
+        return Audit(self.model, self._optimizer, self._mover, self.engine.device_type)
 
     def settle(self) -> None:
         """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""

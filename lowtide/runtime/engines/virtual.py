@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.runtime.engines.base import Bandwidth, Lane, Slot, TierFull
 
@@ -90,7 +91,8 @@ class VirtualEngine:
             raise TierFull(f"{tier}: {self._in_use[tier]} of {cap} bytes in use, {nbytes} more wanted")
         self._in_use[tier] += nbytes
         self._num_slots += 1
-        return Slot(tier, nbytes, torch.full((nbytes,), _POISON, dtype=torch.uint8))
+        with _disable_current_modes():
+            return Slot(tier, nbytes, torch.full((nbytes,), _POISON, dtype=torch.uint8))
 
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
@@ -99,7 +101,8 @@ class VirtualEngine:
         slot.place = None
 
     def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        buffer = torch.full((nbytes,), _POISON, dtype=torch.uint8, device=device).untyped_storage()
+        with _disable_current_modes():
+            buffer = torch.full((nbytes,), _POISON, dtype=torch.uint8, device=device).untyped_storage()
         self._tick += 1
         self._births = {key: birth for key, birth in self._births.items() if not birth[0].expired()}
         self._births[buffer._cdata] = (StorageWeakRef(buffer), self._tick)
@@ -209,11 +212,13 @@ class VirtualEngine:
             if entry.is_out:
                 place.fill_(_POISON)
             return
-        device_bytes = torch.empty(0, dtype=torch.uint8).set_(pointer)
-        if entry.is_racing:
-            self.violations.append(f"copy {direction}: not ordered after the compute lane")
-            (place if entry.is_out else device_bytes).fill_(_POISON)
-        elif entry.is_out:
-            place.copy_(device_bytes)
-        else:
-            device_bytes.copy_(place)
+        # Nobody who counts operators or live bytes around the step shall see what happens on the other side.
+        with _disable_current_modes():
+            device_bytes = torch.empty(0, dtype=torch.uint8).set_(pointer)
+            if entry.is_racing:
+                self.violations.append(f"copy {direction}: not ordered after the compute lane")
+                (place if entry.is_out else device_bytes).fill_(_POISON)
+            elif entry.is_out:
+                place.copy_(device_bytes)
+            else:
+                device_bytes.copy_(place)
