@@ -36,9 +36,10 @@ def _time_line(predicted: Prediction) -> str:
     more = seconds / plain - 1 if plain else 0.0
     slower = seconds - plain - predicted.stall_seconds - predicted.recompute_seconds
     slowed = f", copies slow it by {format_seconds(slower)}" if slower > _NOTICED * seconds else ""
+    stalls, recompute = format_seconds(predicted.stall_seconds), format_seconds(predicted.recompute_seconds)
     return (
         f"step {format_seconds(seconds)}, {percent(more)} over {format_seconds(plain)} with everything kept: "
-        f"stalls {format_seconds(predicted.stall_seconds)}, recompute {format_seconds(predicted.recompute_seconds)}{slowed}; "
+        f"stalls {stalls}, recompute {recompute}{slowed}; "
         f"gap {percent(predicted.gap)} (no plan is faster by more)"
     )
 

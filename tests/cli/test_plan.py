@@ -1,0 +1,365 @@
+"""`lowtide plan` and `lowtide profile`: what they print, where, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.catalog.site import Profile
+from lowtide.cli import waiting
+from lowtide.cli.main import main
+from lowtide.planner.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+RUN = """\
+model:
+  model_type: llama
+  hidden_size: 32
+  intermediate_size: 64
+  num_hidden_layers: 3
+  num_attention_heads: 2
+data:
+  sequence_length: 64
+train:
+  steps: 4
+  batch_size: 2
+  device: cpu
+memory:
+  min_bytes: 1KiB
+"""
+BATCH = "input_ids=int64[2, 64], labels=int64[2, 64]"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
+    write()
+
+
+def write(text: str = RUN, **train: object) -> None:
+    lines = "".join(f"  {key}: {value}\n" for key, value in train.items())
+    text = text.replace("train:\n", f"train:\n{lines}").replace("data:\n", "data:\n  files: [text]\n")
+    Path("run.yaml").write_text(text, encoding="utf-8")
+
+
+def lowtide(*arguments: str) -> int:
+    return main([*arguments])
+
+
+def plan(*arguments: str) -> int:
+    return lowtide("plan", "run.yaml", "--hardware", "h200", *arguments)
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert plan("--json", *arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a refused command says, and nothing but that."""
+    assert lowtide(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if not line.startswith("lowtide: ")]  # a slow machine waits
+    return "\n".join(lines)
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------
+
+
+def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--budget", "1.2MiB", "--curve") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"LlamaForCausalLM, one step of {BATCH}"
+    assert lines[1].startswith("plan ")
+    assert " of a budget of 1.2 MiB; everything kept " in lines[1]
+    assert lines[2].startswith("step ")
+    assert lines[3] == "certainty: bytes traced without a device, times by roofline of h200"
+    assert lines[4].startswith("3 layers, 60 sites, ")
+    text = "\n".join(lines)
+    for what in ("weights", "optimizer state", "gradients", "activations", "head, loss, temporaries", "peak"):
+        assert f"\n{what} " in text
+    assert "\nlayer" in text
+    assert "made again: " in text or "away and back: " in text
+    assert text.count("<- this plan") == 1
+    assert lines[-1].strip().startswith("#: planned  .: everything kept, ")
+
+
+def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--budget", "1.2MiB", "--out", "plan.json")
+    assert found["model"] == "LlamaForCausalLM"
+    assert (found["batch"], found["device"], found["is_fake"]) == (BATCH, "h200", True)
+    saved = Plan.from_json(Path("plan.json").read_text(encoding="utf-8"))
+    assert saved == Plan.from_json(json.dumps(found["plan"]))
+    assert saved.predicted is not None
+    assert saved.predicted.peak_bytes <= saved.budget_bytes == int(1.2 * 2**20)
+    assert max(found["curve"]["planned_bytes"]) == saved.predicted.peak_bytes
+    assert max(found["curve"]["plain_bytes"]) == saved.predicted.plain_peak_bytes
+    asked = [rung for rung in found["budgets"] if rung["is_asked"]]
+    assert [rung["peak_bytes"] for rung in asked] == [saved.predicted.peak_bytes]
+    assert found["hidden"] == []
+
+
+def test_the_same_command_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document(capsys, "--budget", "1.2MiB") == document(capsys, "--budget", "1.2MiB")
+
+
+def test_the_optimizer_and_the_precision_are_the_trainers(capsys: pytest.CaptureFixture[str]) -> None:
+    accounts = {}
+    for precision in ("float32", "bf16_autocast", "bf16"):
+        write(precision=precision)
+        lines = document(capsys, "--budget", "1GiB")["plan"]["account"]
+        accounts[precision] = {line["what"]: line["plain_bytes"] for line in lines}
+    whole, mixed, half = accounts["float32"], accounts["bf16_autocast"], accounts["bf16"]
+    assert whole["weights"] == mixed["weights"] == 2 * half["weights"]
+    for account in accounts.values():
+        assert account["optimizer state"] == pytest.approx(2 * account["weights"], rel=0.01)
+    assert whole["activations"] > mixed["activations"] > half["activations"]
+
+
+def test_gradients_of_earlier_micro_batches_are_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    once = document(capsys, "--budget", "1GiB")["plan"]["predicted"]
+    write(grad_accumulation=2)
+    twice = document(capsys, "--budget", "1GiB")["plan"]["predicted"]
+    assert twice["plain_peak_bytes"] > once["plain_peak_bytes"]
+
+
+def test_the_budget_of_the_file_is_used_unless_the_command_says_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    write(RUN + "  budget: 1.5MiB\n  host_budget: 1GiB\n")
+    assert document(capsys)["plan"]["budget_bytes"] == int(1.5 * 2**20)
+    found = document(capsys, "--budget", "1.2MiB", "--host-budget", "2GiB")["plan"]
+    assert (found["budget_bytes"], found["host_budget_bytes"]) == (int(1.2 * 2**20), 2 << 30)
+
+
+def test_rules_are_limits_for_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
+    write(RUN + "  recompute: none\n  keep: [layers.2]\n")
+    sites = document(capsys, "--budget", "1.5MiB")["plan"]["sites"]
+    assert {site["fate"] for site in sites} == {"keep", "swap"}
+    assert {site["fate"] for site in sites if site["layer"] == "model.layers.2"} == {"keep"}
+
+
+@pytest.mark.slow
+def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
+    """In a process of its own, because the test's own has other things in memory."""
+    fields = "  model_type: deepseek_v3\n  vocab_size: 129280\n"
+    run = f"model:\n{fields}data:\n  sequence_length: 4096\ntrain:\n  steps: 1\n  batch_size: 1\n  precision: bf16\n"
+    Path("run.yaml").write_text(run, encoding="utf-8")
+    code = (
+        "import resource, sys\n"
+        "from lowtide.cli.main import main\n"
+        "status = main(['plan', 'run.yaml', '--budget', '5001GiB', '--hardware', 'h200', '--json'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)\n"
+        "sys.exit(status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.splitlines()[-1]) <= 1 << 30
+    found = json.loads(done.stdout)
+    assert len(found["plan"]["layers"]) == 61
+    weights = {line["what"]: line["plain_bytes"] for line in found["plan"]["account"]}["weights"]
+    assert weights == pytest.approx(2 * 671e9, rel=0.005)
+    assert found["plan"]["predicted"]["peak_bytes"] <= 5001 << 30
+
+
+# -- profiles ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fake_profile_plans_as_the_run_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lowtide("profile", "run.yaml", "--fake", "--hardware", "h200", "--out", "profile.json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"LlamaForCausalLM, one step of {BATCH}: traced, times by roofline of h200"
+    assert [line.split("  ")[0] for line in lines[4:6]] == ["layers 0-2", "outside layers"]
+    direct = document(capsys, "--budget", "1.2MiB")
+    assert main(["plan", "run.yaml", "--profile", "profile.json", "--budget", "1.2MiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == direct
+
+
+def test_a_real_profile_has_the_bytes_of_the_fake_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lowtide("profile", "run.yaml", "--json") == 0
+    real = Profile.from_json(capsys.readouterr().out)
+    assert lowtide("profile", "run.yaml", "--fake", "--json") == 0
+    fake = Profile.from_json(capsys.readouterr().out)
+    assert (real.device, real.is_fake, fake.device, fake.is_fake) == ("cpu", False, "cpu", True)
+    assert [(site.name, site.nbytes) for site in real.sites] == [(site.name, site.nbytes) for site in fake.sites]
+    assert real.state == fake.state
+    assert sum(real.op_seconds) > 0
+
+
+def test_a_real_profile_is_planned_with_the_measured_link(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lowtide("profile", "run.yaml", "--out", "profile.json") == 0
+    capsys.readouterr()
+    assert main(["plan", "run.yaml", "--profile", "profile.json", "--budget", "1.2MiB"]) == 0
+    assert "certainty: bytes and times observed on cpu" in capsys.readouterr().out
+    assert "host" in Path("lowtide/links.json").read_text(encoding="utf-8")
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "run.yaml: there is no budget to plan for; write --budget 20GiB, or 'budget: 20GiB' in the section "
+            "'memory'",
+        ),
+        (
+            ["--budget", "lots"],
+            "--budget: 'lots' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
+        ),
+        (["--budget", "0"], "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"),
+        (["--budget", "-1GiB"], "lowtide plan: error"),
+        (
+            ["--budget", "1GiB", "--host-budget", "20G"],
+            "--host-budget: '20G' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
+        ),
+        (
+            ["--budget", "1GiB", "--profile", "nowhere.json"],
+            "--profile: nowhere.json cannot be read: No such file or directory",
+        ),
+        (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
+        (
+            ["--budget", "1GiB", "--hardware", "h2000"],
+            "hardware: unknown device 'h2000'; did you mean 'h200'? (known: ascend910b, ascend910c, b200, cpu, gh200, "
+            "h100, h200, rtx4090; a file of your own is given by its path, which ends in .toml)",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if message == "lowtide plan: error":  # argparse takes it for an option, and says so in its own words
+        with pytest.raises(SystemExit) as caught:
+            lowtide("plan", "run.yaml", *arguments)
+        assert caught.value.code == 2
+        return
+    assert error_of(capsys, "plan", "run.yaml", *arguments) == message
+
+
+def test_a_budget_of_zero_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write(RUN + "  budget: 0\n")
+    said = "run.yaml:16:11: 'memory.budget' must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"
+    assert error_of(capsys, "plan", "run.yaml") == said
+
+
+def test_a_budget_below_the_floor_says_the_floor_and_the_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
+    said = error_of(capsys, "plan", "run.yaml", "--hardware", "h200", "--budget", "100KiB").splitlines()
+    assert said[0].startswith("budget 0.098 MiB: no plan fits; the least that can be reached is 1.0 MiB, set by ")
+    assert said[1].startswith("  - a budget of 1.0 MiB: ")
+    assert said[-1].startswith("  - half the micro-batch: needs about ")
+    assert len(said) <= 4
+
+
+def test_a_profile_of_another_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lowtide("profile", "run.yaml", "--fake", "--out", "profile.json") == 0
+    capsys.readouterr()
+    write(RUN.replace("batch_size: 2", "batch_size: 4"))
+    said = error_of(capsys, "plan", "run.yaml", "--budget", "1GiB", "--profile", "profile.json")
+    assert said == (
+        f"--profile: it is of {BATCH}, the run has input_ids=int64[4, 64], labels=int64[4, 64]; profile the run again"
+    )
+
+
+def test_hardware_of_a_real_step(capsys: pytest.CaptureFixture[str]) -> None:
+    said = error_of(capsys, "profile", "run.yaml", "--hardware", "h200")
+    assert said == "--hardware: a real step runs on the device of the run; add --fake, or leave it out"
+
+
+def test_a_text_that_does_not_fit_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    write(RUN.replace("hidden_size: 32", "hidden_size: 32\n  max_position_embeddings: 32"))
+    said = error_of(capsys, "plan", "run.yaml", "--budget", "1GiB")
+    assert said == (
+        "run.yaml:10:20: 'data.sequence_length' is 64, but the model has 32 positions; lower it or raise "
+        "'model.max_position_embeddings'"
+    )
+
+
+def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    said = error_of(capsys, "profile", "run.yaml", "--fake", "--out", "no/where.json")
+    assert said == "--out: no/where.json cannot be written: No such file or directory"
+
+
+@pytest.fixture
+def kind_of_model():
+    """Makes transformers know a Llama with a forward of one's own, for the time of a test."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, LlamaForCausalLM
+
+    class OddConfig(LlamaConfig):
+        model_type = "odd"
+
+    def register(before_forward) -> None:
+        class OddModel(LlamaForCausalLM):
+            config_class = OddConfig
+
+            def forward(self, input_ids, labels):
+                before_forward(input_ids)
+                return super().forward(input_ids=input_ids, labels=labels)
+
+        CONFIG_MAPPING.register("odd", OddConfig, exist_ok=True)
+        MODEL_FOR_CAUSAL_LM_MAPPING.register(OddConfig, OddModel, exist_ok=True)
+
+    yield register
+    CONFIG_MAPPING._extra_content.pop("odd", None)
+    MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(OddConfig, None)
+
+
+def test_a_model_that_looks_at_values(kind_of_model, capsys: pytest.CaptureFixture[str]) -> None:
+    kind_of_model(lambda tokens: bool(tokens.sum() > 0))
+    write(RUN.replace("model_type: llama", "model_type: odd"))
+    said = error_of(capsys, "plan", "run.yaml", "--budget", "1GiB")
+    assert said == (
+        "trace: the model looks at the values of its tensors (aten._local_scalar_dense in the model), and a trace has "
+        "none; profile it with real tensors: lowtide.observe(model, batch)"
+    )
+    assert lowtide("profile", "run.yaml", "--out", "profile.json") == 0  # the way out that it names
+
+
+def test_a_batch_that_does_not_fit_the_model(kind_of_model, capsys: pytest.CaptureFixture[str]) -> None:
+    kind_of_model(lambda tokens: tokens + torch.ones(3, device=tokens.device))
+    write(RUN.replace("model_type: llama", "model_type: odd"))
+    for command in (["plan", "run.yaml", "--budget", "1GiB"], ["profile", "run.yaml"]):
+        said = error_of(capsys, *command)
+        assert said.startswith(f"observe: the batch does not fit the model: OddModel({BATCH}) raised RuntimeError: ")
+        assert "\n" not in said
+
+
+# -- what is said while it works -----------------------------------------------------------------------------------
+
+
+def test_whoever_waits_is_told_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.0)
+    assert plan("--budget", "1.2MiB") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "lowtide: tracing one step ..." in said
+
+
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting.Waiting() as line:
+        line.say("blinking")
+    assert capsys.readouterr().err == ""
+
+
+def test_stdout_stays_clean_whoever_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    import os
+
+    from lowtide.cli.plan import _stdout_kept_clean
+
+    with _stdout_kept_clean():
+        os.write(1, b"Writing model to /tmp/highs\n")
+    print("the plan", flush=True)
+    captured = capfd.readouterr()
+    assert captured.out == "the plan\n"
+    assert captured.err == "Writing model to /tmp/highs\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m lowtide profile run.yaml --fake --json | head -c 10; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr
+    assert done.stdout.startswith('{"schema":')
