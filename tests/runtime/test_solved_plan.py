@@ -1,4 +1,4 @@
-"""Solved plans, carried out: the same bits for whatever plan, made once, held no longer than needed, said when wrong."""
+"""Solved plans, carried out: the same bits whatever the plan, made once, held no longer than needed, said when wrong."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_a_recipe_that_gives_other_bytes_is_found_out_in_the_first_forward() -> 
 
     plan = _with_recipe(plan_with(profiled(model), ALL_MADE), "layers.0.mul", subtract)
     with lowtide.apply(model, plan, engine="virtual:0") as tide:
-        with pytest.warns(UserWarning) as caught:
+        with pytest.warns(UserWarning, match="gave other values") as caught:
             gradients(model, rows())
         got = gradients(model, rows())
         assert tide.stats.num_divergences == 2
