@@ -236,8 +236,8 @@ def cheap_bytes(recording: Recording, recipes: dict[str, Recipe | str], layer: s
     pending = [name for name in sites if name in cheap]
     for name in pending:
         for below in recipes[name].nodes:
-            if targets[below].is_anchor and below not in cheap:
-                held.add(below)
+            if targets[below].is_anchor and (below not in cheap or not below.startswith(f"{layer}.")):
+                held.add(below)  # what another layer made is not made again for this one
             elif targets[below].is_anchor and below not in pending:
                 pending.append(below)
     size = {name: target.storage.nbytes for name, target in targets.items()}
