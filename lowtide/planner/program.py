@@ -2,8 +2,8 @@
 
 What: shares `swap` and `recompute` of every item in [0, 1] (the rest is kept), and the link as a fluid, watched at a
 few *points* (ticks). Memory at each point stays within the budget; the link drains what was produced and brings back
-what is read, no faster than compute, recomputes and stalls give it time. Points are added where the simulator shows
-that the program was too hopeful, so the program stays small: `Program.solve` is called again with more of them.
+what is read, no faster than compute, recomputes and stalls give it time. Points are added where the shares turn out
+not to fit, so the program stays small: `Program.solve` is called again with more of them.
 
 Why a bound: every row is necessary. Take any real schedule, read its shares and what the link had moved by the start of
 each point, and all rows hold; each says why. The value of the program is therefore at most the time of that schedule,
@@ -18,10 +18,7 @@ made that serves as an input of others. All of them make the real step slower, n
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,14 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.planner.fate import Fate
+from lowtide.planner.linear import Linear, Solved, Terms, merged
 from lowtide.timeline.memory import Frame, presence
 from lowtide.timeline.step import Link, Step
 
 _TOLERANCE = 1e-6
 """Rows may be broken by this much (scaled); the bound is lowered by as much."""
-
-_MAX_NODES = 500
-"""Of branch and bound. A count and not a clock, so that every rank stops at the same place."""
 
 Floats = NDArray[np.float64]
 
@@ -51,8 +46,6 @@ class Relaxation:
     recompute: Floats
     keep: Floats
     """One entry for each item; of an anchor that nobody needs all three are 0."""
-    is_whole: bool
-    """Every share is 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,37 +80,6 @@ class Needs:
         return cls(last=last, first=first, dependents=tuple(map(tuple, dependents)))
 
 
-class _Builder:
-    """Columns and rows of a sparse program, gathered one by one."""
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.most: list[float] = []
-        self.least: list[float] = []
-        self.whole: list[int] = []
-        self.rows: list[int] = []
-        self.cols: list[int] = []
-        self.values: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-
-    def column(self, cost: float = 0.0, most: float = math.inf, *, least: float = 0.0, whole: bool = False) -> int:
-        self.cost.append(cost)
-        self.most.append(most)
-        self.least.append(least)
-        self.whole.append(int(whole))
-        return len(self.cost) - 1
-
-    def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
-        number = len(self.lower)
-        for col, value in terms:
-            self.rows.append(number)
-            self.cols.append(col)
-            self.values.append(value)
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-
 @dataclass(slots=True)
 class _Columns:
     """Where the shares of one item are; -1 where it may not have that fate."""
@@ -126,9 +88,6 @@ class _Columns:
     recompute: int = -1
     keeps: Sequence[tuple[int, int]] = ()
     """Anchors only: (first point past it, column) for each end that keeping it may have."""
-
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,23 +149,17 @@ class Program:
         then bytes.
         """
         ticks = np.array(sorted({self.step.num_forward_ticks, *map(int, points)}), dtype=np.int64)
-        build = _Builder()
+        build = Linear()
         columns = self._shares(build, ticks)
         self._watch(build, ticks, columns, reserve_bytes, minimise_peak)
-        return self._optimise(
-            build,
-            columns,
-            whole=whole,
-            gap=gap,
-            time_limit_seconds=time_limit_seconds,
-            minimise_peak=minimise_peak,
-        )
+        solved = build.solve(whole=whole, gap=gap, time_limit_seconds=time_limit_seconds)
+        return self._relaxation(solved, columns, minimise_peak=minimise_peak)
 
     def _index(self, ticks: NDArray[np.int64], tick: int) -> int:
         """The first point at or after a tick; its number of points when there is none."""
         return int(np.searchsorted(ticks, tick))
 
-    def _shares(self, build: _Builder, ticks: NDArray[np.int64]) -> list[_Columns]:
+    def _shares(self, build: Linear, ticks: NDArray[np.int64]) -> list[_Columns]:
         """Columns for the fates, with what each costs, and the rows that tie them together."""
         items, needs = self.step.items, self.needs
         share = self.link.compute_share
@@ -244,7 +197,7 @@ class Program:
             return self.needs.last[index] == self.frame.num_ticks
         return Fate.KEEP in item.fates and item.dies >= item.reads[0]
 
-    def _needs_anchors(self, build: _Builder, ticks: NDArray[np.int64], index: int, columns: list[_Columns]) -> None:
+    def _needs_anchors(self, build: Linear, ticks: NDArray[np.int64], index: int, columns: list[_Columns]) -> None:
         """What is made again needs its anchors held, kept at least until it can first be needed."""
         end = self._index(ticks, int(self.needs.first[index]) + 1)
         for source in self.step.items[index].inputs:
@@ -257,7 +210,7 @@ class Program:
 
     def _watch(
         self,
-        build: _Builder,
+        build: Linear,
         ticks: NDArray[np.int64],
         columns: list[_Columns],
         reserve_bytes: float,
@@ -312,7 +265,7 @@ class Program:
         return (self.link.latency_seconds + nbytes / self.link.in_bytes_per_second) / self._unit_seconds
 
     def _early(
-        self, build: _Builder, ticks: NDArray[np.int64], index: int, columns: list[_Columns], moves: _Moves
+        self, build: Linear, ticks: NDArray[np.int64], index: int, columns: list[_Columns], moves: _Moves
     ) -> None:
         """What another item is made from is there when that one is read, and stays until its own reads."""
         entry, item = columns[index], self.step.items[index]
@@ -344,7 +297,7 @@ class Program:
             for col, parts in back.items():  # no more comes back than went away
                 build.row([*((part, 1.0) for part in parts), (col, -1.0)], -math.inf, 0.0)
 
-    def _watch_peak(self, build: _Builder, ticks: NDArray[np.int64], moves: _Moves) -> None:
+    def _watch_peak(self, build: Linear, ticks: NDArray[np.int64], moves: _Moves) -> None:
         build.cost = [0.0] * len(build.cost)
         peak = build.column(1.0, least=-math.inf)
         before = -1
@@ -355,7 +308,7 @@ class Program:
             build.row(terms, -math.inf, -self.plain[tick] / self._unit_bytes)
             before = away
 
-    def _transient(self, build: _Builder, terms: Terms) -> Terms:
+    def _transient(self, build: Linear, terms: Terms) -> Terms:
         """The largest of what the recipes of one tick need beside their results."""
         if not terms:
             return []
@@ -364,7 +317,7 @@ class Program:
             build.row([(most, 1.0), (col, -size)], 0.0, math.inf)
         return [(most, 1.0)]
 
-    def _watch_flow(self, build: _Builder, ticks: NDArray[np.int64], moves: _Moves, reserve_bytes: float) -> None:
+    def _watch_flow(self, build: Linear, ticks: NDArray[np.int64], moves: _Moves, reserve_bytes: float) -> None:
         """Lanes are counted in seconds of copying: what was sent, and what was fetched, by the start of each point."""
         budget = (self.budget_bytes - reserve_bytes) / self._unit_bytes
         # Copying for a second frees at least these bytes: latency weighs most on the smallest item.
@@ -413,89 +366,43 @@ class Program:
                 build.row([(fetched, 1.0), *_minus(before_fetched)], 0.0, math.inf)
             build.row(memory, -math.inf, budget - self.plain[tick] / self._unit_bytes)
         if behind:
-            build.row(_merged([*behind, *((col, -share * back) for col, back in moves.back)]), -math.inf, 0.0)
+            build.row(merged([*behind, *((col, -share * back) for col, back in moves.back)]), -math.inf, 0.0)
 
-    def _prefix(self, build: _Builder, before: int, changes: Terms) -> int:
+    def _prefix(self, build: Linear, before: int, changes: Terms) -> int:
         """A column that is the one before plus the changes."""
         now = build.column(least=-math.inf)
         self._add_up(build, now, before, changes)
         return now
 
-    def _add_up(self, build: _Builder, now: int, before: int, changes: Terms) -> None:
+    def _add_up(self, build: Linear, now: int, before: int, changes: Terms) -> None:
         terms = [(now, -1.0), *changes]
         if before >= 0:
             terms.append((before, 1.0))
-        build.row(_merged(terms), 0.0, 0.0)
+        build.row(merged(terms), 0.0, 0.0)
 
-    def _optimise(
-        self,
-        build: _Builder,
-        columns: list[_Columns],
-        *,
-        whole: bool,
-        gap: float,
-        time_limit_seconds: float,
-        minimise_peak: bool,
-    ) -> Relaxation | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        shape = (len(build.lower), len(build.cost))
-        matrix = csr_array((build.values, (build.rows, build.cols)), shape=shape)
-        with _silent_stdout() if whole else contextlib.nullcontext():
-            result = milp(
-                np.array(build.cost),
-                integrality=np.array(build.whole) if whole else None,
-                bounds=Bounds(np.array(build.least), np.array(build.most)),
-                constraints=LinearConstraint(matrix, np.array(build.lower), np.array(build.upper)),
-                options={"time_limit": max(time_limit_seconds, 0.05), "mip_rel_gap": gap, "node_limit": _MAX_NODES},
-            )
-        num = len(self.step.items)
-        none = np.zeros(num)
-        if result.status == 2:
-            return Relaxation(bound_seconds=math.inf, swap=none, recompute=none, keep=none, is_whole=False)
-        if result.x is None:
+    def _relaxation(self, solved: Solved | None, columns: list[_Columns], *, minimise_peak: bool) -> Relaxation | None:
+        if solved is None:
             return None
-        if result.status != 0 and not whole:
-            return None  # an unfinished simplex proves nothing
-        value = result.mip_dual_bound if whole and result.mip_dual_bound is not None else result.fun
+        none = np.zeros(len(self.step.items))
+        if solved.values is None:
+            return Relaxation(bound_seconds=math.inf, swap=none, recompute=none, keep=none)
         if minimise_peak:
-            bound = value * self._unit_bytes
+            bound = solved.bound * self._unit_bytes
         else:
-            bound = self.step.compute_seconds + max(value - _TOLERANCE * max(1.0, abs(value)), 0.0) * self._unit_seconds
+            above = solved.bound - _TOLERANCE * max(1.0, abs(solved.bound))
+            bound = self.step.compute_seconds + max(above, 0.0) * self._unit_seconds
         swap, recompute, held = none.copy(), none.copy(), none.copy()
         for index, entry in enumerate(columns):
-            swap[index] = result.x[entry.swap] if entry.swap >= 0 else 0.0
-            recompute[index] = result.x[entry.recompute] if entry.recompute >= 0 else 0.0
-            held[index] = sum(result.x[col] for _, col in entry.keeps)
+            swap[index] = solved.values[entry.swap] if entry.swap >= 0 else 0.0
+            recompute[index] = solved.values[entry.recompute] if entry.recompute >= 0 else 0.0
+            held[index] = sum(solved.values[col] for _, col in entry.keeps)
         keep = np.where(self.is_anchor, held, 1.0 - swap - recompute)
-        shares = np.concatenate([swap, recompute])
-        is_whole = bool(np.all(np.minimum(np.abs(shares), np.abs(1 - shares)) < 1e-5))
         return Relaxation(
             bound_seconds=bound,
             swap=np.clip(swap, 0, 1),
             recompute=np.clip(recompute, 0, 1),
             keep=keep,
-            is_whole=is_whole,
         )
-
-
-@contextlib.contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """Branch and bound of HiGHS writes stray lines to the process's standard output, below Python."""
-    sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-    except OSError:  # closed: nothing can be written there
-        yield
-        return
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _plain(frame: Frame) -> Floats:
@@ -507,11 +414,3 @@ def _plain(frame: Frame) -> Floats:
 
 def _minus(col: int) -> Terms:
     return [(col, -1.0)] if col >= 0 else []
-
-
-def _merged(terms: Terms) -> Terms:
-    """One entry a column: an item may enter and leave between two points."""
-    sums: dict[int, float] = {}
-    for col, value in terms:
-        sums[col] = sums.get(col, 0.0) + value
-    return [(col, value) for col, value in sums.items() if value]

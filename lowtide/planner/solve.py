@@ -192,8 +192,8 @@ def _programmed(judge: Judge, pool: list[Outcome], tell: Progress) -> tuple[floa
     bound, how = step.compute_seconds, "closed form"
     for _ in range(_ROUNDS):
         shares = program.solve(points, time_limit_seconds=_left(judge))
-        if shares is None:
-            break
+        if shares is None or not math.isfinite(shares.bound_seconds):
+            break  # numbers that the program cannot tell apart: something fits, as the pool shows
         bound, how = max(bound, shares.bound_seconds), "lp"
         pool += _roundings(judge, shares)
         more = _violated(frame, program, shares, judge.budget_bytes) - points
