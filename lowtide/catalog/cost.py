@@ -1,8 +1,8 @@
 """What an operator costs: floating point operations, bytes moved, and seconds on a device that is not there.
 
 What: flops from torch's own registry (torch.utils.flop_counter) where it has a formula, and from ours for what it
-lacks: the fused attention of the host, grouped products, convolution-free oddities cost their bytes alone. Bytes are
-inputs plus outputs; views move nothing. Seconds by `Hardware.op_seconds` (roofline).
+lacks: the fused attention of the host, grouped products. Everything else costs its bytes alone. Bytes are inputs plus
+outputs; views move nothing. Seconds by `Hardware.op_seconds` (roofline).
 
 Attention with a causal mask counts half: that is what kernels execute.
 
@@ -67,7 +67,7 @@ def is_attention(call: Call) -> bool:
 
 
 def _dtype(call: Call) -> str:
-    """The widest floating dtype among the outputs of products is that of their inputs."""
+    """The dtype whose rate counts: that of the first floating input."""
     for value in tree_leaves((call.args, call.kwargs)):
         if isinstance(value, Value) and value.dtype.is_floating_point:
             return str(value.dtype).removeprefix("torch.")

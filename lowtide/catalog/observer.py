@@ -528,6 +528,10 @@ class Observer(Recorder):
         nodes = [node for node in self._saved.values() if node.reads]
         nodes += [node for index, node in self._caught.items() if index not in self._saved]
         made = [self._find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
+        # What goes from here on is no part of the step.
+        self._live.clear()
+        for record in self.storages:
+            record.dies = None if record.dies == self.num_ops else record.dies
         unread = [(index, node.release) for index, node in self._saved.items() if not node.reads]
         return Trace(
             calls=self._calls,
