@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowtide.catalog.live import LiveBytes, optimizer_tensors, unique_bytes
 from lowtide.catalog.site import StateBytes
@@ -114,5 +115,7 @@ def _fake_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.copy(value)
     if value.dim() == 0 and value.device.type == "cpu" and not value.is_meta:
-        return torch.tensor(value.item(), dtype=value.dtype)  # step counters: their value is looked at
+        with unset_fake_temporarily():
+            number = value.item()
+        return torch.tensor(number, dtype=value.dtype)  # step counters: their value is looked at
     return torch.empty(value.size(), dtype=value.dtype, device="cpu")

@@ -242,6 +242,7 @@ class AutoTide:
             profile = observe(
                 self.model,
                 lambda: self.model(*args, **kwargs),
+                loss=_loss_or_all,
                 needs_scalar=False,
                 optimizer=self._optimizer,
             )
@@ -374,6 +375,13 @@ def _autocast_cache_left_alone() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(is_enabled)
+
+
+def _loss_or_all(output: Any) -> Any:
+    """Where the backward starts: the loss that the model gives, else everything it returns."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+    return loss if is_loss else output
 
 
 def _say_nothing(line: str) -> None:

@@ -1,0 +1,227 @@
+"""Training within a budget: the same bits as without one, in every kind of run, and a record of what was promised."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli.main import main
+from lowtide.config.native import load_memory
+from lowtide.config.run import RunConfig, load_run
+from lowtide.planner.autoplan import plan_profile
+from lowtide.planner.plan import Prediction
+from lowtide.timeline.step import Link
+from lowtide.train.loop import Summary, train
+from lowtide.train.profiling import observe_run
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "attention_dropout": 0.1,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2}
+"""Three kinds of dropout, all on by default."""
+LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+SAME = ("losses_sha256", "weights_sha256")
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
+
+
+def write(model: dict[str, object] = LLAMA, *, budget: int | None = None, **train_keys: object) -> RunConfig:
+    keys = {"steps": 3, "batch_size": 2, "device": "cpu", "log_every": 1, **train_keys}
+    sections = {"model": model, "data": {"files": ["text"], "sequence_length": 64}, "train": keys}
+    if budget is not None:
+        sections["memory"] = {"budget": budget, "min_bytes": 1024}
+    path = Path("run.yaml")
+    path.write_text("".join(f"{name}: {json.dumps(section)}\n" for name, section in sections.items()))
+    return load_run(path)
+
+
+def go(model: dict[str, object] = LLAMA, **keys: object) -> Summary:
+    return train(write(model, **keys), wants_weights_hash=True)  # type: ignore[arg-type]
+
+
+@functools.cache
+def limits(kind: str, precision: str) -> Prediction:
+    """Floor and peak of a micro-batch."""
+    run = write(LLAMA if kind == "llama" else GPT2, precision=precision)
+    profile = observe_run(run, say=lambda text: None)
+    memory = load_memory({"budget": "1GiB", "min_bytes": "1KiB"})
+    predicted = plan_profile(profile, memory, link=LINK).predicted
+    assert predicted is not None
+    return predicted
+
+
+def budget_of(share: float, kind: str = "llama", precision: str = "float32") -> int:
+    """So much of the way from the floor to everything kept."""
+    found = limits(kind, precision)
+    return found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes))
+
+
+def records(folder: str) -> list[dict]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("llama", 0.1), ("gpt2", 0.6), pytest.param("gpt2", 0.1, marks=pytest.mark.slow)]
+)
+def test_a_budget_changes_no_bit(kind: str, share: float) -> None:
+    model = LLAMA if kind == "llama" else GPT2
+    plain = go(model, output_dir="plain")
+    saving = go(model, output_dir="saving", budget=budget_of(share, kind))
+    assert [getattr(saving, key) for key in SAME] == [getattr(plain, key) for key in SAME]
+    stats = records("saving")[-1]["tide"]
+    assert stats["swapped_bytes"] + stats["recomputed_bytes"] > 0
+    assert stats["num_divergences"] == 0
+
+
+def test_bits_under_autocast() -> None:
+    """The observed step must not leave its casts of weights to the real one."""
+    plain = go(output_dir="plain", precision="bf16_autocast")
+    budget = budget_of(0.3, precision="bf16_autocast")
+    saving = go(output_dir="saving", precision="bf16_autocast", budget=budget)
+    assert [getattr(saving, key) for key in SAME] == [getattr(plain, key) for key in SAME]
+    assert records("saving")[-1]["tide"]["num_divergences"] == 0
+
+
+def test_bits_with_accumulation_on_the_adversarial_engine() -> None:
+    plain = go(output_dir="plain", grad_accumulation=3)
+    saving = go(output_dir="saving", grad_accumulation=3, budget=budget_of(0.6), engine="virtual:3")
+    assert [getattr(saving, key) for key in SAME] == [getattr(plain, key) for key in SAME]
+
+
+def test_a_step_and_two_with_a_budget_are_three_without() -> None:
+    whole = go(GPT2, output_dir="whole")
+    first = go(GPT2, output_dir="parts", steps=1, budget=budget_of(0.2, "gpt2"))
+    second = go(GPT2, output_dir="parts", budget=budget_of(0.5, "gpt2"))
+    assert (first.steps, second.steps) == (1, 3)
+    assert [getattr(second, key) for key in SAME] == [getattr(whole, key) for key in SAME]
+    third = go(GPT2, output_dir="other", steps=1)
+    back = go(GPT2, output_dir="other", budget=budget_of(0.5, "gpt2"))
+    assert third.losses_sha256 == first.losses_sha256
+    assert [getattr(back, key) for key in SAME] == [getattr(whole, key) for key in SAME]
+
+
+@pytest.mark.slow
+def test_bits_on_two_ranks(tmp_path: Path) -> None:
+    """Gradients are exchanged by hooks, which the observed step must not set off; both ranks follow one plan."""
+    folders = {}
+    for name, budget in (("plain", None), ("saving", budget_of(0.4))):
+        write(output_dir=name, budget=budget, grad_accumulation=2)
+        folders[name] = two_ranks(tmp_path)
+    plain, saving = folders["plain"], folders["saving"]
+    assert [rank["weights"] for rank in saving] == [rank["weights"] for rank in plain]
+    assert saving[0]["losses"] == plain[0]["losses"]
+    assert saving[0]["digest"] == saving[1]["digest"] is not None
+    assert records("saving")[-1]["tide"]["num_divergences"] == 0
+
+
+def two_ranks(folder: Path) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = """
+    import json, torch
+    from lowtide.config.run import load_run
+    from lowtide.train.loop import train
+    torch.set_num_threads(1)
+    found = train(load_run("run.yaml"), wants_weights_hash=True)
+    digest = found.plan.digest if found.plan else None
+    print(json.dumps({"weights": found.weights_sha256, "losses": found.losses_sha256, "digest": digest}))
+    """
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], ends[0][1] + ends[1][1]
+    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+
+
+# ---- what is said and kept
+
+
+def test_every_step_knows_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = budget_of(0.5)
+    write(output_dir="out", budget=budget)
+    assert main(["train", "run.yaml", "--json"]) == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    steps = records("out")
+    for record in steps:
+        assert record["plan"]["predicted_peak_bytes"] <= budget
+        assert record["plan"]["measured_seconds"] > 0
+        assert record["peak_bytes"] <= budget
+    assert summary["plan"] == steps[-1]["plan"]
+    assert 0 <= summary["plan"]["num_corrections"] <= 2
+    said = captured.err.splitlines()
+    assert "lowtide: observing one step (first step)" in said
+    made = [line for line in said if line.startswith("lowtide: plan ")]
+    assert made[0].startswith(f"lowtide: plan {steps[0]['plan']['digest']} (first step): peak ")
+    assert len(made) == 1 + summary["plan"]["num_corrections"]
+
+
+def test_without_a_budget_there_is_no_plan_to_record() -> None:
+    summary = go(output_dir="out", steps=1)
+    assert summary.plan is None
+    assert records("out")[0]["plan"] is None
+
+
+def test_numbers_of_a_step_are_of_that_step() -> None:
+    """Also after corrections have ended: totals do not grow from step to step."""
+    go(output_dir="out", budget=budget_of(0.3), steps=6)
+    saved = [record["tide"]["saved_bytes"] for record in records("out")]
+    assert len(set(saved)) == 1
+    assert [record["tide"]["num_forwards"] for record in records("out")] == [1] * 6
+
+
+def test_a_budget_below_the_floor_ends_the_run_with_the_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
+    write(output_dir="out", budget=limits("llama", "float32").floor_bytes // 2)
+    assert main(["train", "run.yaml"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "no plan fits" in line or line.startswith("  - ")]
+    assert said[0].startswith("budget 0.")
+    assert len(said) >= 2
+
+
+def test_settings_of_a_budget_are_checked_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    write(budget=1 << 20)
+    text = Path("run.yaml").read_text().replace('"budget": 1048576', '"budget": "lots"')
+    Path("run.yaml").write_text(text)
+    assert main(["train", "run.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "run.yaml:4:20: 'memory.budget': 'lots' is not a size; write a number and a unit, such as 20GiB, 512MiB or "
+        "20GB\n"
+    )
