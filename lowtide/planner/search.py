@@ -33,6 +33,7 @@ Move = tuple[tuple[int, Fate], ...]
 
 SMALL = 16
 """Up to as many items, pairs of changes are tried too."""
+_KEEP_ABOVE = (0.98, 0.5, 0.1)
 MAX_TRIES = 40
 """Changes that are tried one by one before repair gives up."""
 
@@ -88,6 +89,10 @@ class Judge:
         """Bytes that the host lacks, and bytes over the budget at least."""
         return self.distance(fates)[:2]
 
+    def floor(self, fates: Sequence[Fate]) -> int:
+        """The least peak that these fates can have, however long compute waits."""
+        return int(floor_curve(self.frame, Spans.of(self.frame, fates)).max())
+
     def distance(self, fates: Sequence[Fate]) -> tuple[int, int, int]:
         """The excess, and the bytes over the budget summed over all ticks, which decides among equals."""
         spans = Spans.of(self.frame, fates)
@@ -110,6 +115,12 @@ def rounded(items: Sequence[Item], shares: Relaxation, keep_above: float) -> Fat
         else:
             fates.append(max(open_fates, key=lambda fate: others[fate]))
     return tuple(fates)
+
+
+def roundings(judge: Judge, shares: Relaxation) -> list[Outcome]:
+    """What came of rounding the shares at several thresholds, repaired."""
+    tried = dict.fromkeys(rounded(judge.frame.step.items, shares, keep_above) for keep_above in _KEEP_ABOVE)
+    return [judge.play(repair(judge, fates)) for fates in tried]
 
 
 def repair(judge: Judge, fates: Fates, *, max_rounds: int = 200) -> Fates:
@@ -164,12 +175,14 @@ def _evictions(judge: Judge, fates: list[Fate]) -> list[tuple[int, Fate]]:
                 changes.append((_seconds(judge, item, fate) / max(item.nbytes, 1), index, fate))
     changes.sort(key=lambda change: (change[0], change[1], change[2] is Fate.SWAP))
     # What is made needs room for its recipe, and keeps its inputs there.
-    others: list[tuple[int, Fate]] = []
+    others: list[tuple[int, int, Fate]] = []
     for index in np.flatnonzero(spans.is_made & (spans.need <= tick) & (tick < spans.release)).tolist():
         item = frame.step.items[index]
-        if spans.need[index] == tick or any(frame.first_read[source] > tick for source in item.inputs):
-            others += [(index, fate) for fate in item.fates if fate is not Fate.RECOMPUTE]
-    return [(index, fate) for _, index, fate in changes] + others
+        freed = sum(int(frame.nbytes[source]) for source in item.inputs if frame.first_read[source] > tick)
+        if freed or spans.need[index] == tick:
+            others += [(-freed, index, fate) for fate in item.fates if fate is not Fate.RECOMPUTE]
+    others.sort()
+    return [(index, fate) for _, index, fate in (*changes, *others)]
 
 
 def _returns(judge: Judge, fates: list[Fate]) -> list[tuple[int, Fate]]:

@@ -2,7 +2,7 @@
 
 What: `solve` bounds the step from below by a linear program (program.py), turns its shares into fates (search.py) and
 plays them on the timeline (timeline/events.py), which alone decides whether they fit and how long the step takes. Small
-steps also get the exact program, and every pair of changes. `floor` is the smallest peak that can be reached at all.
+steps also get the exact program, and every pair of changes. Where nothing fits, the ways out are solved as well.
 
 Why a reserve: whole items leave a little later than the fluid of the program. Solved once more for a budget that is
 smaller by a few items, its shares leave room for that, and the timeline needs no stalls.
@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowtide.errors import BudgetError
 from lowtide.planner.closed_form import closed_form
 from lowtide.planner.fate import Fate
+from lowtide.planner.lowest import BLOCKS, UNREACHABLE, WHOLE_ITEMS, first_of, first_points, floor, quick_floor
 from lowtide.planner.program import Program, Relaxation
-from lowtide.planner.search import SMALL, Fates, Judge, Outcome, improve, repair, rounded
-from lowtide.timeline.events import Timeline, run
+from lowtide.planner.search import SMALL, Fates, Judge, Outcome, improve, repair, roundings
+from lowtide.timeline.events import Timeline
 from lowtide.timeline.memory import Frame, Spans, floor_curve
 from lowtide.timeline.step import Item, Link, Step
 from lowtide.units import GIB, MIB, format_bytes, format_seconds
@@ -39,18 +39,11 @@ __all__ = ["Solution", "floor", "solve"]
 
 GOOD_GAP = 1e-3
 """Nobody measures a step this well; looking further is not worth the time."""
-UNREACHABLE = 1 << 62
-"""The floor where rules swap more than the host takes."""
 _LP_GAP = 5e-3
 """Good enough to spare more than a handful of items the exact program."""
-_WHOLE_ITEMS = 60
-"""Up to as many items the exact program is solved too."""
-_BLOCKS = 160
-"""The first points: the worst tick of as many equal pieces of the step."""
 _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 2.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
-_KEEP_ABOVE = (0.98, 0.5, 0.1)
 _STARTS = 8
 
 Progress = Callable[[str], None]
@@ -91,21 +84,29 @@ def solve(
     began = time.perf_counter()
     frame = Frame.of(step)
     tell = progress or (lambda _: None)
-    kept = _everything_kept(frame, link, budget_bytes)
-    floor_bytes, floor_fates = floor(step, link, host_bytes)
-    if kept is not None:
-        bound, how, best = kept.seconds, "everything fits", kept
+    judge = Judge(frame, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
+    floor_bytes, floor_fates, is_proven = quick_floor(frame, host_bytes)
+    best = _everything_kept(judge)
+    if best is not None:
+        bound, how = best.seconds, "everything fits"
     else:
-        judge = Judge(frame, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
-        if floor_bytes > budget_bytes:
-            limit = min(time_limit_seconds, 2.0)
-            raise _budget_error(judge, floor_bytes, floor_fates, limit)
+        if is_proven and floor_bytes > budget_bytes:
+            raise _budget_error(judge, floor_bytes, floor_fates, min(time_limit_seconds, 2.0))
         starts = [judge.play(floor_fates), *_filled(judge)]
+        if not is_proven and len(step.items) <= WHOLE_ITEMS:
+            starts.append(judge.play(floor(frame, link, host_bytes)[1]))
         if importlib.util.find_spec("scipy") is None:
             bound, how = step.compute_seconds, "closed form (scipy is not installed)"
             best = _polished(judge, starts, bound)
         else:
             bound, how, best = _programmed(judge, starts, tell)
+        if not best.fits:
+            tell("looking for the smallest peak")
+            floor_bytes, floor_fates = floor(frame, link, host_bytes)
+            best = judge.play(floor_fates)
+            if not best.fits:
+                raise _budget_error(judge, floor_bytes, floor_fates, min(time_limit_seconds, 2.0))
+    floor_bytes = min(floor_bytes, judge.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
     return Solution(
@@ -119,60 +120,18 @@ def solve(
     )
 
 
-def floor(step: Step | Frame, link: Link, host_bytes: int | None = None) -> tuple[int, Fates]:
-    """The smallest peak that can be reached, however long the step takes, and fates that reach it.
-
-    Where everything may be swapped that is all of it; where fates are restricted or the host is small it is the best
-    that program and search find.
-    """
-    frame = Frame.of(step)
-    items = frame.step.items
-    judge = Judge(frame, link, 0, host_bytes)
-    away: Fates = tuple(_first(item, (Fate.SWAP, Fate.RECOMPUTE, Fate.KEEP)) for item in items)
-    missing, peak_bytes = judge.excess(away)
-    is_least = all(
-        Fate.SWAP in item.fates and item.dies > item.saved for item in items if item.reads and item.dies < item.reads[0]
-    )
-    if is_least and not missing:
-        return peak_bytes, away
-    starts: list[Fates] = [away]
-    starts.append(tuple(_first(item, (Fate.RECOMPUTE, Fate.SWAP, Fate.KEEP)) for item in items))
-    starts.append(tuple(_first(item, (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP)) for item in items))
-    if importlib.util.find_spec("scipy") is not None:
-        program = Program(frame.step, link, 0.0, host_bytes)
-        is_small = len(items) <= _WHOLE_ITEMS
-        shares = program.solve(_first_points(frame, program.plain), minimise_peak=True, whole=is_small)
-        if shares is not None and math.isfinite(shares.bound_seconds):
-            starts.append(rounded(items, shares, 0.5))
-    candidates = [_lowered(judge, repair(judge, start)) for start in starts]
-    best = min(candidates, key=judge.excess)
-    missing, peak_bytes = judge.excess(best)
-    # With a budget of nothing all of the peak is excess. Forced swaps may be more than the host takes: no peak then.
-    return (UNREACHABLE if missing else peak_bytes), best
-
-
-def _lowered(judge: Judge, fates: Fates) -> Fates:
-    """Single changes and, in small steps, pairs, as long as they lower the peak. Fates that fit count as 'play'ed."""
-    if len(fates) > _WHOLE_ITEMS:
-        return fates
-    return improve(judge, Outcome(fates=fates, excess=judge.excess(fates)), max_plays=4000).fates
-
-
-def _everything_kept(frame: Frame, link: Link, budget_bytes: int) -> Outcome | None:
-    items = frame.step.items
+def _everything_kept(judge: Judge) -> Outcome | None:
+    items = judge.frame.step.items
     if any(Fate.KEEP not in item.fates for item in items):
         return None
-    fates = (Fate.KEEP,) * len(items)
-    timeline = run(frame, fates, link, budget_bytes=budget_bytes)
-    if timeline.peak_bytes > budget_bytes:
-        return None
-    return Outcome(fates=fates, excess=(0, 0), seconds=timeline.step_seconds, timeline=timeline)
+    outcome = judge.play((Fate.KEEP,) * len(items))
+    return outcome if outcome.fits else None
 
 
 def _filled(judge: Judge) -> list[Outcome]:
     """The closed form for growing amounts of eviction, repaired where it falls short."""
     frame = judge.frame
-    fates: Fates = tuple(_first(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in frame.step.items)
+    fates: Fates = tuple(first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in frame.step.items)
     over = judge.excess(fates)[1]
     outcomes = []
     for factor in (1.0, 1.05, 1.15, 1.3):
@@ -188,14 +147,14 @@ def _programmed(judge: Judge, pool: list[Outcome], tell: Progress) -> tuple[floa
     frame = judge.frame
     step = frame.step
     program = Program(step, judge.link, judge.budget_bytes, judge.host_bytes)
-    points = _first_points(frame, program.plain)
+    points = first_points(frame, program.plain)
     bound, how = step.compute_seconds, "closed form"
     for _ in range(_ROUNDS):
         shares = program.solve(points, time_limit_seconds=_left(judge))
         if shares is None or not math.isfinite(shares.bound_seconds):
             break  # numbers that the program cannot tell apart: something fits, as the pool shows
         bound, how = max(bound, shares.bound_seconds), "lp"
-        pool += _roundings(judge, shares)
+        pool += roundings(judge, shares)
         more = _violated(frame, program, shares, judge.budget_bytes) - points
         if not more or _is_good(_least(pool), bound) or judge.is_late:
             break
@@ -210,21 +169,21 @@ def _programmed(judge: Judge, pool: list[Outcome], tell: Progress) -> tuple[floa
         shares = program.solve(points, reserve_bytes=reserve * largest, time_limit_seconds=_left(judge))
         if shares is None or not math.isfinite(shares.bound_seconds):
             break
-        pool += _roundings(judge, shares)
+        pool += roundings(judge, shares)
         if shares.bound_seconds >= _least(pool).seconds:
             break  # a larger reserve costs more than rounding does
     best = _polished(judge, pool, bound)
     how += " + search" if best.rank < _least(pool).rank else ""
-    if len(step.items) > _WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
+    if len(step.items) > WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
         return bound, how, best
     tell("looking for the exact optimum")
     overhead = max(bound - step.compute_seconds, 1e-12)
     gap = min(max(GOOD_GAP * bound / overhead / 2, 1e-4), 0.1)
-    ticks = points if len(step.ticks) > 2 * _BLOCKS else range(len(step.ticks))
+    ticks = points if len(step.ticks) > 2 * BLOCKS else range(len(step.ticks))
     whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(judge))
     if whole is not None and math.isfinite(whole.bound_seconds):
         bound = max(bound, whole.bound_seconds)
-        exact = _polished(judge, _roundings(judge, whole), bound)
+        exact = _polished(judge, roundings(judge, whole), bound)
         if exact.rank < best.rank:
             best, how = exact, "milp"
     return bound, how, best
@@ -243,13 +202,6 @@ def _polished(judge: Judge, pool: list[Outcome], bound: float) -> Outcome:
     return best
 
 
-def _roundings(judge: Judge, shares: Relaxation) -> list[Outcome]:
-    if not math.isfinite(shares.bound_seconds):
-        return []
-    tried = dict.fromkeys(rounded(judge.frame.step.items, shares, keep_above) for keep_above in _KEEP_ABOVE)
-    return [judge.play(repair(judge, fates)) for fates in tried]
-
-
 def _least(outcomes: Iterable[Outcome]) -> Outcome:
     return min(outcomes, key=lambda outcome: outcome.rank)
 
@@ -262,18 +214,6 @@ def _left(judge: Judge) -> float:
     return max(judge.deadline - time.perf_counter(), 0.1)
 
 
-def _first(item: Item, order: tuple[Fate, ...]) -> Fate:
-    return next(fate for fate in order if fate in item.fates)
-
-
-def _first_points(frame: Frame, curve: NDArray[np.float64]) -> set[int]:
-    return {
-        int(piece[np.argmax(curve[piece])])
-        for piece in np.array_split(np.arange(frame.num_ticks), _BLOCKS)
-        if len(piece)
-    }
-
-
 def _violated(frame: Frame, program: Program, shares: Relaxation, budget_bytes: float) -> set[int]:
     """The worst tick of each piece in which the shares do not fit even on an infinitely fast link."""
     end = np.maximum(program.needs.last, frame.dies)
@@ -283,7 +223,7 @@ def _violated(frame: Frame, program: Program, shares: Relaxation, budget_bytes: 
     np.add.at(change, frame.dies, gone)
     np.subtract.at(change, end, gone)
     curve = program.plain - np.cumsum(change)[:-1]
-    worst = _first_points(frame, curve)
+    worst = first_points(frame, curve)
     return {tick for tick in worst if curve[tick] > budget_bytes * (1 + 1e-6)}
 
 

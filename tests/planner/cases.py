@@ -7,7 +7,7 @@ import itertools
 import random
 
 from lowtide.planner.fate import Fate
-from lowtide.planner.solve import UNREACHABLE, floor
+from lowtide.planner.lowest import UNREACHABLE, floor
 from lowtide.timeline.events import Timeline, run
 from lowtide.timeline.memory import Frame
 from lowtide.timeline.step import Item, Link, Step, Tick

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lowtide.planner.fate import Fate
+from lowtide.planner.lowest import floor
 from lowtide.planner.program import Needs, Program
-from lowtide.planner.solve import floor
 from lowtide.timeline.memory import Frame
 from lowtide.timeline.step import Item, Link, Step, Tick
 from tests.planner.cases import ALL, H200_LINK, exhaustive, llama, llama_budget, random_case
