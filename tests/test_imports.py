@@ -32,7 +32,8 @@ def test_plain_modules_import_nothing_heavy(modules: list[str], heavy: tuple[str
 
 
 def test_public_surface() -> None:
-    assert dir(lowtide) == ["BudgetError", "ConfigError", "Plan", "Tide", "__version__", "apply"]
+    types = ["BudgetError", "ConfigError", "Plan", "Profile", "Tide"]
+    assert dir(lowtide) == [*types, "__version__", "apply", "observe", "optimize", "plan"]
     assert lowtide.__version__ == "0.1.0"
     assert issubclass(lowtide.ConfigError, ValueError)
     with pytest.raises(AttributeError, match=r"^module 'lowtide' has no attribute 'plann'$"):
