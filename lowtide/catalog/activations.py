@@ -5,8 +5,11 @@ Cost: a few attribute reads a tensor. Not covered: where the tensor goes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lowtide.catalog.trace import is_plain
 
@@ -44,3 +47,15 @@ def leads_to_parameter(tensor: torch.Tensor) -> bool:
             return False
         node = node.next_functions[0][0] if node.next_functions else None
     return False
+
+
+def describe(args: tuple, kwargs: dict[str, Any]) -> str:
+    """`input_ids=int64[2, 8], labels=int64[2, 8]`: the tensors of a call, as one line."""
+    parts = [("", value) for value in args] + list(kwargs.items())
+    words = []
+    for key, value in parts:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                dtype = str(leaf.dtype).removeprefix("torch.")
+                words.append(f"{key}{'=' if key else ''}{dtype}{list(leaf.shape)}")
+    return ", ".join(words)

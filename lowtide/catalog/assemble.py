@@ -16,8 +16,8 @@ from itertools import accumulate
 import torch
 
 from lowtide.catalog.graph import Storage
-from lowtide.catalog.observer import Node, Trace
 from lowtide.catalog.recipes import Target, build_recipes
+from lowtide.catalog.recorded import Node, Trace
 from lowtide.catalog.site import HiddenBytes, Profile, Recipe, Site, StateBytes
 
 _STATE = frozenset({"parameter", "buffer", "input"})

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lowtide.catalog.graph import Storage
-from lowtide.catalog.observer import Node, Span, Trace
+from lowtide.catalog.recorded import Node, Span, Trace
 from lowtide.catalog.repeats import CannotSkipError, Run
 from lowtide.catalog.site import Recipe
 

@@ -21,11 +21,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lowtide.catalog.activations import describe
 from lowtide.catalog.assemble import profile_of, with_recipes
 from lowtide.catalog.clock import Clock, DeviceClock, HostClock
 from lowtide.catalog.layers import find_layers
-from lowtide.catalog.observer import Observer, Trace, describe
+from lowtide.catalog.observer import Observer
 from lowtide.catalog.parking import FilePark, HostPark, Park
+from lowtide.catalog.recorded import Trace
 from lowtide.catalog.site import Profile
 from lowtide.catalog.state_bytes import state_bytes
 from lowtide.errors import ConfigError
@@ -137,7 +139,7 @@ def record_step(
     if not trained:
         raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
     with observer.following(model), observer, torch.enable_grad():
-        with observer.hooks():
+        with observer.saves.hooks():
             roots = _forward(model, batch, loss, needs_scalar)
         observer.begin_backward(roots, model)
         with _grads_set_aside(trained) if accumulates else contextlib.nullcontext():

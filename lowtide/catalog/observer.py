@@ -21,18 +21,19 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lowtide.catalog.activations import is_plain_or_fake, leads_to_parameter
+from lowtide.catalog.activations import describe, is_plain_or_fake
 from lowtide.catalog.clock import Clock
 from lowtide.catalog.graph import Call, Storage, Value
 from lowtide.catalog.live import plain_parts
 from lowtide.catalog.parking import Park
+from lowtide.catalog.recorded import Node, Span, Trace
+from lowtide.catalog.saving import Saves, is_parameter
 from lowtide.catalog.site import Anchor
 from lowtide.catalog.trace import CASTS, Recorder, op_name
 
@@ -40,100 +41,6 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd
 _DETACH = torch.ops.aten.detach.default
 OUTSIDE = "outside"
 """Path of what runs outside of the model's forward."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """A storage that a plan may decide about, as it was first saved or caught."""
-
-    storage: Storage
-    name: str
-    version: int
-    saved: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    first_sequence: int = 0
-    last_sequence: int = 0
-    reads: list[int] = field(default_factory=list)
-    release: int = 0
-    anchor: Anchor | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Span:
-    """One call of a layer: half-open ranges of forward operators and of autograd's sequence numbers."""
-
-    name: str
-    first_op: int
-    end_op: int
-    first_sequence: int
-    end_sequence: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Trace:
-    """Everything that one step told. `calls` are the forward's; the columns have one entry for each operator."""
-
-    calls: list[Call]
-    op_names: list[str]
-    op_seconds: list[float]
-    op_sequences: list[int]
-    """Of backward operators: number of the autograd node that was running; -1 in forward."""
-    num_forward_ops: int
-    storages: list[Storage]
-    off_device: set[int]
-    """Indices of storages that are not on the device that counts."""
-    nodes: list[Node]
-    """In order of saving."""
-    never_read: list[tuple[int, int]]
-    """Storages that autograd saved and backward never opened, and the operator before which it let go of each."""
-    gradients: set[int]
-    """Indices of the storages of the parameters' gradients."""
-    hidden: list[Storage]
-    spans: list[Span]
-    start_sequence: int
-    """Autograd's sequence number at the start of the model's forward."""
-
-
-class _Parked:
-    """The bytes of one node while autograd holds on to it."""
-
-    __slots__ = ("__weakref__", "back", "node", "observer", "saving_sequence", "ticket", "version")
-
-    def __init__(self, observer: Observer, node: Node, ticket: Any, sequence: int) -> None:
-        self.observer = observer
-        self.node = node
-        self.ticket = ticket
-        self.version = node.storage.num_writes
-        self.saving_sequence = sequence
-        self.back: torch.UntypedStorage | None = None
-
-    def open(self) -> torch.UntypedStorage:
-        self.node.reads.append(self.observer.num_ops)
-        if self.back is None:
-            self.back = self.observer.bring_back(self)
-        return self.back
-
-    def __del__(self) -> None:
-        self.node.release = max(self.node.release, self.observer.num_ops)
-
-
-class _Handle:
-    """How one saved tensor looks at a parked storage."""
-
-    __slots__ = ("dtype", "geometry", "parked")
-
-    def __init__(self, parked: _Parked, tensor: torch.Tensor) -> None:
-        self.parked = parked
-        self.dtype = tensor.dtype
-        self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def open(self) -> torch.Tensor:
-        with self.parked.observer.silently():
-            storage = self.parked.open()
-            return torch.empty(0, dtype=self.dtype, device=self.parked.observer.device).set_(storage, *self.geometry)
 
 
 class Observer(Recorder):
@@ -145,7 +52,7 @@ class Observer(Recorder):
         self.storages: list[Storage] = []
         self.off_device: set[int] = set()
         self._clock = clock
-        self._park = park
+        self.saves = Saves(self, park)
         self._layers = frozenset(layers)
         self._calls: list[Call] = []
         self._op_names: list[str] = []
@@ -153,13 +60,10 @@ class Observer(Recorder):
         self._op_sequences: list[int] = []
         self._num_forward_ops: int | None = None
         self._live: dict[int, tuple[weakref.ref, Storage]] = {}
-        self._named: dict[int, str] = {}
-        self._saved: dict[int, Node] = {}
+        self.named: dict[int, str] = {}
         self._caught: dict[int, Node] = {}
-        self._parked: dict[int, weakref.ref[_Parked]] = {}
-        self._kept: set[int] = set()
         self._is_silent = False
-        self._is_inside = False
+        self.is_inside = False
         self._num_roots = 0
         self._module_calls: dict[str, int] = {}
         self.skipped: frozenset[str] = frozenset()
@@ -168,7 +72,7 @@ class Observer(Recorder):
         """Operator and module in which the step ended with an error."""
         self._spans: list[Span] = []
         self._open_spans: list[Span] = []
-        self._start_sequence = self._end_sequence = 0
+        self.start_sequence = self._end_sequence = 0
         self._sequence_starts: list[int] = []
         self._sequence_names: list[str] = []
         self._path = [OUTSIDE]
@@ -195,13 +99,15 @@ class Observer(Recorder):
         """Put a storage that was there before the step on record; None if there is nothing to record."""
         if not is_plain_or_fake(tensor):
             return None
-        return self._find(tensor) or self._register(tensor, kind, name, -1)
+        return self.find(tensor) or self.register(tensor, kind, name, -1)
 
-    def _find(self, tensor: torch.Tensor) -> Storage | None:
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The record of the tensor's storage."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
-    def _register(self, tensor: torch.Tensor, kind: str, name: str, born: int) -> Storage:
+    def register(self, tensor: torch.Tensor, kind: str, name: str, born: int) -> Storage:
+        """A new record."""
         storage = tensor.untyped_storage()
         record = Storage(
             index=len(self.storages), nbytes=storage.nbytes(), dtype=tensor.dtype, name=name, kind=kind, born=born
@@ -209,10 +115,15 @@ class Observer(Recorder):
         self.storages.append(record)
         if tensor.device.type != self.device.type:
             self.off_device.add(record.index)
-        self._watch(storage, record, lambda: setattr(record, "dies", self.num_ops))
+        self.watch(storage, record, lambda: setattr(record, "dies", self.num_ops))
         return record
 
-    def _watch(self, storage: torch.UntypedStorage, record: Storage, when_dead: Callable[[], None]) -> None:
+    def storage_of(self, record: Storage) -> torch.UntypedStorage | None:
+        """The living storage of a record."""
+        return next((ref() for ref, known in self._live.values() if known is record), None)
+
+    def watch(self, storage: torch.UntypedStorage, record: Storage, when_dead: Callable[[], None]) -> None:
+        """Call `when_dead` once the bytes of `storage` are freed."""
         key = storage._cdata
 
         def gone(ref: weakref.ref) -> None:
@@ -272,13 +183,13 @@ class Observer(Recorder):
         self._calls.append(call)
         op = op_name(call.func.overloadpacket.__name__)
         call.name = self._name(op) if fresh else self._view_name(op)
-        is_parameter = op in CASTS and bool(inputs) and all(_is_parameter(s) for s in inputs.values())
+        is_cast = op in CASTS and bool(inputs) and all(is_parameter(s) for s in inputs.values())
         for number, storage in enumerate(fresh):
-            storage.name = self._named[storage.index] = f"{call.name}:{number}" if number else call.name
-            if is_parameter:
+            storage.name = self.named[storage.index] = f"{call.name}:{number}" if number else call.name
+            if is_cast:
                 storage.is_parameter_cast = True
         self._note_sequence(call.name)
-        self._repark(written)
+        self.saves.repark(written)
 
     def _view_name(self, op: str) -> str:
         path = self._path[-1]
@@ -297,14 +208,14 @@ class Observer(Recorder):
         if not is_plain_or_fake(tensor):
             self._register_parts(tensor, "unknown", index)
             return _NOWHERE
-        return self._find(tensor) or self._register(tensor, "unknown", f"unknown_{len(self.storages)}", index)
+        return self.find(tensor) or self.register(tensor, "unknown", f"unknown_{len(self.storages)}", index)
 
     def _register_parts(self, tensor: torch.Tensor, kind: str, index: int) -> None:
         """Sparse tensors and wrappers: their bytes count, and that is all."""
         with self.silently():
             for part in plain_parts(tensor):
-                if self._find(part) is None:
-                    self._register(part, kind, f"part_{len(self.storages)}", index)
+                if self.find(part) is None:
+                    self.register(part, kind, f"part_{len(self.storages)}", index)
 
     def _output(self, leaf: Any, call: Call) -> Value | None:
         if not isinstance(leaf, torch.Tensor):
@@ -312,9 +223,9 @@ class Observer(Recorder):
         if not is_plain_or_fake(leaf):
             self._register_parts(leaf, "made", call.index)
             return self._value(leaf, _NOWHERE)
-        record = self._find(leaf)
+        record = self.find(leaf)
         if record is None:
-            record = self._register(leaf, "made", "", call.index)
+            record = self.register(leaf, "made", "", call.index)
             record.producer = call if self._num_forward_ops is None else None
         else:
             record.nbytes = max(record.nbytes, leaf.untyped_storage().nbytes())
@@ -339,98 +250,19 @@ class Observer(Recorder):
     def _note_sequence(self, name: str) -> None:
         """The node of the operator that is running has been made: it has the number before the next one."""
         number = torch.autograd._get_sequence_nr() - 1
-        if number >= self._start_sequence and (not self._sequence_starts or number > self._sequence_starts[-1]):
+        if number >= self.start_sequence and (not self._sequence_starts or number > self._sequence_starts[-1]):
             self._sequence_starts.append(number)
             self._sequence_names.append(name)
 
     def _backward_name(self) -> str:
         node = torch._C._current_autograd_node()
         number = self._op_sequences[-1] if node is None else node._sequence_nr()
-        if not self._start_sequence <= number < self._end_sequence:
+        if not self.start_sequence <= number < self._end_sequence:
             # Gradient accumulators, and what a recomputation made in backward, have numbers beyond the forward's.
             number = self._op_sequences[-1]
         self._op_sequences.append(number)
         position = bisect.bisect_right(self._sequence_starts, number) - 1
         return f"{self._sequence_names[position] if position >= 0 else OUTSIDE}:backward"
-
-    # -- what autograd saves ---------------------------------------------------------------------------------------
-
-    def hooks(self) -> contextlib.AbstractContextManager:
-        """Saved-tensor hooks for the forward of the step."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        with self.silently():
-            record = self._find(tensor) if is_plain_or_fake(tensor) else None
-            if not self._is_inside or not self._is_activation(tensor, record) or not self._is_movable(tensor):
-                if record is not None:
-                    self._kept.add(record.index)
-                return tensor if tensor.grad_fn is None else tensor.detach()
-            if record is None:
-                record = self._register(tensor, "unknown", f"unknown_{len(self.storages)}", self.num_ops)
-            return _Handle(self._parked_for(record, tensor), tensor)
-
-    def _is_activation(self, tensor: torch.Tensor, record: Storage | None) -> bool:
-        """The runtime's question (runtime/hooks.py), of a record."""
-        if not is_plain_or_fake(tensor):
-            return False
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            return False
-        if (record is not None and _is_parameter(record)) or leads_to_parameter(tensor):
-            return False
-        return (record is not None and record.index in self._named) or tensor.grad_fn is not None
-
-    def _is_movable(self, tensor: torch.Tensor) -> bool:
-        if tensor.is_conj() or tensor.is_neg():
-            return False
-        return tensor.device.type == self.device.type and tensor.untyped_storage().nbytes() > 0
-
-    def _parked_for(self, record: Storage, tensor: torch.Tensor) -> _Parked:
-        sequence = torch.autograd._get_sequence_nr() - self._start_sequence
-        node = self._saved.get(record.index)
-        if node is None:
-            name = self._named.get(record.index) or f"{self._region()}.input".lstrip(".")
-            node = self._saved[record.index] = self._new_node(record, tensor, name)
-            node.first_sequence = sequence
-        node.last_sequence = sequence
-        ref = self._parked.get(record.index)
-        parked = ref() if ref is not None else None
-        if parked is None or parked.version != record.num_writes:
-            parked = _Parked(self, node, self._park.put(tensor.untyped_storage()), sequence)
-            self._parked[record.index] = weakref.ref(parked)
-        return parked
-
-    def _new_node(self, record: Storage, tensor: torch.Tensor, name: str) -> Node:
-        return Node(
-            storage=record,
-            name=name,
-            version=record.num_writes,
-            saved=max(self.num_ops - 1, record.born),
-            size=tuple(tensor.size()),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            dtype=tensor.dtype,
-        )
-
-    def _repark(self, written: list[Storage]) -> None:
-        """Some operators save an input before they fill it: park what they saved again, now that it is filled."""
-        for record in written:
-            ref = self._parked.get(record.index)
-            parked = ref() if ref is not None else None
-            if parked is None or parked.saving_sequence != torch.autograd._get_sequence_nr() - self._start_sequence:
-                continue
-            storage = next(entry[0]() for entry in self._live.values() if entry[1] is record)
-            assert storage is not None
-            with self.silently():
-                parked.ticket = self._park.put(storage)
-            parked.version = parked.node.version = record.num_writes
-
-    def bring_back(self, parked: _Parked) -> torch.UntypedStorage:
-        """The parked bytes, on the device again; from now on their death is the node's release."""
-        storage = self._park.get(parked.ticket)
-        node = parked.node
-        self._watch(storage, node.storage, lambda: setattr(node, "release", max(node.release, self.num_ops)))
-        return storage
 
     # -- modules ---------------------------------------------------------------------------------------------------
 
@@ -453,7 +285,7 @@ class Observer(Recorder):
                 self._enter_root(args, kwargs)
             self._path.append(name)
             self._module_calls[name] = self._module_calls.get(name, -1) + 1
-            if name in self._layers and self._is_inside:
+            if name in self._layers and self.is_inside:
                 now = torch.autograd._get_sequence_nr()
                 span = Span(name=name, first_op=self.num_ops, end_op=0, first_sequence=now, end_sequence=0)
                 self._open_spans.append(span)
@@ -471,7 +303,7 @@ class Observer(Recorder):
                 span.end_op, span.end_sequence = self.num_ops, torch.autograd._get_sequence_nr()
                 self._spans.append(span)
             if not name:
-                self._is_inside = False
+                self.is_inside = False
 
         return leave
 
@@ -479,32 +311,33 @@ class Observer(Recorder):
         self._num_roots += 1
         if self._num_roots > 1:
             return
-        self._is_inside = True
+        self.is_inside = True
         self.batch = describe(args, kwargs)
         # The runtime's recorder starts here: what came before has no name that a plan could use.
-        self._named.clear()
+        self.named.clear()
         self._counts.clear()
-        self._start_sequence = torch.autograd._get_sequence_nr()
+        self.start_sequence = torch.autograd._get_sequence_nr()
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None:
                 self.enroll(leaf, "input", "input")
 
-    def _region(self) -> str:
+    def region(self) -> str:
+        """The layer that is running."""
         return self._open_spans[-1].name if self._open_spans else ""
 
     def _catch(self, name: str, side: str, tree: Any) -> None:
         """Remember which tensors an ordinary hook on this module could hold on to."""
-        if not self._is_inside or self._is_silent or name in self.skipped:
+        if not self.is_inside or self._is_silent or name in self.skipped:
             return
         for number, leaf in enumerate(tree_leaves(tree)):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not is_plain_or_fake(leaf):
                 continue
-            record = self._find(leaf)
-            if record is None or record.index in self._caught or not self._is_movable(leaf):
+            record = self.find(leaf)
+            if record is None or record.index in self._caught or not self.saves.is_movable(leaf):
                 continue
-            if record.index not in self._named or not self._is_activation(leaf, record):
+            if record.index not in self.named or not self.saves.is_activation(leaf, record):
                 continue
-            node = self._new_node(record, leaf, self._named[record.index])
+            node = self.saves.new_node(record, leaf, self.named[record.index])
             node.anchor = Anchor(module=name, side=side, leaf=number, call=self._module_calls[name])
             self._caught[record.index] = node
 
@@ -519,20 +352,20 @@ class Observer(Recorder):
             record
             for key, (_, record) in self._live.items()
             if key not in held and record.kind == "made" and not record.is_parameter_cast
-            if record.index not in self._saved and record.index not in self._kept and record.nbytes
+            if record.index not in self.saves.nodes and record.index not in self.saves.kept and record.nbytes
         ]
 
     def finish(self, gradients: Iterable[torch.Tensor | None]) -> Trace:
         """What was seen. Call it once everything of the step has been let go, but the gradients of parameters."""
         assert self._num_forward_ops is not None
-        nodes = [node for node in self._saved.values() if node.reads]
-        nodes += [node for index, node in self._caught.items() if index not in self._saved]
-        made = [self._find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
+        nodes = [node for node in self.saves.nodes.values() if node.reads]
+        nodes += [node for index, node in self._caught.items() if index not in self.saves.nodes]
+        made = [self.find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
         # What goes from here on is no part of the step.
         self._live.clear()
         for record in self.storages:
             record.dies = None if record.dies == self.num_ops else record.dies
-        unread = [(index, node.release) for index, node in self._saved.items() if not node.reads]
+        unread = [(index, node.release) for index, node in self.saves.nodes.items() if not node.reads]
         return Trace(
             calls=self._calls,
             op_names=self._op_names,
@@ -546,36 +379,16 @@ class Observer(Recorder):
             gradients={record.index for record in made if record is not None and record.kind == "made"},
             hidden=[record for record in self._hidden if record.index not in self.off_device],
             spans=self._spans,
-            start_sequence=self._start_sequence,
+            start_sequence=self.start_sequence,
         )
-
-
-def describe(args: tuple, kwargs: dict[str, Any]) -> str:
-    """`input_ids=int64[2, 8], labels=int64[2, 8]`: the tensors of a call, as one line."""
-    parts = [("", value) for value in args] + list(kwargs.items())
-    words = []
-    for key, value in parts:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                dtype = str(leaf.dtype).removeprefix("torch.")
-                words.append(f"{key}{'=' if key else ''}{dtype}{list(leaf.shape)}")
-    return ", ".join(words)
 
 
 _NOWHERE = Storage(index=-1, nbytes=0, dtype=torch.uint8, name="", kind="unknown")
 """Of tensors without a storage of their own."""
 
 
-def _open(handle: Any) -> torch.Tensor:
-    return handle.open() if isinstance(handle, _Handle) else handle
-
-
 def _is(value: Any) -> bool:
     return isinstance(value, Value) and value.storage is not _NOWHERE
-
-
-def _is_parameter(record: Storage) -> bool:
-    return record.kind in ("parameter", "buffer") or record.is_parameter_cast
 
 
 def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:

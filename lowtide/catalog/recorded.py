@@ -1,0 +1,68 @@
+"""What one observed step told, before anything is made of it: operators, storages, nodes, layers.
+
+Plain records, written by observer.py, extended by expand.py, read by assemble.py. No tensor is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lowtide.catalog.graph import Call, Storage
+from lowtide.catalog.site import Anchor
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A storage that a plan may decide about, as it was first saved or caught."""
+
+    storage: Storage
+    name: str
+    version: int
+    saved: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    first_sequence: int = 0
+    last_sequence: int = 0
+    reads: list[int] = field(default_factory=list)
+    release: int = 0
+    anchor: Anchor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """One call of a layer: half-open ranges of forward operators and of autograd's sequence numbers."""
+
+    name: str
+    first_op: int
+    end_op: int
+    first_sequence: int
+    end_sequence: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """Everything that one step told. `calls` are the forward's; the columns have one entry for each operator."""
+
+    calls: list[Call]
+    op_names: list[str]
+    op_seconds: list[float]
+    op_sequences: list[int]
+    """Of backward operators: number of the autograd node that was running; -1 in forward."""
+    num_forward_ops: int
+    storages: list[Storage]
+    off_device: set[int]
+    """Indices of storages that are not on the device that counts."""
+    nodes: list[Node]
+    """In order of saving."""
+    never_read: list[tuple[int, int]]
+    """Storages that autograd saved and backward never opened, and the operator before which it let go of each."""
+    gradients: set[int]
+    """Indices of the storages of the parameters' gradients."""
+    hidden: list[Storage]
+    spans: list[Span]
+    start_sequence: int
+    """Autograd's sequence number at the start of the model's forward."""

@@ -1,0 +1,169 @@
+"""What autograd saves in the observed step: handed out as tickets, so that it is seen to leave and to come back.
+
+Saved activations are parked (parking.py): their bytes go elsewhere at once and autograd holds a handle. All readers of
+a storage share the one copy that comes back, and it goes when the last handle does: exactly when plain autograd would
+have released it. Parameters, casts of them, the batch and tensors that are not plain stay as they are; the questions
+are the runtime's (runtime/hooks.py).
+
+Cost: one copy each way. Not covered: in-place writes after saving; the copy is that of the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide.catalog.activations import is_plain_or_fake, leads_to_parameter
+from lowtide.catalog.graph import Storage
+from lowtide.catalog.parking import Park
+from lowtide.catalog.recorded import Node
+
+if TYPE_CHECKING:
+    from lowtide.catalog.observer import Observer
+
+
+class _Parked:
+    """The bytes of one node while autograd holds on to it."""
+
+    __slots__ = ("__weakref__", "back", "node", "observer", "saves", "saving_sequence", "ticket", "version")
+
+    def __init__(self, observer: Observer, saves: Saves, node: Node, ticket: Any, sequence: int) -> None:
+        self.observer = observer
+        self.saves = saves
+        self.node = node
+        self.ticket = ticket
+        self.version = node.storage.num_writes
+        self.saving_sequence = sequence
+        self.back: torch.UntypedStorage | None = None
+
+    def open(self) -> torch.UntypedStorage:
+        self.node.reads.append(self.observer.num_ops)
+        if self.back is None:
+            self.back = self.saves.bring_back(self)
+        return self.back
+
+    def __del__(self) -> None:
+        self.node.release = max(self.node.release, self.observer.num_ops)
+
+
+class _Handle:
+    """How one saved tensor looks at a parked storage."""
+
+    __slots__ = ("dtype", "geometry", "parked")
+
+    def __init__(self, parked: _Parked, tensor: torch.Tensor) -> None:
+        self.parked = parked
+        self.dtype = tensor.dtype
+        self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def open(self) -> torch.Tensor:
+        with self.parked.observer.silently():
+            storage = self.parked.open()
+            return torch.empty(0, dtype=self.dtype, device=self.parked.observer.device).set_(storage, *self.geometry)
+
+
+class Saves:
+    """The saved-tensor hooks of one observed step."""
+
+    def __init__(self, observer: Observer, park: Park) -> None:
+        self.nodes: dict[int, Node] = {}
+        """By index of their storage."""
+        self.kept: set[int] = set()
+        """Indices of storages that were saved and stay."""
+        self._observer = observer
+        self._park = park
+        self._parked: dict[int, weakref.ref[_Parked]] = {}
+
+    def hooks(self) -> contextlib.AbstractContextManager:
+        """Saved-tensor hooks for the forward of the step."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with self._observer.silently():
+            record = self._observer.find(tensor) if is_plain_or_fake(tensor) else None
+            if not self._observer.is_inside or not self.is_activation(tensor, record) or not self.is_movable(tensor):
+                if record is not None:
+                    self.kept.add(record.index)
+                return tensor if tensor.grad_fn is None else tensor.detach()
+            if record is None:
+                name = f"unknown_{len(self._observer.storages)}"
+                record = self._observer.register(tensor, "unknown", name, self._observer.num_ops)
+            return _Handle(self._parked_for(record, tensor), tensor)
+
+    def is_activation(self, tensor: torch.Tensor, record: Storage | None) -> bool:
+        """The runtime's question (runtime/hooks.py), of a record."""
+        if not is_plain_or_fake(tensor):
+            return False
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return False
+        if (record is not None and is_parameter(record)) or leads_to_parameter(tensor):
+            return False
+        return (record is not None and record.index in self._observer.named) or tensor.grad_fn is not None
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.device.type == self._observer.device.type and tensor.untyped_storage().nbytes() > 0
+
+    def _parked_for(self, record: Storage, tensor: torch.Tensor) -> _Parked:
+        sequence = torch.autograd._get_sequence_nr() - self._observer.start_sequence
+        node = self.nodes.get(record.index)
+        if node is None:
+            name = self._observer.named.get(record.index) or f"{self._observer.region()}.input".lstrip(".")
+            node = self.nodes[record.index] = self.new_node(record, tensor, name)
+            node.first_sequence = sequence
+        node.last_sequence = sequence
+        ref = self._parked.get(record.index)
+        parked = ref() if ref is not None else None
+        if parked is None or parked.version != record.num_writes:
+            parked = _Parked(self._observer, self, node, self._park.put(tensor.untyped_storage()), sequence)
+            self._parked[record.index] = weakref.ref(parked)
+        return parked
+
+    def new_node(self, record: Storage, tensor: torch.Tensor, name: str) -> Node:
+        return Node(
+            storage=record,
+            name=name,
+            version=record.num_writes,
+            saved=max(self._observer.num_ops - 1, record.born),
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+        )
+
+    def repark(self, written: list[Storage]) -> None:
+        """Some operators save an input before they fill it: park what they saved again, now that it is filled."""
+        for record in written:
+            ref = self._parked.get(record.index)
+            parked = ref() if ref is not None else None
+            sequence = torch.autograd._get_sequence_nr() - self._observer.start_sequence
+            if parked is None or parked.saving_sequence != sequence:
+                continue
+            storage = self._observer.storage_of(record)
+            assert storage is not None
+            with self._observer.silently():
+                parked.ticket = self._park.put(storage)
+            parked.version = parked.node.version = record.num_writes
+
+    def bring_back(self, parked: _Parked) -> torch.UntypedStorage:
+        """The parked bytes, on the device again; from now on their death is the node's release."""
+        storage = self._park.get(parked.ticket)
+        node = parked.node
+        self._observer.watch(
+            storage, node.storage, lambda: setattr(node, "release", max(node.release, self._observer.num_ops))
+        )
+        return storage
+
+
+def _open(handle: Any) -> torch.Tensor:
+    return handle.open() if isinstance(handle, _Handle) else handle
+
+
+def is_parameter(record: Storage) -> bool:
+    """A parameter, a buffer, or a cast of one."""
+    return record.kind in ("parameter", "buffer") or record.is_parameter_cast
