@@ -45,6 +45,7 @@ _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 2.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _STARTS = 8
+_WAY_OUT_SECONDS = 2.0
 
 Progress = Callable[[str], None]
 
@@ -86,26 +87,15 @@ def solve(
     tell = progress or (lambda _: None)
     judge = Judge(frame, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
     floor_bytes, floor_fates, is_proven = quick_floor(frame, host_bytes)
-    best = _everything_kept(judge)
-    if best is not None:
-        bound, how = best.seconds, "everything fits"
-    else:
-        if is_proven and floor_bytes > budget_bytes:
-            raise _budget_error(judge, floor_bytes, floor_fates, min(time_limit_seconds, 2.0))
-        starts = [judge.play(floor_fates), *_filled(judge)]
-        if not is_proven and len(step.items) <= WHOLE_ITEMS:
-            starts.append(judge.play(floor(frame, link, host_bytes)[1]))
-        if importlib.util.find_spec("scipy") is None:
-            bound, how = step.compute_seconds, "closed form (scipy is not installed)"
-            best = _polished(judge, starts, bound)
-        else:
-            bound, how, best = _programmed(judge, starts, tell)
+    if is_proven and floor_bytes > budget_bytes:
+        raise _budget_error(judge, floor_bytes, floor_fates, time_limit_seconds)
+    bound, how, best = _best(judge, floor_fates, is_proven, tell)
+    if not best.fits:
+        tell("looking for the smallest peak")
+        floor_bytes, floor_fates = floor(frame, link, host_bytes)
+        best = judge.play(floor_fates)
         if not best.fits:
-            tell("looking for the smallest peak")
-            floor_bytes, floor_fates = floor(frame, link, host_bytes)
-            best = judge.play(floor_fates)
-            if not best.fits:
-                raise _budget_error(judge, floor_bytes, floor_fates, min(time_limit_seconds, 2.0))
+            raise _budget_error(judge, floor_bytes, floor_fates, time_limit_seconds)
     floor_bytes = min(floor_bytes, judge.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
@@ -118,6 +108,21 @@ def solve(
         how=how,
         seconds=time.perf_counter() - began,
     )
+
+
+def _best(judge: Judge, low_fates: Fates, is_lowest: bool, tell: Progress) -> tuple[float, str, Outcome]:
+    """The bound, how it was found, and the best outcome; it may not fit. `low_fates` have a small peak, if any have."""
+    frame = judge.frame
+    kept = _everything_kept(judge)
+    if kept is not None:
+        return kept.seconds, "everything fits", kept
+    pool = [judge.play(low_fates), *_filled(judge)]
+    if not is_lowest and len(frame.step.items) <= WHOLE_ITEMS:
+        pool.append(judge.play(floor(frame, judge.link, judge.host_bytes)[1]))
+    if importlib.util.find_spec("scipy") is not None:
+        return _programmed(judge, pool, tell)
+    bound = frame.step.compute_seconds
+    return bound, "closed form (scipy is not installed)", _polished(judge, pool, bound)
 
 
 def _everything_kept(judge: Judge) -> Outcome | None:
@@ -231,33 +236,35 @@ def _violated(frame: Frame, program: Program, shares: Relaxation, budget_bytes: 
 
 
 def _budget_error(judge: Judge, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
-    frame, link = judge.frame, judge.link
-    step, budget_bytes, host_bytes = frame.step, judge.budget_bytes, judge.host_bytes
-    enough = max(floor_bytes if floor_bytes < UNREACHABLE else 0, budget_bytes)
-    tries: list[tuple[str, Step, int, int | None]] = []
+    """Says what is in the way, and tries the ways out: those that keep the budget first, then larger budgets."""
+    frame, budget_bytes, host_bytes = judge.frame, judge.budget_bytes, judge.host_bytes
+    free_step = dataclasses.replace(frame.step, items=tuple(map(_unrestricted, frame.step.items)))
+    num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, frame.step.items))
+    tries: list[tuple[str, Frame, int, int | None, Fates]] = []
     if host_bytes is not None:
-        tries.append(("a host budget of {host}", step, budget_bytes, None))
-    free_step = dataclasses.replace(step, items=tuple(map(_unrestricted, step.items)))
-    num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, step.items))
+        tries.append(("a host budget of {host}", frame, budget_bytes, None, quick_floor(frame, None)[1]))
     if num_freed:
         what = f"every fate allowed for the {num_freed} activation{'s' * (num_freed > 1)} that rules restrict"
-        tries.append((what, free_step, budget_bytes, host_bytes))
+        free = Frame.of(free_step)
+        tries.append((what, free, budget_bytes, host_bytes, quick_floor(free, host_bytes)[1]))
     if floor_bytes < UNREACHABLE:
-        tries.append((f"a budget of {format_bytes(_up(enough))}", step, _up(enough), host_bytes))
-    ways: list[tuple[bool, float, str]] = []  # whether the budget is raised, seconds, the sentence
-    for what, other, other_budget, other_host in tries:
-        if floor(other, link, other_host)[0] > other_budget:
+        plain_bytes = judge.floor(tuple(first_of(item, (Fate.KEEP, *item.fates)) for item in frame.step.items))
+        for enough in dict.fromkeys((_up(floor_bytes), _up((floor_bytes + plain_bytes) // 2))):
+            tries.append((f"a budget of {format_bytes(enough)}", frame, enough, host_bytes, floor_fates))
+    sentences = []
+    for what, other, other_budget, other_host, fates in tries:
+        deadline = time.perf_counter() + min(time_limit_seconds, _WAY_OUT_SECONDS)
+        retry = Judge(other, judge.link, other_budget, other_host, deadline=deadline)
+        *_, best = _best(retry, fates, other_budget > budget_bytes, lambda _: None)
+        if best.timeline is None:
             continue
-        found = solve(other, link, other_budget, host_bytes=other_host, time_limit_seconds=time_limit_seconds)
-        seconds = found.timeline.step_seconds
-        way = what.format(host=format_bytes(_up(found.timeline.slower_bytes)))
-        slower = seconds / max(step.compute_seconds, 1e-12) - 1
-        sentence = f"{way}: {format_seconds(seconds)} a step, {slower:.1%} over keeping everything"
-        ways.append((other_budget > budget_bytes, seconds, sentence))
+        way = what.format(host=format_bytes(_up(best.timeline.slower_bytes)))
+        slower = best.seconds / max(frame.step.compute_seconds, 1e-12) - 1
+        sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {slower:.1%} over keeping everything")
     return BudgetError(
         _what_is_in_the_way(frame, budget_bytes, host_bytes, floor_bytes, floor_fates),
         floor_bytes=floor_bytes,
-        suggestions=tuple(sentence for *_, sentence in sorted(ways)[:3]),
+        suggestions=tuple(sentences[:3]),
     )
 
 

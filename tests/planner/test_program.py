@@ -109,6 +109,15 @@ def test_shares_that_cannot_fit_have_no_bound() -> None:
     assert found.bound_seconds == math.inf
 
 
+def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
+    step = llama(2)
+    print("before")
+    program = Program(step, H200_LINK, llama_budget(step, 0.4))
+    assert program.solve(range(0, len(step.ticks), 3), whole=True, gap=0.01, time_limit_seconds=2.0) is not None
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
 def test_needs_follow_recipes_through_chains() -> None:
     first = _item("a", 1, 0, 7)
     middle = _item("b", 1, 1, 6, inputs=(0,))
