@@ -13,8 +13,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-import torch
-
 from lowtide.catalog.graph import Storage
 from lowtide.catalog.recipes import Target, build_recipes
 from lowtide.catalog.recorded import Node, Trace
@@ -165,8 +163,3 @@ def _signature(layer: str, sites: Sequence[Site], trace: Trace) -> str:
     num_ops = sum(span.end_op - span.first_op for span in trace.spans if span.name == layer)
     digest.update(str(num_ops).encode())
     return digest.hexdigest()[:16]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`."""
-    return str(dtype).removeprefix("torch.")

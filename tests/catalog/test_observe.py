@@ -266,3 +266,15 @@ def test_two_observations_agree_in_everything_but_time() -> None:
     assert dataclasses.replace(first, **times) == dataclasses.replace(second, **times)
     for one, other in zip(first.nodes, second.nodes):
         assert dataclasses.replace(one, recipe=None) == dataclasses.replace(other, recipe=None)
+
+
+def test_state_that_exists_is_counted_as_it_is() -> None:
+    """A resumed optimizer has stepped before; its counters are looked at, and nothing of it changes."""
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
+    state = observe(model, (torch.ones(2, 100),), loss=torch.sum, optimizer=optimizer).state
+    assert state.optimizer == 2 * 10_100 * 4 + 8
+    assert all(torch.equal(value, before[key]) for key, value in optimizer.state[model.weight].items())
