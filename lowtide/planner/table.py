@@ -174,7 +174,7 @@ def _solved_reasons(sites: Sequence[SiteDecision]) -> list[str]:
     texts = []
     for fate, verb in _VERBS.items():
         if names := _names_by_bytes([site for site in sites if site.fate is fate]):
-            texts.append(f"{verb}: {first_few(names)}")
+            texts.append(f"{verb}: {first_few(names, 2)}")
     kept = [site for site in sites if site.fate is Fate.KEEP]
     for reason in dict.fromkeys(site.reason for site in kept):
         if reason not in (_FITS, _TOO_SMALL):

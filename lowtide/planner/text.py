@@ -23,7 +23,7 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def first_few(names: Sequence[str], count: int = 3) -> str:
-    """`a, b, c and 2 more`."""
+def first_few(names: Sequence[str], count: int) -> str:
+    """`a, b and 3 more`."""
     more = len(names) - count
     return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")

@@ -143,5 +143,5 @@ def test_percent(share: float, text: str) -> None:
 
 
 def test_first_few() -> None:
-    assert first_few(["a", "b", "c"]) == "a, b, c"
-    assert first_few(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert first_few(["a", "b", "c"], 3) == "a, b, c"
+    assert first_few(["a", "b", "c", "d", "e"], 3) == "a, b, c and 2 more"
