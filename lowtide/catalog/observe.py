@@ -7,7 +7,7 @@ parked (parking.py), so the observed step needs little more memory than the larg
 The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
 those of a first micro-batch: each is there from the operator that makes it.
 
-Cost: about 30 us an operator and one copy of the activations each way. Not covered: several forwards of the model in
+Cost: about 0.1 ms an operator and one copy of the activations each way. Not covered: several forwards of the model in
 one step (the activations of the first are nodes, those of the others count as bytes that stay).
 """
 
