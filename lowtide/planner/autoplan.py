@@ -121,7 +121,7 @@ def _plan_of(
         is_solved=True,
         budget_bytes=budget_bytes,
         predicted=prediction,
-        account=account(problem, plain, timeline.curve, has_gradients=has_gradients),
+        account=account(problem, plain.tolist(), timeline.curve, has_gradients=has_gradients),
     )
 
 

@@ -49,12 +49,13 @@ def make_problem(
     """
     fates, why_fixed = _fates(profile, allowed, min_bytes)
     chosen = [index for index, node_fates in enumerate(fates) if len(node_fates) > 1 or _is_forced(node_fates)]
-    starts = _tick_starts(profile, [profile.nodes[index] for index in chosen])
+    sends = _send_ops(profile)
+    starts = _tick_starts(profile, chosen, sends)
     items_at = set(chosen)
     # Fixed nodes, and whether they are held for backward: an anchor that no recipe reads is not.
     fixed = {index: fates[index] != () for index in range(len(profile.nodes)) if index not in items_at}
     ticks = _ticks(profile, starts, fixed, has_gradients)
-    items = _items(profile, chosen, fates, starts)
+    items = _items(profile, chosen, fates, starts, sends)
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
     step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items)
     return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed)
@@ -103,11 +104,27 @@ def _read_by_recipes(profile: Profile, fates: Sequence[tuple[Fate, ...]]) -> set
     }
 
 
-def _tick_starts(profile: Profile, nodes: Iterable[Site]) -> tuple[int, ...]:
+def _send_ops(profile: Profile) -> list[int]:
+    """For each node the operator after which the runtime can send it away: the next one that saves something.
+
+    Some operators save what they have not filled yet, so the runtime waits for the next.
+    """
+    saves = sorted((node.first_sequence, node.saved) for node in profile.sites)
+    sequences = [sequence for sequence, _ in saves]
+    last = profile.num_forward_ops - 1
+    places = [bisect.bisect_right(sequences, node.first_sequence) for node in profile.nodes]
+    return [
+        max(saves[place][1], node.saved) if place < len(saves) else last
+        for place, node in zip(places, profile.nodes, strict=True)
+    ]
+
+
+def _tick_starts(profile: Profile, chosen: Iterable[int], sends: Sequence[int]) -> tuple[int, ...]:
     num_ops = len(profile.op_seconds)
     starts = {0, profile.num_forward_ops, num_ops}
-    for node in nodes:
-        starts.update((node.born, node.saved + 1, node.dies, *node.reads))
+    for index in chosen:
+        node = profile.nodes[index]
+        starts.update((node.born, sends[index] + 1, node.dies, *node.reads))
         if node.reads:
             starts.add(node.release)
     return tuple(sorted(start for start in starts if 0 <= start <= num_ops))
@@ -165,7 +182,11 @@ def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], h
 
 
 def _items(
-    profile: Profile, chosen: Sequence[int], fates: Sequence[tuple[Fate, ...]], starts: Sequence[int]
+    profile: Profile,
+    chosen: Sequence[int],
+    fates: Sequence[tuple[Fate, ...]],
+    starts: Sequence[int],
+    sends: Sequence[int],
 ) -> tuple[Item, ...]:
     place = {profile.nodes[index].name: position for position, index in enumerate(chosen)}
 
@@ -184,7 +205,7 @@ def _items(
                 name=node.name,
                 nbytes=node.nbytes,
                 born=tick(node.born),
-                saved=tick(node.saved),
+                saved=tick(sends[index]),
                 dies=boundary(node.dies),
                 reads=tuple(dict.fromkeys(tick(read) for read in node.reads)),
                 release=boundary(node.release) if node.reads else 0,
