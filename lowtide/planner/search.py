@@ -16,6 +16,7 @@ Not covered: proving anything. Bounds come from program.py.
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ Fates = tuple[Fate, ...]
 Move = tuple[tuple[int, Fate], ...]
 
 SMALL = 16
-"""Up to as many items, pairs of changes are tried too."""
+"""Up to as many items, pairs of changes are tried too, and several starts."""
+TINY = 8
+"""Up to as many, triples."""
 _KEEP_ABOVE = (0.98, 0.5, 0.1)
 MAX_TRIES = 40
 """Changes that are tried one by one before repair gives up."""
@@ -115,6 +118,13 @@ def rounded(items: Sequence[Item], shares: Relaxation, keep_above: float) -> Fat
         else:
             fates.append(max(open_fates, key=lambda fate: others[fate]))
     return tuple(fates)
+
+
+def drawn(judge: Judge, num: int) -> list[Outcome]:
+    """Random fates, repaired; the same ones each time."""
+    draw = random.Random(0)
+    items = judge.frame.step.items
+    return [judge.play(repair(judge, tuple(draw.choice(item.fates) for item in items))) for _ in range(num)]
 
 
 def roundings(judge: Judge, shares: Relaxation) -> list[Outcome]:
@@ -240,7 +250,9 @@ def _moves(frame: Frame, outcome: Outcome) -> Iterator[Move]:
 
     singles.sort(key=promise, reverse=True)
     yield from ((move,) for move in singles)
-    if len(items) <= SMALL:
-        for one, other in itertools.combinations(singles, 2):
-            if one[0] != other[0]:
-                yield (one, other)
+    for num_changes, most_items in ((2, SMALL), (3, TINY)):
+        if len(items) > most_items:
+            return
+        for move in itertools.combinations(singles, num_changes):
+            if len({index for index, _ in move}) == num_changes:
+                yield move

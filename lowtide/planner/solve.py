@@ -29,7 +29,7 @@ from lowtide.planner.closed_form import closed_form
 from lowtide.planner.fate import Fate
 from lowtide.planner.lowest import BLOCKS, UNREACHABLE, WHOLE_ITEMS, first_of, first_points, floor, quick_floor
 from lowtide.planner.program import Program, Relaxation
-from lowtide.planner.search import SMALL, Fates, Judge, Outcome, improve, repair, roundings
+from lowtide.planner.search import SMALL, Fates, Judge, Outcome, drawn, improve, repair, roundings
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.memory import Frame, Spans, floor_curve
 from lowtide.timeline.step import Item, Link, Step
@@ -199,7 +199,8 @@ def _polished(judge: Judge, pool: list[Outcome], bound: float) -> Outcome:
     best = _least(pool)
     is_small = len(best.fates) <= SMALL
     starts = sorted({outcome.fates: outcome for outcome in pool}.values(), key=lambda outcome: outcome.rank)
-    for start in starts[: _STARTS if is_small else 1]:
+    starts = [*starts[:_STARTS], *drawn(judge, _STARTS)] if is_small and not _is_good(best, bound) else starts[:1]
+    for start in starts:
         if _is_good(best, bound) or judge.is_late:
             break
         found = improve(judge, start, max_plays=4_000 if is_small else 200)

@@ -97,6 +97,20 @@ def test_a_larger_budget_is_never_slower() -> None:
     assert solutions[-1].how == "everything fits"
 
 
+@pytest.mark.slow
+def test_a_larger_budget_is_never_slower_in_random_steps() -> None:
+    for seed in range(300, 312):
+        case = random_case(seed, max_items=7)
+        floor_bytes, _ = floor(case.step, case.link, case.host_bytes)
+        if floor_bytes > 1 << 40:
+            continue
+        seconds = [
+            _solve(dataclasses.replace(case, budget_bytes=budget_bytes)).timeline.step_seconds
+            for budget_bytes in range(floor_bytes, floor_bytes + 150, 10)
+        ]
+        assert all(loose <= tight * (1 + 1e-9) for tight, loose in itertools.pairwise(seconds)), seed
+
+
 def test_where_everything_fits_everything_is_kept() -> None:
     step = llama(4)
     solution = solve(step, H200_LINK, 100 * GIB)
