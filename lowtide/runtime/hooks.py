@@ -243,7 +243,8 @@ class Scope:
             site = self.mover.enroll(self.tape, storage, tensor._version, distance)
             if leave is not None:
                 site.copy.has_deadline = True
-                heapq.heappush(self._deadlines, (sequence + leave, site.index, site.copy))
+                # It is sent with the next operator's save, so it cannot be gone before that.
+                heapq.heappush(self._deadlines, (sequence + max(leave, 1), site.index, site.copy))
             self._pending.append((site, tier))
             self._pending_sequence = sequence
         site.num_readers += 1

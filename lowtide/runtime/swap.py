@@ -300,7 +300,7 @@ class Mover:
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         engine.wait(Lane.IN, copy.event)
         engine.copy_in(copy.slot, site.buffer)
-        site.arrival = engine.record(Lane.IN)
+        site.arrival = copy.reading = engine.record(Lane.IN)
         self.counters.copied_in_bytes += copy.nbytes
         # The copy in flight owns the buffer too: were the graph dropped now, its memory must not be reused yet.
         self._arriving[id(site.arrival)] = (site.buffer, site.arrival)
@@ -419,13 +419,13 @@ class Mover:
     def _free_orphans(self) -> None:
         """Take over what dead sites owned, and free the slots whose copies are complete."""
         while self.orphans:
-            copy, buffer, arrival, is_ahead = self.orphans.popleft()
+            copy, buffer, is_ahead = self.orphans.popleft()
             if is_ahead:
                 self._ahead_bytes -= copy.nbytes
             if buffer is not None:
                 self.ledger.subtract(copy.nbytes)
             if copy.slot is not None:
-                self._unfreed.append((copy.slot, tuple(e for e in (copy.event, arrival) if e is not None)))
+                self._unfreed.append((copy.slot, tuple(e for e in (copy.event, copy.reading) if e is not None)))
                 copy.slot = None
             copy.is_needed_soon = False
             # While it is leaving, the source belongs to the copy in flight; landing drops it.

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 class Copy:
     """One site's bytes on a slower tier, and the source on the device while it is still there."""
 
-    __slots__ = ("event", "has_deadline", "is_leaving", "is_needed_soon", "nbytes", "slot", "source")
+    __slots__ = ("event", "has_deadline", "is_leaving", "is_needed_soon", "nbytes", "reading", "slot", "source")
 
     def __init__(self, source: torch.UntypedStorage, nbytes: int) -> None:
         self.source: torch.UntypedStorage | None = source
         self.nbytes = nbytes
         self.slot: Slot | None = None
         self.event: Event = None
+        # The last copy in: until it is complete the slot must stay, also if nobody waits for its bytes any more.
+        self.reading: Event = None
         self.is_leaving = False
         # A plan says when it must be gone: then no window of bytes has to.
         self.has_deadline = False
@@ -98,7 +100,7 @@ class Site:
 
     def __del__(self) -> None:
         # May run at any point, also while this thread holds the mover's lock: only leave a note.
-        self.mover.orphans.append((self.copy, self.buffer, self.arrival, self.is_ahead))
+        self.mover.orphans.append((self.copy, self.buffer, self.is_ahead))
         self.mover.forget(self)
         self.mover.after_close()
 
