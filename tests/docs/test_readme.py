@@ -45,6 +45,8 @@ def test_the_python_of_the_readme_runs(
     for number, code in enumerate(blocks(readme, "python"), start=1):
         exec(compile(code, f"README.md, block {number}", "exec"), scope)
     printed = capsys.readouterr().out
+    assert "of a budget of 4.0 MiB; everything kept" in printed
+    assert "does nothing" not in printed
     assert "swap 'layers.0-1'" in printed
     assert int(printed.split()[-2]) > 0
     assert "forward" not in vars(scope["model"])
@@ -57,8 +59,9 @@ def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.Mo
     commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {words[1] for words in commands if words and words[0] == "make"} <= set(targets)
-    (train,) = [words[1:] for words in commands if words and words[0] == "lowtide"]
+    plan, train = [words[1:] for words in commands if words and words[0] == "lowtide"]
     monkeypatch.chdir(ROOT)
+    assert main(plan) == 0
     assert main([*train, "--steps", "2", "--output-dir", str(tmp_path)]) == 0
 
 
@@ -70,7 +73,8 @@ def test_every_yaml_block_is_a_good_section(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "yaml"):
         file = tmp_path / "run.yaml"
         file.write_text(text, encoding="utf-8")
-        assert not load_memory(file).rules().does_nothing
+        memory = load_memory(file)
+        assert memory.budget is not None or not memory.rules().does_nothing
         if text.startswith("model:"):
             assert load_run(file).memory is not None
 

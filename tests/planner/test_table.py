@@ -34,8 +34,10 @@ def tight() -> Plan:
     return solved(TIGHT)
 
 
-def test_golden_table(tight: Plan) -> None:
-    assert f"{tight}\n" == (GOLDEN / "solved_plan.txt").read_text(encoding="utf-8")
+def test_golden_table() -> None:
+    """Of a plan that was solved once: what the solver finds may get better, how it is written may not change."""
+    plan = Plan.from_json((GOLDEN / "solved_plan.json").read_text(encoding="utf-8"))
+    assert f"{plan}\n" == (GOLDEN / "solved_plan.txt").read_text(encoding="utf-8")
 
 
 def test_a_solved_plan_survives_json(tight: Plan) -> None:
@@ -80,7 +82,7 @@ def test_the_ladder_goes_from_everything_kept_to_the_floor(tight: Plan) -> None:
     assert [rung.predicted for rung in rungs if rung.is_asked] == [predicted]
     assert all(rung.predicted.peak_bytes <= rung.budget_bytes for rung in rungs)
     lines = ladder_lines(rungs)
-    assert lines[0].split() == "budget of plain peak step over plain stalls recompute gap".split()
+    assert lines[0].split() == ["budget", "of", "plain", "peak", "step", "over", "plain", "stalls", "recompute", "gap"]
     assert [line.endswith("<- this plan") for line in lines].count(True) == 1
 
 
