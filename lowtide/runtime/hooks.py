@@ -18,9 +18,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -30,82 +28,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.catalog.trace import Recorder, is_plain, storage_keys
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
-from lowtide.planner.rules import Decision, Rules
+from lowtide.planner.rules import Decision
 from lowtide.runtime.cells import KeptInCell, Made
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
+from lowtide.runtime.kept import KeptOnTape, KeptSiteOnTape
 from lowtide.runtime.recompute import Call, Dropped, RegionRun, Rerun, RerunView, top_hooks, without_cache
 from lowtide.runtime.state import RandomState
-from lowtide.runtime.stats import Counters, Ledger
-from lowtide.runtime.swap import Mover
+from lowtide.runtime.tables import Entry, Region, Setting, is_same_producer, leads_to_parameter
 from lowtide.runtime.tape import Copy, Site, Tape
-from lowtide.runtime.weaver import VIEW_NODES, Node, Weaver
+from lowtide.runtime.weaver import Node, Weaver
 
-# A cast or a view of a parameter is a few nodes away from its accumulator, never more.
-_MAX_STEPS_TO_PARAMETER = 4
 _MAX_RELEARNED = 3
-_VIEWS_AND_CASTS = (
-    "TBackward",
-    "ToCopyBackward",
-    "TransposeBackward",
-    "ViewBackward",
-    "PermuteBackward",
-)
-
-
-@dataclass(slots=True)
-class Entry:
-    """What the n-th saved tensor of a layer is, and what becomes of it."""
-
-    dtype: torch.dtype
-    num_dims: int
-    producer: type
-    fate: Fate
-    is_counted: bool
-    """The first tensor of a storage that counts as an activation; parameters, inputs and further views do not."""
-    tier: str | None = None
-    distance: int | None = None
-    leave: int | None = None
-    node: Node | None = None
-    """Of a solved plan: it is made by a recipe, or recipes start from it."""
-
-
-@dataclass(slots=True)
-class Region:
-    """A layer of the model, or the model around its layers, and the tables of what it saves."""
-
-    name: str
-    module: nn.Module
-    is_recomputed: bool
-    fallback: Decision
-    tables: dict[int, list[Entry]] = field(default_factory=dict)
-    """By how often the region has run before in this forward (a layer that is called three times has three)."""
-    num_misses: int = 0
-    """Forwards in which the table did not fit. After the first few the table is learned anew (a model first run in
-    another mode, say); a layer that is never twice the same is not worth observing forever."""
-
-
-@dataclass(slots=True)
-class Setting:
-    """What all scopes of one tide share."""
-
-    model: nn.Module
-    rules: Rules
-    stay_rules: Rules
-    """The rules without recompute: the fate of what a recomputed region must hold on to."""
-    min_bytes: int
-    device_type: str
-    mover: Mover
-    counters: Counters
-    ledger: Ledger
-    sites: dict[str, SiteDecision] = field(default_factory=dict)
-    """Decisions of the first forward, by site name."""
-    seen_names: set[str] = field(default_factory=set)
-    input_changers: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    """Recomputed modules that were seen to write into their inputs."""
-    nodes: dict[str, Node] | None = None
-    """What a solved plan says, by name; None where rules decide."""
-    unplanned: dict[str, int] = field(default_factory=dict)
-    """Bytes of the sites that a solved plan does not know, by name."""
 
 
 class Scope:
@@ -208,7 +141,7 @@ class Scope:
             if (
                 entry.dtype is tensor.dtype
                 and entry.num_dims == tensor.dim()
-                and _is_same_producer(entry.producer, type(tensor.grad_fn))
+                and is_same_producer(entry.producer, type(tensor.grad_fn))
             ):
                 return self._carry_out(tensor, entry)
         self._miss()
@@ -452,7 +385,7 @@ class Scope:
             return True
         if not is_plain(tensor):
             return False
-        return tensor.untyped_storage()._cdata in self._keys_of_parameters() or _leads_to_parameter(tensor)
+        return tensor.untyped_storage()._cdata in self._keys_of_parameters() or leads_to_parameter(tensor)
 
     def _keys_of_parameters(self) -> set[int]:
         if self._parameter_keys is None:
@@ -538,52 +471,3 @@ class Scope:
             self.weaver = None
         del self.pack_hook  # a bound method of its own owner: a cycle
         self.mover.end_of_pass(self.tape)
-
-
-class KeptOnTape(Kept):
-    """A kept tensor that tells the tape how far backward has come: written prefetch distances count these reads."""
-
-    __slots__ = ("mover", "tape")
-
-    def __init__(self, tensor: torch.Tensor, mover: Mover, tape: Tape) -> None:
-        super().__init__(tensor)
-        self.mover = mover
-        self.tape = tape
-
-    def open(self) -> torch.Tensor:
-        self.mover.follow(self.tape)
-        return super().open()
-
-
-class KeptSiteOnTape(KeptSite):
-    """The first handle on a kept storage, which also tells the tape how far backward has come."""
-
-    __slots__ = ("mover", "tape")
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int, ledger: Ledger, mover: Mover, tape: Tape) -> None:
-        super().__init__(tensor, nbytes, ledger)
-        self.mover = mover
-        self.tape = tape
-
-    def open(self) -> torch.Tensor:
-        self.mover.follow(self.tape)
-        return super().open()
-
-
-def _is_same_producer(seen: type, now: type) -> bool:
-    # Under a dispatch mode `reshape` makes other view nodes than without.
-    return seen is now or (seen.__name__ in VIEW_NODES and now.__name__ in VIEW_NODES)
-
-
-def _leads_to_parameter(tensor: torch.Tensor) -> bool:
-    node = tensor.grad_fn
-    for _ in range(_MAX_STEPS_TO_PARAMETER):
-        if node is None:
-            return False
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return isinstance(variable, nn.Parameter)
-        if not node.name().startswith(_VIEWS_AND_CASTS):
-            return False
-        node = node.next_functions[0][0] if node.next_functions else None
-    return False

@@ -13,7 +13,6 @@ Not covered: budgets and optimizer state (later issues of the same engine), comp
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import warnings
@@ -30,22 +29,21 @@ from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.config.native import MemoryConfig, load_memory
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
-from lowtide.planner.plan import Plan, SiteDecision
+from lowtide.planner.plan import Plan
 from lowtide.planner.rules import Rule, Rules, unmatched_error
 from lowtide.runtime.anchors import anchor_points
 from lowtide.runtime.audit import Audit
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.handle import open_handle
-from lowtide.runtime.hooks import Region, Scope, Setting
+from lowtide.runtime.hooks import Scope
 from lowtide.runtime.patch import ForwardPatch, patched_module
 from lowtide.runtime.recompute import is_checkpoint_hook, top_hooks
+from lowtide.runtime.sites_seen import warn_about_other_sites, with_bytes_seen
 from lowtide.runtime.stats import Counters, Ledger, Stats
 from lowtide.runtime.swap import Mover
-from lowtide.runtime.weaver import Node, nodes_of
-
-# A solved plan that misses more than this share of the saved bytes was made for something else.
-_UNPLANNED_SHARE = 0.01
+from lowtide.runtime.tables import Region, Setting
+from lowtide.runtime.weaver import nodes_of
 
 
 def apply(
@@ -117,7 +115,7 @@ class Tide:
         seen = self._setting.sites
         if not self._plan.is_solved:
             return self._plan.with_sites(seen.values())
-        known = [_with_bytes_seen(site, seen.get(site.name)) for site in self._plan.sites]
+        known = [with_bytes_seen(site, seen.get(site.name)) for site in self._plan.sites]
         return self._plan.with_sites([*known, *(seen[name] for name in self._setting.unplanned)])
 
     @property
@@ -275,7 +273,7 @@ class Tide:
             self._check_ops(is_whole=region.name == "")
         if not self._has_checked_sites and region.name == "" and region.tables:
             self._has_checked_sites = True
-            _warn_about_other_sites(self._setting)
+            warn_about_other_sites(self._setting)
         return output
 
     def _check_ops(self, is_whole: bool) -> None:
@@ -457,45 +455,6 @@ def _warn_about_tiers(plan: Plan, engine: Engine) -> None:
                 f"'{engine.tiers[0]}'.",
                 stacklevel=4,
             )
-
-
-def _with_bytes_seen(site: SiteDecision, seen: SiteDecision | None) -> SiteDecision:
-    return site if seen is None else dataclasses.replace(site, nbytes=seen.nbytes, dtype=seen.dtype)
-
-
-def _warn_about_other_sites(setting: Setting) -> None:
-    """After the first forward under a solved plan: was it the forward that the plan was made for?"""
-    assert setting.nodes is not None
-    planned = [node for node in setting.nodes.values() if node.decision.fate is not Fate.KEEP]
-    absent = [node.name for node in planned if not node.was_seen and _must_appear(node)]
-    wrong = [node.name for node in planned if node.has_failed]
-    saved_bytes = sum(site.nbytes for site in setting.sites.values())
-    unplanned_bytes = sum(setting.unplanned.values())
-    parts = []
-    if unplanned_bytes > _UNPLANNED_SHARE * saved_bytes:
-        largest = sorted(setting.unplanned, key=lambda name: -setting.unplanned[name])
-        share = 100 * unplanned_bytes / saved_bytes
-        parts.append(f"{share:.0f} % of what it saved is not in the plan and is kept ({_some(largest)})")
-    if absent:
-        parts.append(f"it did not save what the plan wants swapped or recomputed ({_some(absent)})")
-    if wrong:
-        parts.append(f"recipes of the plan gave other values, and their sites are kept ({_some(wrong)})")
-    if parts:
-        warnings.warn(
-            f"lowtide: the first forward was not the one that the plan was made for: {'; '.join(parts)}. Memory may "
-            "differ from what was predicted; plan again for this model and batch.",
-            stacklevel=4,
-        )
-
-
-def _must_appear(node: Node) -> bool:
-    # Without a recipe it goes with its layer, in which nothing is saved.
-    return node.decision.fate is Fate.SWAP or node.is_made
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def _foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
