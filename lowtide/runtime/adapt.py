@@ -7,6 +7,7 @@ measured peak are compared with the predicted ones; where they are off by more t
 memory is corrected by the difference and the plan is made again, at most twice: from start to stable in three planned
 steps.
 
+Gradients: once a forward pass finds some (micro-batches accumulate), plans count them from the start of a pass on.
 Shapes: a plan is made for each shape class of the inputs and kept; going back to a known one costs a recorded forward.
 Ranks: all use the smallest budget; the first one's plan is the plan of all, and `apply` compares hashes.
 
@@ -53,6 +54,7 @@ _TOLERANCE = 0.02
 _MAX_CORRECTIONS = 2
 _MAX_SHAPES = 16
 _TIGHTER = 0.9
+_ACCUMULATES = "gradients stay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class PlanEvent:
     forward: int
     """How many planned forward passes had run."""
     why: str
-    """'first step', 'new shape', 'stalls: ...', 'peak: ...', 'out of memory'."""
+    """'first step', 'new shape', 'known shape', 'gradients stay', 'stalls: ...', 'peak: ...', 'out of memory'."""
     budget_bytes: int
     """What the solver was given: the budget, less what measurements showed beyond its prediction."""
     digest: str
@@ -153,6 +155,8 @@ class AutoTide:
         self._group = group
         self._say = say or _say_nothing
         self._link: Link | None = None
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._expects_gradients = False
         self._shapes: OrderedDict[tuple, _Shape] = OrderedDict()
         self._current: tuple | None = None
         self._tide: Tide | None = None
@@ -190,7 +194,7 @@ class AutoTide:
     @property
     def num_corrections(self) -> int:
         """How often a plan was made again because a step was not as predicted."""
-        return sum(event.why not in ("first step", "new shape", "known shape") for event in self.events)
+        return sum(event.why not in ("first step", "new shape", "known shape", _ACCUMULATES) for event in self.events)
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
@@ -223,6 +227,8 @@ class AutoTide:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return forward(*args, **kwargs)
         key = _shape_key(args, kwargs)
+        if not self._expects_gradients and any(parameter.grad is not None for parameter in self._trained):
+            self._expect_gradients()
         if key not in self._shapes:
             self._learn(key, args, kwargs)
         elif key != self._current:
@@ -254,6 +260,15 @@ class AutoTide:
             self._shapes.popitem(last=False)
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
+    def _expect_gradients(self) -> None:
+        """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
+        start = time.perf_counter()
+        self._expects_gradients = True
+        for shape in self._shapes.values():
+            shape.plan = self._make_plan(shape.profile, self._budget_bytes - shape.unforeseen_bytes)
+        if self._current is not None:
+            self._use(self._current, why=_ACCUMULATES, seconds=time.perf_counter() - start)
+
     def _measure_link(self) -> Link:
         device = next(parameter.device for parameter in self.model.parameters())
         place = str(self._config.disk_path or "")
@@ -261,12 +276,15 @@ class AutoTide:
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         assert self._link is not None
-        has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
         error: BudgetError | None = None
         plan: Plan | None = None
         try:
             plan = plan_profile(
-                profile, self._config, link=self._link, budget_bytes=budget_bytes, has_gradients=has_gradients
+                profile,
+                self._config,
+                link=self._link,
+                budget_bytes=budget_bytes,
+                has_gradients=self._expects_gradients,
             )
         except BudgetError as found:
             error = found
