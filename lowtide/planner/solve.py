@@ -42,7 +42,7 @@ GOOD_GAP = 1e-3
 _LP_GAP = 5e-3
 """Good enough to spare more than a handful of items the exact program."""
 _ROUNDS = 4
-_RESERVES = (0.5, 1.0, 2.0, 4.0)
+_RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _STARTS = 8
 _WAY_OUT_SECONDS = 2.0
