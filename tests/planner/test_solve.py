@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+import time
 
 import pytest
 
@@ -19,8 +20,8 @@ from tests.planner.cases import ALL, GIB, H200_LINK, MIB, Case, exhaustive, llam
 FAST = Link(out_bytes_per_second=1e15, in_bytes_per_second=1e15)
 
 
-def _solve(case: Case, **options: float) -> Solution:
-    return solve(case.step, case.link, case.budget_bytes, host_bytes=case.host_bytes, **options)
+def _solve(case: Case) -> Solution:
+    return solve(case.step, case.link, case.budget_bytes, host_bytes=case.host_bytes, time_limit_seconds=60.0)
 
 
 def _compare(seed: int, max_items: int) -> float | None:
@@ -71,20 +72,22 @@ def test_ten_items_are_as_fast_as_exhaustive_search() -> None:
 def test_a_stack_of_layers_is_solved_to_within_a_printed_gap(share: float, at_most: float) -> None:
     """At most what a program with whole layers as slots promises; more slots can only do better."""
     step = llama()
-    solution = solve(step, H200_LINK, llama_budget(step, share))
+    started = time.process_time()  # other work aside
+    solution = solve(step, H200_LINK, llama_budget(step, share), time_limit_seconds=60.0)
+    assert time.process_time() - started < 3.0  # half a second; the first also imports scipy
     assert solution.timeline.peak_bytes <= llama_budget(step, share)
     assert solution.gap <= 0.005
     assert solution.timeline.step_seconds / step.compute_seconds - 1 <= at_most
-    assert solution.seconds < 5.0  # 1 s on a quiet machine
 
 
 @pytest.mark.slow
 def test_a_very_large_stack() -> None:
     step = llama(128, num_parts=4)
-    solution = solve(step, H200_LINK, llama_budget(step, 0.2), time_limit_seconds=30.0)
+    started = time.process_time()
+    solution = solve(step, H200_LINK, llama_budget(step, 0.2), time_limit_seconds=120.0)
+    assert time.process_time() - started < 10.0  # two seconds; the first also imports scipy
     assert len(step.items) == 5632
     assert solution.gap <= 0.005
-    assert solution.seconds < 30.0  # 4 s on a quiet machine
 
 
 def test_a_larger_budget_is_never_slower() -> None:
