@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import decoder_profile
 
 from lowtide.catalog.site import Profile
 from lowtide.cli import waiting
@@ -198,6 +200,32 @@ def test_a_real_profile_is_planned_with_the_measured_link(capsys: pytest.Capture
     assert main(["plan", "run.yaml", "--profile", "profile.json", "--budget", "1.2MiB"]) == 0
     assert "certainty: bytes and times observed on cpu" in capsys.readouterr().out
     assert "host" in Path("lowtide/links.json").read_text(encoding="utf-8")
+
+
+def test_a_model_in_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig
+
+    assert plan("--json", "--budget", "1GiB") == 0
+    fields = json.loads(capsys.readouterr().out)["plan"]["account"]
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    config.save_pretrained("folder")
+    model = RUN.partition("data:")[0]
+    write(RUN.replace(model, "model:\n  path: folder\n"))
+    assert document(capsys, "--budget", "1GiB")["plan"]["account"] == fields
+
+
+def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = dataclasses.replace(decoder_profile(2, hidden=True), batch=BATCH)
+    Path("profile.json").write_text(profile.to_json(), encoding="utf-8")
+    assert plan("--profile", "profile.json", "--budget", "2GiB") == 0
+    said = capsys.readouterr().out
+    expected = (
+        "24.0 MiB more stay from forward to backward in custom functions, out of reach:\n"
+        "  model.layers.0.attn.Rotary: 24.0 MiB\n"
+    )
+    assert expected in said
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
