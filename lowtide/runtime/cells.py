@@ -163,7 +163,7 @@ class SwappedCell:
         return self.site.read()
 
     def peek(self, trial: Trial) -> torch.UntypedStorage:
-        return self.site.copy.source or self.site.elsewhere() or self.site.read()
+        return self.site.mover.glance(self.site)
 
 
 class Link:

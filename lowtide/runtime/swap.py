@@ -219,6 +219,16 @@ class Mover:
                 self.release(site)
             return storage
 
+    def glance(self, site: Site) -> torch.UntypedStorage:
+        """Bytes of a site, outside of any backward: nothing is counted, cancelled or fetched ahead."""
+        with self.lock:
+            storage = site.copy.source or site.elsewhere()
+            if storage is None:
+                self._fetch(site)
+                storage = self._storage(site)
+                self.release(site)
+            return storage
+
     def _enter_task(self, site: Site) -> None:
         task = torch._C._current_graph_task_id()
         if site.task != task:
