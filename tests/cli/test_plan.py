@@ -386,6 +386,7 @@ def test_stdout_stays_clean_whoever_prints(capfd: pytest.CaptureFixture[str]) ->
     assert captured.err == "Writing model to /tmp/highs\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m lowtide profile run.yaml --fake --json | head -c 10; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
