@@ -386,12 +386,12 @@ class Fickle(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.one, self.other = (nn.Parameter(torch.zeros(1, WIDTH)) for _ in range(2))
         self.uses_other = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (self.other if self.uses_other else self.one)(x).exp()
-        return y * y.sin()
+        y = (x + (self.other if self.uses_other else self.one)).exp()
+        return (y * y.sin()).tanh()
 
 
 def test_a_recipe_is_not_used_when_the_graph_behind_it_has_another_weight() -> None:
@@ -401,7 +401,7 @@ def test_a_recipe_is_not_used_when_the_graph_behind_it_has_another_weight() -> N
         small_loss(model, rows()).backward()
         assert tide.stats.num_divergences == 0
         tide.reset_stats()
-        model.layers[0].uses_other = True
+        model.layers[1].uses_other = True
         loss = small_loss(model, rows())
         got = list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
         assert tide.stats.num_divergences > 0
