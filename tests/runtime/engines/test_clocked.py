@@ -164,7 +164,7 @@ def test_fetches_start_in_the_order_of_their_distances_not_of_saving() -> None:
     ]
     plan = Plan(layers=(), min_bytes=0, sites=tuple(sites), is_solved=True)
     slow = ClockedEngine(out_bytes_per_second=1e9, in_bytes_per_second=KIB / 5)
-    # Both fetches take 5 s. 'add' comes first, from 0 to 5 s; 'cos_3' is needed at 3 s and there at 10 s. In the order of
+    # Both fetches take 5 s. 'add' comes first, from 0 to 5 s; 'cos_3' is needed at 3 s and there at 10 s. In order of
     # saving 'cos_3' would come first, from 3 to 8 s, and 'add', from 8 to 13 s, would be waited for from 12 s on.
     _, stalled = timed(plan, slow)
     assert stalled == pytest.approx(7.0, abs=1e-5)
