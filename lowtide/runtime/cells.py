@@ -104,14 +104,15 @@ class KeptCell:
     __slots__ = ("alias", "last_use", "ledger", "nbytes", "num_readers", "shape", "version")
 
     def __init__(self, tensor: torch.Tensor, ledger: Ledger) -> None:
+        # Before anything can fail: the finalizer runs in any case.
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.ledger = ledger
+        ledger.add(self.nbytes)
         self.alias = tensor.detach()
         self.version = tensor._version
         self.shape = Shape.of(tensor)
-        self.nbytes = tensor.untyped_storage().nbytes()
         self.last_use = 0
         self.num_readers = 0
-        self.ledger = ledger
-        ledger.add(self.nbytes)
 
     def is_intact(self) -> bool:
         return self.alias._version == self.version

@@ -116,10 +116,11 @@ class KeptSite(Kept):
     __slots__ = ("ledger", "nbytes")
 
     def __init__(self, tensor: torch.Tensor, nbytes: int, ledger) -> None:
-        super().__init__(tensor)
+        # Before anything can fail: the finalizer runs in any case.
         self.nbytes = nbytes
         self.ledger = ledger
         ledger.add(nbytes)
+        super().__init__(tensor)
 
     def __del__(self) -> None:
         self.ledger.subtract(self.nbytes)

@@ -49,9 +49,9 @@ class BufferState:
     def replayed(self) -> Iterator[None]:
         """Inside, the buffers are what the first run found; what is written to them is forgotten."""
         current = [(owner, name, owner._buffers[name]) for owner, name, *_ in self._before]
-        for owner, name, _, _, before in self._before:
-            owner._buffers[name] = before.clone()
         try:
+            for owner, name, _, _, before in self._before:
+                owner._buffers[name] = before.clone()
             yield
         finally:
             for owner, name, buffer in current:

@@ -46,6 +46,8 @@ class Stats:
     """Forward passes that ran under lowtide's hooks."""
     num_stepped_aside: int
     """Calls left alone because someone else's checkpoint region was already running around them."""
+    num_retries: int
+    """Micro-batches that `tide.step` ran again after an out-of-memory error."""
     host_bytes: int
     """Host bytes reserved now."""
     disk_bytes: int
@@ -86,6 +88,7 @@ class Counters:
     num_divergences: int = 0
     num_forwards: int = 0
     num_kept_for_lack_of_room: int = 0
+    num_retries: int = 0
     num_stepped_aside: int = 0
     stall_seconds: float = 0.0
 

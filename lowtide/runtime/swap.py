@@ -108,7 +108,15 @@ class Mover:
                 return
             self.counters.swapped_bytes += copy.nbytes
             copy.slot = slot
-            self._copy_out(copy)
+            try:
+                self._copy_out(copy)
+            except BaseException:
+                # Nothing is on its way: it must not count as away, or a later backward would read an empty slot.
+                copy.slot = None
+                self.counters.swapped_bytes -= copy.nbytes
+                self.counters.kept_bytes += copy.nbytes
+                self._unfreed.append((slot, ()))
+                raise
             self.retire(self.window_bytes())
 
     def land(self, copy: Copy) -> None:
@@ -303,14 +311,16 @@ class Mover:
     def _fetch(self, site: Site) -> None:
         engine, copy = self.engine, site.copy
         assert copy.slot is not None
-        site.buffer = engine.new_buffer(copy.nbytes, site.device)
+        buffer = engine.new_buffer(copy.nbytes, site.device)
         if self.on_buffer is not None:
-            self.on_buffer(site.buffer)
-        self.ledger.add(copy.nbytes)
+            self.on_buffer(buffer)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         engine.wait(Lane.IN, copy.event)
-        engine.copy_in(copy.slot, site.buffer)
+        engine.copy_in(copy.slot, buffer)
+        # Only now: were one of these to fail, a later backward must not find a buffer that nothing fills.
+        site.buffer = buffer
         site.arrival = copy.reading = engine.record(Lane.IN)
+        self.ledger.add(copy.nbytes)
         self.counters.copied_in_bytes += copy.nbytes
         # The copy in flight owns the buffer too: were the graph dropped now, its memory must not be reused yet.
         self._arriving[id(site.arrival)] = (site.buffer, site.arrival)
@@ -462,7 +472,10 @@ class Mover:
                 self._retire_first()
             self._free_orphans()
             while self._arriving:
-                self._block_until(self._arriving.pop(next(iter(self._arriving)))[1])
+                # It stays in the queue until its copy is done: nobody else may own the buffer any more.
+                oldest = next(iter(self._arriving))
+                self._block_until(self._arriving[oldest][1])
+                del self._arriving[oldest]
             for _, events in list(self._unfreed):
                 for event in events:
                     self._block_until(event)

@@ -39,11 +39,13 @@ from lowtide.runtime.handle import open_handle
 from lowtide.runtime.hooks import Scope
 from lowtide.runtime.patch import ForwardPatch, patched_module
 from lowtide.runtime.recompute import is_checkpoint_hook, top_hooks
+from lowtide.runtime.rollback import Rollback, tighter
 from lowtide.runtime.sites_seen import warn_about_other_sites, with_bytes_seen
 from lowtide.runtime.stats import Counters, Ledger, Stats
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tables import Region, Setting
 from lowtide.runtime.weaver import nodes_of
+from lowtide.units import format_bytes
 
 
 def apply(
@@ -88,16 +90,14 @@ class Tide:
             # It must outlive every graph that still holds activations: the last of them takes it down. An engine that
             # the caller made is the caller's to close.
             weakref.finalize(self._mover, engine.close)
-        self._setting = Setting(
-            model=model,
-            rules=plan.rules,
-            stay_rules=_without_recompute(plan.rules),
-            min_bytes=plan.min_bytes,
-            device_type=engine.device_type,
-            mover=self._mover,
-            counters=self._counters,
-            ledger=self._ledger,
-            nodes=nodes_of(plan, model) if plan.is_solved else None,
+        self._setting = self._setting_of(plan)
+        self._rollback = Rollback(
+            model,
+            optimizer,
+            counters=lambda: self._counters,
+            settle=self.settle,
+            tighten=self._tighten,
+            describe_floor=self._describe_floor,
         )
         self._has_checked_sites = not plan.is_solved
         self._local = threading.local()
@@ -144,6 +144,7 @@ class Tide:
             num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
             num_forwards=counters.num_forwards,
             num_stepped_aside=counters.num_stepped_aside,
+            num_retries=counters.num_retries,
             host_bytes=in_use.get("host", 0),
             disk_bytes=in_use.get("disk", 0),
         )
@@ -158,6 +159,18 @@ class Tide:
     def audit(self) -> Audit:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside."""
         return Audit(self.model, self._optimizer, self._mover, self.engine.device_type)
+
+    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
+        """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
+
+        After an out-of-memory error everything that the micro-batch changed is put back, the plan is tightened (all
+        swapped, then all layers recomputed), and the closure runs again, at most twice; gradients are those of a step
+        that never failed. The closure must do the same each time: draw the batch outside of it, and leave `zero_grad`,
+        clipping and the optimizer's step outside too. In a process group nothing is run again, because the other ranks
+        would wait for this one in their collectives, unless `is_local` says that the closure has none.
+        See runtime/rollback.py.
+        """
+        return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local)
 
     def settle(self) -> None:
         """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
@@ -185,7 +198,7 @@ class Tide:
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
 
     def _model_state_bytes(self) -> int:
-        """Parameters, buffers, gradients and optimizer state: unique storages on this engine's device."""
+        """Parameters, buffers, gradients and optimizer state: unique dense storages on this engine's device."""
         tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
         tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self._optimizer is not None:
@@ -193,11 +206,49 @@ class Tide:
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for tensor in tensors
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.engine.device_type
+            if isinstance(tensor, torch.Tensor)
+            and tensor.layout is torch.strided
+            and tensor.device.type == self.engine.device_type
         }
         return sum(storages.values())
 
+    # -- out of memory ---------------------------------------------------------------------------------------------
+
+    def _tighten(self, error: BaseException) -> str | None:
+        """Go over to a plan that needs less; says how, or None when there is none. Called between two attempts."""
+        has_room = bool(self.engine.tiers) and not self._counters.num_kept_for_lack_of_room
+        smaller = tighter(self._plan, has_room=has_room)
+        if smaller is None:
+            return None
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._plan, how = smaller
+        self._setting = self._setting_of(self._plan)
+        self._unchecked, self._has_checked_sites = [], True
+        self._patches = self._wrap()
+        return how
+
+    def _describe_floor(self) -> str:
+        return (
+            f"Parameters, gradients, buffers and optimizer state alone are "
+            f"{format_bytes(self._model_state_bytes())}, and activations took up to "
+            f"{format_bytes(self._ledger.peak_bytes)} more."
+        )
+
     # -- how it works ----------------------------------------------------------------------------------------------
+
+    def _setting_of(self, plan: Plan) -> Setting:
+        return Setting(
+            model=self.model,
+            rules=plan.rules,
+            stay_rules=_without_recompute(plan.rules),
+            min_bytes=plan.min_bytes,
+            device_type=self.engine.device_type,
+            mover=self._mover,
+            counters=self._counters,
+            ledger=self._ledger,
+            nodes=nodes_of(plan, self.model) if plan.is_solved else None,
+        )
 
     def _wrap(self) -> list[ForwardPatch]:
         modules = dict(self.model.named_modules())

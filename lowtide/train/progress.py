@@ -63,6 +63,10 @@ class StepRecord:
     def stall_seconds(self) -> float:
         return self.tide["stall_seconds"] if self.tide else 0.0
 
+    @property
+    def num_retries(self) -> int:
+        return int(self.tide["num_retries"]) if self.tide else 0
+
 
 class Progress(Protocol):
     def show(self, record: StepRecord) -> None:
@@ -81,6 +85,8 @@ def describe(record: StepRecord) -> str:
         parts.append(f"peak resident {format_bytes(record.peak_resident_bytes)}")
     if record.tide is not None:
         parts.append(f"stall {format_seconds(record.stall_seconds)}")
+    if record.num_retries:
+        parts.append(f"out of memory, run again: {record.num_retries}")
     return "  ".join(parts)
 
 
@@ -95,7 +101,7 @@ class Silent:
 
 
 class PlainLines:
-    """A line for the first step, every `log_every` steps, and the last one."""
+    """A line for the first step, every `log_every` steps, the last one, and any step that ran out of memory."""
 
     def __init__(self, *, num_steps: int, log_every: int) -> None:
         self._num_steps = num_steps
@@ -105,7 +111,7 @@ class PlainLines:
     def show(self, record: StepRecord) -> None:
         is_due = self._is_first or record.step % self._log_every == 0 or record.step == self._num_steps
         self._is_first = False
-        if is_due:
+        if is_due or record.num_retries:
             self.say(f"step {record.step:>{len(str(self._num_steps))}}/{self._num_steps}  {describe(record)}")
 
     def say(self, text: str) -> None:

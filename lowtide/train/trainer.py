@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import random
 import signal
@@ -167,13 +168,17 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(num_micro_batches):
             tokens = self.sampler.next_batch().to(self.device)  # (B, T)
-            is_last = index == num_micro_batches - 1
-            with self._exchange(is_on=is_last), self._autocast():
-                loss = self._forward(input_ids=tokens, labels=tokens).loss
-            with self._exchange(is_on=is_last):
-                (loss / num_micro_batches).backward()
-            total += loss.detach()
+            run = functools.partial(self._run_micro_batch, tokens, is_last=index == num_micro_batches - 1)
+            total += self.tide.step(run) if self.tide is not None else run()
         return float(total) / num_micro_batches
+
+    def _run_micro_batch(self, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+        """Forward and backward; the loss. Draws nothing from the data: it may run again if memory runs out."""
+        with self._exchange(is_on=is_last), self._autocast():
+            loss = self._forward(input_ids=tokens, labels=tokens).loss
+        with self._exchange(is_on=is_last):
+            (loss / self.run.train.grad_accumulation).backward()
+        return loss.detach()
 
     def _exchange(self, *, is_on: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients are exchanged between ranks once per step, in its last micro-batch."""

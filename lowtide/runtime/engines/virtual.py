@@ -89,10 +89,11 @@ class VirtualEngine:
         cap = self._caps[tier]
         if cap is not None and self._in_use[tier] + nbytes > cap:
             raise TierFull(f"{tier}: {self._in_use[tier]} of {cap} bytes in use, {nbytes} more wanted")
+        with _disable_current_modes():
+            slot = Slot(tier, nbytes, torch.full((nbytes,), _POISON, dtype=torch.uint8))
         self._in_use[tier] += nbytes
         self._num_slots += 1
-        with _disable_current_modes():
-            return Slot(tier, nbytes, torch.full((nbytes,), _POISON, dtype=torch.uint8))
+        return slot
 
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
@@ -197,7 +198,9 @@ class VirtualEngine:
             if entry.wait_for is not None:
                 self._force(entry.wait_for)
             else:
-                self._copy(entry)
+                # A copy engine does its work beside the program: no mode of the program's sees it.
+                with _disable_current_modes():
+                    self._copy(entry)
 
     def _copy(self, entry: _Entry) -> None:
         assert entry.slot is not None and entry.storage is not None
