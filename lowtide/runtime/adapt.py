@@ -45,6 +45,7 @@ from lowtide.planner.plan import Plan
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import ForwardPatch, patched_module
+from lowtide.runtime.rollback import Rollback
 from lowtide.runtime.stats import Stats
 from lowtide.runtime.tide import Tide, apply
 from lowtide.timeline.step import Link
@@ -163,6 +164,14 @@ class AutoTide:
         self._patch = ForwardPatch(model, self._around)
         self._is_removed = False
         self._num_forwards = 0
+        self._rollback = Rollback(
+            model,
+            optimizer,
+            counters=lambda: self._tide._counters if self._tide is not None else None,
+            settle=self._settle,
+            tighten=self._tighten,
+            describe_floor=self._describe_floor,
+        )
 
     # -- what the user sees ----------------------------------------------------------------------------------------
 
@@ -201,6 +210,13 @@ class AutoTide:
         if self._tide is not None and self._current is not None:
             self._review(self._current)
             self._tide.reset_stats()
+
+    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
+        """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
+
+        Here the plan is first made again for less; where the solver finds none, the rules of `Tide.step` follow.
+        """
+        return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local)
 
     def remove(self) -> None:
         """Restore the model exactly. Idempotent."""
@@ -382,6 +398,26 @@ class AutoTide:
         shape.unforeseen_bytes = self._budget_bytes - target
         shape.plan = self._make_plan(shape.profile, target)
         self._use(self._current, why="out of memory", seconds=time.perf_counter() - start)
+
+    def _tighten(self, error: BaseException) -> str | None:
+        """After an out-of-memory error, between two attempts: what was done about it, or None."""
+        if self._tide is None or self._current is None:
+            # Observing failed, where nothing is kept on the device: no plan would help.
+            self._patch.undo()
+            self._patch = ForwardPatch(self.model, self._around)
+            return None
+        try:
+            self.tighten()
+        except BudgetError:
+            return self._tide._tighten(error)
+        return f"the plan is made for {format_bytes(self.events[-1].budget_bytes)} now"
+
+    def _settle(self) -> None:
+        if self._tide is not None:
+            self._tide.settle()
+
+    def _describe_floor(self) -> str:
+        return self._tide._describe_floor() if self._tide is not None else "It was the step that is observed."
 
 
 @contextlib.contextmanager

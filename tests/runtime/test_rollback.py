@@ -120,7 +120,7 @@ def assert_same(seen: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 # A step of these takes a few milliseconds. Dropout, batch norm, experts, views, tied weights, sparse gradients...
 NAMES = (
     "mlp", "tied", "unet", "gpt2_dropout", "qwen3_moe_eager", "shared_layer", "lora_autocast", "custom_function",
-    "stateful", "draws", "inplace_input", "nested", "checkpointed", "transformer_encoder", "llama", "sparse",
+    "stateful", "draws", "inplace_input", "nested", "checkpointed", "transformer_encoder", "llama",
 )  # fmt: skip
 QUICK = ("mlp", "unet", "gpt2_dropout", "qwen3_moe_eager", "stateful", "draws", "tied", "checkpointed")
 
@@ -547,6 +547,20 @@ def test_a_retry_is_told_once_with_what_was_done() -> None:
         "run again."
     ]
     assert told[0].filename == __file__
+
+
+def test_the_autopilot_plans_for_less() -> None:
+    case = zoo.CASES["llama"]
+    model, twin = case.build(SEED), case.build(SEED)
+    optimizer = zoo.make_optimizer(model)
+    for number in range(3):
+        (case.loss(twin, case.batch(number)) / 3).backward()
+    with lowtide.optimize(model, budget="10MiB", optimizer=optimizer, engine=f"virtual:{SEED}") as auto:
+        for number in range(3):
+            with Failing(300) if number == 1 else Failing():
+                auto.step(lambda n=number: (case.loss(model, case.batch(n)) / 3).backward())
+        assert [event.why for event in auto.events] == ["first step", "out of memory"]
+    assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_after_remove_a_step_is_just_the_closure() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowtide.config.run import TrainConfig, load_run
 from lowtide.errors import ConfigError
@@ -22,7 +23,7 @@ from lowtide.train import checkpoint
 from lowtide.train.loop import Summary, train
 from lowtide.train.progress import StepRecord
 from lowtide.train.stop import TrainingError
-from lowtide.train.trainer import learning_rate_at
+from lowtide.train.trainer import Trainer, learning_rate_at
 
 LLAMA = {
     "model_type": "llama",
@@ -127,6 +128,30 @@ def test_memory_section_changes_no_bit() -> None:
     assert stats["swapped_bytes"] > 0
     assert stats["recomputed_bytes"] > 0
     assert saving.peak_bytes is not None
+
+
+def test_running_out_of_memory_changes_no_bit_and_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = "memory:\n  swap: none\n"
+    plain = go(model=GPT2, output_dir="plain", steps=4, grad_accumulation=2, memory=memory)
+    ordinary = Trainer._run_micro_batch
+    calls: list[int] = []
+
+    def failing(self: Trainer, *args: object, **kwargs: object) -> object:
+        loss = ordinary(self, *args, **kwargs)  # type: ignore[arg-type]
+        calls.append(1)
+        if len(calls) == 6:
+            raise torch.OutOfMemoryError("made up")  # the second micro-batch of step 3, after its backward
+        return loss
+
+    monkeypatch.setattr(Trainer, "_run_micro_batch", failing)
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="out of memory"):
+        tight = go(model=GPT2, output_dir="tight", steps=4, grad_accumulation=2, memory=memory, log_every=100)
+    assert (tight.losses_sha256, tight.weights_sha256) == (plain.losses_sha256, plain.weights_sha256)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step 3/4")]
+    assert line.endswith("out of memory, run again: 1")
 
 
 # ---- one step
@@ -354,6 +379,31 @@ def test_failure_of_one_rank_ends_both_with_one_message(tmp_path: Path) -> None:
     last_words = "lowtide: rank 1 failed at step 2: RuntimeError: the dog ate the batch"
     assert (err_0 + err_1).count("lowtide: rank") == 1
     assert err_1.rstrip().endswith(last_words)
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_ends_both_and_is_not_run_again(tmp_path: Path) -> None:
+    write(output_dir="out", steps=1000, memory="memory:\n  swap: all\n")
+    code = """
+    import os, torch
+    from lowtide.train.trainer import Trainer
+    ordinary, calls = Trainer._run_micro_batch, []
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("made up")
+        return ordinary(*args, **kwargs)
+    Trainer._run_micro_batch = failing
+    train(run)
+    """
+    ranks = start_ranks(tmp_path, code)
+    ranks[1].wait(timeout=60)
+    (status_0, err_0), (status_1, err_1) = finish(ranks, timeout_seconds=20)
+    assert status_0 != 0
+    assert status_1 != 0
+    assert "lowtide: this micro-batch was not run again: this process is one of 2 ranks" in err_1
+    assert (err_0 + err_1).count("lowtide: rank") == 1
+    assert err_1.rstrip().endswith("lowtide: rank 1 failed at step 2: OutOfMemoryError: made up")
 
 
 @pytest.mark.slow
