@@ -157,11 +157,18 @@ class Scope:
         return self._keep(tensor) if entry.is_counted else self._plain(tensor)
 
     def _plain(self, tensor: torch.Tensor) -> Kept:
+        guard = self.setting.guard
+        if guard is not None and is_plain(tensor) and self._is_movable(tensor, tensor.untyped_storage()):
+            handle = guard.view(tensor, self.tape)
+            if handle is not None:
+                return handle
         return KeptOnTape(tensor, self.mover, self.tape) if self.tape.has_distances else Kept(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Kept:
         nbytes = tensor.untyped_storage().nbytes()
         self.counters.kept_bytes += nbytes
+        if self.setting.guard is not None and self._is_movable(tensor, tensor.untyped_storage()):
+            return self.setting.guard.keep(tensor, self.tape)
         if self.tape.has_distances:
             return KeptSiteOnTape(tensor, nbytes, self.setting.ledger, self.mover, self.tape)
         return KeptSite(tensor, nbytes, self.setting.ledger)

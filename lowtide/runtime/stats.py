@@ -46,6 +46,12 @@ class Stats:
     """Forward passes that ran under lowtide's hooks."""
     num_stepped_aside: int
     """Calls left alone because someone else's checkpoint region was already running around them."""
+    num_spills: int
+    """Kept sites that were sent away because live bytes came near the limit of `tide.set_limit`."""
+    spilled_bytes: int
+    """Their bytes; counted as swapped, not as kept."""
+    num_over_limit: int
+    """Times that live bytes stayed above that mark because nothing was left to spill."""
     num_retries: int
     """Micro-batches that `tide.step` ran again after an out-of-memory error."""
     host_bytes: int
@@ -84,11 +90,14 @@ class Counters:
     copied_out_bytes: int = 0
     kept_bytes: int = 0
     recomputed_bytes: int = 0
+    spilled_bytes: int = 0
     swapped_bytes: int = 0
     num_divergences: int = 0
     num_forwards: int = 0
     num_kept_for_lack_of_room: int = 0
+    num_over_limit: int = 0
     num_retries: int = 0
+    num_spills: int = 0
     num_stepped_aside: int = 0
     stall_seconds: float = 0.0
 

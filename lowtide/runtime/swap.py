@@ -73,6 +73,11 @@ class Mover:
         # Told of every buffer that the engine makes, while somebody counts live bytes.
         self.on_buffer: Callable[[torch.UntypedStorage], None] | None = None
 
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes whose copies out are not complete yet."""
+        return self._leaving_bytes
+
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def find(self, storage: torch.UntypedStorage, version: int) -> Site | None:

@@ -17,6 +17,7 @@ from torch import nn
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
 from lowtide.planner.rules import Decision, Rules
+from lowtide.runtime.guard import Guard
 from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.weaver import VIEW_NODES, Node
@@ -84,6 +85,8 @@ class Setting:
     """Recomputed modules that were seen to write into their inputs."""
     nodes: dict[str, Node] | None = None
     """What a solved plan says, by name; None where rules decide."""
+    guard: Guard | None = None
+    """Watches live bytes; None without a limit."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 

@@ -35,6 +35,7 @@ from lowtide.runtime.anchors import anchor_points
 from lowtide.runtime.audit import Audit
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
+from lowtide.runtime.guard import Guard
 from lowtide.runtime.handle import open_handle
 from lowtide.runtime.hooks import Scope
 from lowtide.runtime.patch import ForwardPatch, patched_module
@@ -83,6 +84,7 @@ class Tide:
         self.engine = engine
         self._plan = plan
         self._optimizer = optimizer
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._counters = Counters()
         self._ledger = Ledger()
         self._mover = Mover(engine, self._counters, self._ledger)
@@ -90,6 +92,7 @@ class Tide:
             # It must outlive every graph that still holds activations: the last of them takes it down. An engine that
             # the caller made is the caller's to close.
             weakref.finalize(self._mover, engine.close)
+        self._guard: Guard | None = None
         self._setting = self._setting_of(plan)
         self._rollback = Rollback(
             model,
@@ -144,6 +147,9 @@ class Tide:
             num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
             num_forwards=counters.num_forwards,
             num_stepped_aside=counters.num_stepped_aside,
+            num_spills=counters.num_spills,
+            spilled_bytes=counters.spilled_bytes,
+            num_over_limit=counters.num_over_limit,
             num_retries=counters.num_retries,
             host_bytes=in_use.get("host", 0),
             disk_bytes=in_use.get("disk", 0),
@@ -159,6 +165,24 @@ class Tide:
     def audit(self) -> Audit:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside."""
         return Audit(self.model, self._optimizer, self._mover, self.engine.device_type)
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Spill kept activations before live bytes on the device pass this limit; None: no limit.
+
+        A safety net under a plan, not a plan: see runtime/guard.py. It holds from the next forward pass on.
+        """
+        assert limit_bytes is None or limit_bytes >= 0
+        self._guard = None
+        if limit_bytes is not None:
+            self._guard = Guard(
+                limit_bytes,
+                mover=self._mover,
+                counters=self._counters,
+                ledger=self._ledger,
+                min_bytes=self._plan.min_bytes,
+                state_bytes=self._model_state_bytes,
+            )
+        self._setting.guard = self._guard
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
         """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
@@ -248,6 +272,7 @@ class Tide:
             counters=self._counters,
             ledger=self._ledger,
             nodes=nodes_of(plan, self.model) if plan.is_solved else None,
+            guard=self._guard,
         )
 
     def _wrap(self) -> list[ForwardPatch]:
@@ -282,7 +307,10 @@ class Tide:
             if region.name == "" or not scope.is_innermost():
                 return forward(*args, **kwargs)
             with scope.inside(region):
-                return _run(scope, region, forward, args, kwargs)
+                output = _run(scope, region, forward, args, kwargs)
+            if self._guard is not None:
+                self._guard.check(self._device)
+            return output
 
         return around
 
@@ -308,6 +336,8 @@ class Tide:
             return forward(*args, **kwargs)
         if hooks is not None:
             raise _foreign_hooks_error(hooks)
+        if self._guard is not None:
+            self._guard.begin()
         scope = Scope(self._setting, region)
         self._local.scope = scope
         try:
