@@ -20,16 +20,14 @@ Not covered: devices without streams (that is the host engine's work).
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.runtime.affinity import cpus_near, stay_on
 
 
 class RawEvent(Protocol):
@@ -56,6 +54,8 @@ class DeviceOps(Protocol):
     """The device as the engine sees it."""
 
     device: torch.device
+    local_cpus: frozenset[int] | None
+    """The CPUs near it; None where nobody knows."""
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream: the compute lane."""
@@ -103,7 +103,7 @@ class TorchDevice:
             )
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
-        self._local_cpus = _cpus_near(self.device)
+        self.local_cpus = cpus_near(self.device)
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.device)
@@ -129,9 +129,9 @@ class TorchDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def new_slab(self, nbytes: int) -> torch.Tensor:
-        if self._local_cpus is None:
+        if self.local_cpus is None:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return _in_thread_on(self._local_cpus, lambda: self._new_slab_here(nbytes))
+        return _in_thread_on(self.local_cpus, lambda: self._new_slab_here(nbytes))
 
     def _new_slab_here(self, nbytes: int) -> torch.Tensor:
         # A new thread starts on device 0; pinning there would open a context on a device that may be another rank's.
@@ -158,30 +158,6 @@ class TorchDevice:
             return getattr(torch.get_device_module(self.device), name)(self.device)
 
 
-def _cpus_near(device: torch.device) -> frozenset[int] | None:
-    """The CPUs of the device's NUMA node that this process may use, or None where that cannot be told."""
-    try:
-        properties = torch.get_device_module(device).get_device_properties(device)
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-        if node < 0:  # one node, or firmware that does not say
-            return None
-        near = parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
-        return near & os.sched_getaffinity(0) or None
-    except (AttributeError, OSError, ValueError, TypeError, RuntimeError):
-        return None  # placement is a matter of speed only: no reason to stop
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """The kernel's list format: '0-3,8,10-11'."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
 def _in_thread_on(cpus: frozenset[int], make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run `make` in a thread bound to `cpus`: first touch puts the pages on their node; the caller's binding stays."""
     made: list[torch.Tensor] = []
@@ -189,8 +165,7 @@ def _in_thread_on(cpus: frozenset[int], make: Callable[[], torch.Tensor]) -> tor
 
     def work() -> None:
         try:
-            with contextlib.suppress(OSError):  # CPUs may have been taken from us since; only speed is lost
-                os.sched_setaffinity(0, cpus)  # 0 is the calling thread
+            stay_on(cpus)
             made.append(make())
         except BaseException as error:
             errors.append(error)

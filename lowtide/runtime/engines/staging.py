@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from lowtide.runtime.affinity import stay_on
 from lowtide.runtime.engines.device_ops import DeviceOps, RawEvent, Stream
 
 STAGE_BYTES = 8 * 2**20
@@ -105,6 +106,7 @@ class LaneWorker:
             self._thread = None
 
     def _run(self) -> None:
+        stay_on(self._ops.local_cpus)
         while True:
             with self._changed:
                 while not self._jobs and not self._is_closing:

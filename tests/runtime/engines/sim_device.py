@@ -130,6 +130,8 @@ class SimEvent:
 class SimDevice:
     """`DeviceOps` over ordinary memory."""
 
+    local_cpus = None
+
     def __init__(self, policy: str | int = "late", *, computes_on_host: bool = False) -> None:
         self.device = torch.device("cpu")
         self.lock = threading.RLock()

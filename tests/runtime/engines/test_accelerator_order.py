@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.runtime.affinity import parse_cpu_list
 from lowtide.runtime.disk import DiskTier
 from lowtide.runtime.engines import accelerator, staging, stall_meter
 from lowtide.runtime.engines.accelerator import AcceleratorEngine
 from lowtide.runtime.engines.base import Lane, Slot, TierFull
-from lowtide.runtime.engines.device_ops import TorchDevice, _in_thread_on, byte_view, parse_cpu_list
+from lowtide.runtime.engines.device_ops import TorchDevice, _in_thread_on, byte_view
 from tests import zoo
 from tests.runtime.engines.sim_device import SimDevice
 
