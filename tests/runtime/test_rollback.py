@@ -559,7 +559,7 @@ def test_the_autopilot_plans_for_less() -> None:
         for number in range(3):
             with Failing(300) if number == 1 else Failing():
                 auto.step(lambda n=number: (case.loss(model, case.batch(n)) / 3).backward())
-        assert [event.why for event in auto.events] == ["first step", "out of memory"]
+        assert [event.why for event in auto.events].count("out of memory") == 1
     assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
