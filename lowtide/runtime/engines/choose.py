@@ -7,6 +7,7 @@ import difflib
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.planner.fate import Tier
 from lowtide.planner.plan import Plan
 from lowtide.runtime.engines.base import Engine
 
@@ -58,11 +59,12 @@ def _accelerator(device, plan: Plan) -> Engine:
     from lowtide.runtime.disk import DiskTier
     from lowtide.runtime.engines.accelerator import AcceleratorEngine
 
-    # Staging for the disk tier takes pinned memory, so there is one only if the user named it in some way.
-    wants_disk = (
-        plan.disk_path is not None
-        or plan.disk_budget_bytes is not None
-        or any(rule.tier == "disk" for rule in plan.rules.rules)
-    )
-    disk = DiskTier(plan.disk_path, plan.disk_budget_bytes) if wants_disk else None
+    disk = DiskTier(plan.disk_path, plan.disk_budget_bytes) if wants_disk(plan) else None
     return AcceleratorEngine(device, host_budget_bytes=plan.host_budget_bytes, disk=disk)
+
+
+def wants_disk(plan: Plan) -> bool:
+    """Whether an accelerator needs a disk tier: somebody named it. Staging for one takes pinned memory."""
+    is_named = plan.disk_path is not None or plan.disk_budget_bytes is not None
+    decisions = plan.sites if plan.is_solved else plan.rules.rules
+    return is_named or any(decision.tier is Tier.DISK for decision in decisions)
