@@ -17,9 +17,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.planner.solve import solve
-
 from lowtide.planner.fate import Fate
+from lowtide.planner.solve import solve
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Item, Step, Tick
 

@@ -57,7 +57,7 @@ def make_problem(
     ticks = _ticks(profile, starts, fixed, has_gradients)
     items = _items(profile, chosen, fates, starts, sends)
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
-    step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items)
+    step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items, stops=_stops(profile, starts))
     return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed)
 
 
@@ -119,9 +119,20 @@ def _send_ops(profile: Profile) -> list[int]:
     ]
 
 
+def _stop_ops(profile: Profile) -> set[int]:
+    """Operators right after a save, and right before a read."""
+    after_saves = {node.saved + 1 for node in profile.sites}
+    return after_saves | {node.reads[0] for node in profile.sites if node.reads}
+
+
+def _stops(profile: Profile, starts: Sequence[int]) -> tuple[int, ...]:
+    ops = _stop_ops(profile) | {profile.num_forward_ops}
+    return tuple(tick for tick, start in enumerate(starts[:-1]) if start in ops)
+
+
 def _tick_starts(profile: Profile, chosen: Iterable[int], sends: Sequence[int]) -> tuple[int, ...]:
     num_ops = len(profile.op_seconds)
-    starts = {0, profile.num_forward_ops, num_ops}
+    starts = {0, profile.num_forward_ops, num_ops, *_stop_ops(profile)}
     for index in chosen:
         node = profile.nodes[index]
         starts.update((node.born, sends[index] + 1, node.dies, *node.reads))
@@ -259,7 +270,18 @@ def decisions(
                 reason=reason,
             )
         )
-    return tuple(result)
+    stay = (
+        SiteDecision(
+            name=entry.name,
+            layer=entry.layer,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            fate=Fate.KEEP,
+            reason=entry.reason,
+        )
+        for entry in profile.staying
+    )
+    return (*result, *stay)
 
 
 def _needed_anchors(problem: Problem, fates: Sequence[Fate]) -> set[str]:

@@ -169,30 +169,27 @@ class _Clock:
         saved = frame.saved[self.swapped].tolist()
         nbytes, copy_seconds = frame.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
         durations = (frame.seconds + self.contention)[:num_forward].tolist()
-        room = None if budget_bytes is None else (budget_bytes - floor[:num_forward]).tolist()
         # From this tick on only autograd holds it.
-        idle = _positions_by_tick(earliest_leave(frame)[self.swapped], num_forward)
+        idle = earliest_leave(frame)[self.swapped]
         due = None if fixed is None else _positions_by_tick(fixed, num_forward)
         landed = [0.0] * len(saved)
-        waiting: list[int] = []  # idle and not yet gone, first to land first
-        waiting_bytes = next_out = 0
+        room = None if budget_bytes is None else budget_bytes - floor[:num_forward]
+        coming = _Coming(frame, idle, room)
+        next_out = 0
         lane_free = 0.0
         for tick in range(num_forward):
             if due is not None:
                 for position in due[tick]:
                     self.leave[position] = tick
                     self._wait(landed[position], position)
-            else:
-                for position in idle[tick]:
-                    heapq.heappush(waiting, position)
-                    waiting_bytes += nbytes[position]
-                while waiting:
-                    position = waiting[0]
+            elif coming.is_stop(tick):
+                coming.enter(tick, saved, nbytes)
+                while coming.waiting:
+                    position = coming.waiting[0]
                     is_early = self.now < landed[position] + copy_seconds[position]
-                    if is_early and (room is None or waiting_bytes <= room[tick]):
+                    if is_early and coming.has_room():
                         break
-                    heapq.heappop(waiting)
-                    waiting_bytes -= nbytes[position]
+                    coming.leave(nbytes)
                     self.leave[position] = tick
                     self._wait(landed[position], position)
             self._compute(tick, durations[tick])
@@ -229,7 +226,7 @@ class _Clock:
                 # What somebody else still holds takes no room of its own.
                 too_full = too_full[too_full + earliest >= dies[position]]
                 if len(too_full):
-                    earliest += int(too_full[-1]) + 1
+                    earliest = min(int(frame.next_stop[min(earliest + int(too_full[-1]) + 1, need)]), need)
             chosen[position] = earliest
             curve[max(earliest, dies[position]) : need] += size
         return chosen
@@ -244,7 +241,9 @@ class _Clock:
             position = order[place]
             following = min(following, starts[needs[position] - num_forward]) - copy_seconds[position]
             latest[place] = following
-        ticks = np.searchsorted(starts, latest, side="right") - 1 + num_forward
+        ticks = np.maximum(np.searchsorted(starts, latest, side="right") - 1, 0) + num_forward
+        stops = self.frame.last_stop[ticks]
+        ticks = np.where(stops >= num_forward, stops, self.frame.next_stop[ticks])
         return np.clip(ticks, num_forward, np.array(needs, np.int64)[order]).tolist()
 
     def _nominal_starts(self) -> np.ndarray:
@@ -325,6 +324,54 @@ class _Clock:
                 now += item.recipe_seconds
             seconds = float(frame.seconds[tick] + self.contention[tick])
             self._note("compute", f"backward {tick - num_forward}", now, now + seconds)
+
+
+class _Coming:
+    """What only autograd holds by the next stop, and what of it can leave at this one.
+
+    Between two stops nothing can be waited for, so what becomes idle on the way counts from the stop before.
+    """
+
+    def __init__(self, frame: Frame, idle: Ints, room: Ints | None) -> None:
+        num_forward = frame.step.num_forward_ticks
+        stops = np.unique(np.append(frame.next_stop[:num_forward], num_forward))
+        stops = stops[stops <= num_forward]
+        self._ends = dict(zip(stops[:-1].tolist(), stops[1:].tolist()))
+        self._least = {}
+        if room is not None:
+            self._least = {stop: int(room[stop:end].min()) for stop, end in self._ends.items()}
+        self._has_budget = room is not None
+        places = np.searchsorted(stops, idle, side="right") - 1
+        self._idle: dict[int, list[int]] = {}
+        for position, place in enumerate(places.tolist()):
+            if 0 <= place < len(stops) - 1:
+                self._idle.setdefault(int(stops[place]), []).append(position)
+        self.waiting: list[int] = []
+        """Idle and not yet gone, first to land first."""
+        self._late: list[int] = []
+        self._bytes = 0
+        self._room = 0
+
+    def is_stop(self, tick: int) -> bool:
+        return tick in self._ends
+
+    def enter(self, tick: int, saved: list[int], nbytes: list[int]) -> None:
+        """The step has come to the stop `tick`."""
+        new = [*self._late, *self._idle.get(tick, ())]
+        self._bytes += sum(nbytes[position] for position in self._idle.get(tick, ()))
+        self._late = [position for position in new if saved[position] >= tick]
+        for position in new:
+            if saved[position] < tick:
+                heapq.heappush(self.waiting, position)
+        self._room = self._least.get(tick, 0)
+
+    def has_room(self) -> bool:
+        """Whether everything that waits may go on waiting until the next stop."""
+        return not self._has_budget or self._bytes <= self._room
+
+    def leave(self, nbytes: list[int]) -> None:
+        """The first to land is let go of."""
+        self._bytes -= nbytes[heapq.heappop(self.waiting)]
 
 
 def _positions_by_tick(ticks: Ints, num_ticks: int) -> list[list[int]]:

@@ -51,6 +51,10 @@ class Frame:
     recipe_bytes: Ints
     dependents_first: tuple[int, ...]
     """Items that have inputs, every one before its inputs."""
+    next_stop: Ints
+    """For each tick the first stop that is not before it; the number of ticks if there is none."""
+    last_stop: Ints
+    """For each tick the last stop that is not after it; -1 if there is none."""
 
     @classmethod
     def of(cls, step: Step | Frame) -> Frame:
@@ -71,6 +75,7 @@ class Frame:
             recipe_seconds=np.array([item.recipe_seconds for item in items], float),
             recipe_bytes=np.array([item.recipe_bytes for item in items], np.int64),
             dependents_first=_dependents_first(items),
+            **_stops(step),
         )
         assert num_ticks > 0 and 0 <= step.num_forward_ticks <= num_ticks
         assert np.all((frame.born >= 0) & (frame.born <= frame.saved) & (frame.saved < step.num_forward_ticks))
@@ -194,6 +199,17 @@ def swapped_ticks(ticks: Ticks, swapped: Ints) -> Ints:
     chosen = [ticks[index] for index in swapped.tolist()]
     assert all(tick is not None for tick in chosen), "every swapped item leaves and is fetched at some tick"
     return np.array(chosen, np.int64)
+
+
+def _stops(step: Step) -> dict[str, Ints]:
+    num_ticks = len(step.ticks)
+    every = np.arange(num_ticks)
+    if not step.stops:
+        return {"next_stop": every, "last_stop": every}
+    stops = np.array(step.stops, np.int64)
+    after = np.append(stops, num_ticks)[np.searchsorted(stops, every)]
+    before = np.concatenate(([-1], stops))[np.searchsorted(stops, every, side="right")]
+    return {"next_stop": after, "last_stop": before}
 
 
 def _dependents_first(items: tuple[Item, ...]) -> tuple[int, ...]:

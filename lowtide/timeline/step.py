@@ -61,6 +61,10 @@ class Step:
     num_forward_ticks: int
     items: tuple[Item, ...]
     """In order of `saved`."""
+    stops: tuple[int, ...] = ()
+    """Ticks before which copies can be waited for (forward) or started (backward), ascending: a runtime without a
+    dispatch mode can look at its plan only where autograd saves or reads something. Empty: before every tick. A tick
+    after which an item can be sent is followed by a stop, and a tick that reads an item is one."""
 
     @property
     def compute_seconds(self) -> float:

@@ -73,8 +73,14 @@ def test_ticks_end_where_something_happens() -> None:
     assert made.step.num_forward_ticks == 4
     assert len(made.step.ticks) == 9  # and the optimizer's own step
     assert made.step.ticks[-1].base_bytes == 1000 + 3 + 2000 + 30 + 5
-    rules = dict.fromkeys(("x", "a"), ((KEEP,), "keep 'x'"))
-    assert problem(allowed=rules).starts == (0, 1, 3, 4, 5, 6, 8)
+    rules = dict.fromkeys(("x", "a", "b"), ((KEEP,), "keep"))
+    # only where the runtime looks: after saves, before reads
+    assert problem(allowed=rules).starts == (0, 2, 3, 4, 5, 6, 8)
+
+
+def test_the_runtime_looks_after_saves_and_before_reads() -> None:
+    made = problem()
+    assert [made.starts[stop] for stop in made.step.stops] == [2, 3, 4, 5, 6]
 
 
 def test_the_plain_curve_is_every_node_kept() -> None:
