@@ -16,9 +16,9 @@ from itertools import accumulate
 from lowtide.catalog.graph import Storage
 from lowtide.catalog.recipes import Target, build_recipes
 from lowtide.catalog.recorded import Node, Trace
-from lowtide.catalog.site import HiddenBytes, Profile, Recipe, Site, StateBytes
+from lowtide.catalog.site import HiddenBytes, Profile, Recipe, Site, StateBytes, StayingBytes
 
-_STATE = frozenset({"parameter", "buffer", "input"})
+_STATE = frozenset({"parameter", "buffer", "replaced", "input"})
 
 
 def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
@@ -38,7 +38,7 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
     ]
     for call in trace.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.op_seconds[call.index]
-    recipes = build_recipes(trace.calls, targets)
+    recipes = _unambiguous(build_recipes(trace.calls, targets), trace.ambiguous)
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.anchor is None]
     kept = {node.storage.index for node in pending}
@@ -50,6 +50,13 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
                 kept.add(node.storage.index)
                 pending.append(node)
     return [node for node in trace.nodes if node.storage.index in kept], recipes
+
+
+def _unambiguous(recipes: Mapping[int, Recipe | str], ambiguous: set[str]) -> Mapping[int, Recipe | str]:
+    return {
+        index: "input of ambiguous name" if isinstance(recipe, Recipe) and ambiguous & {*recipe.nodes} else recipe
+        for index, recipe in recipes.items()
+    }
 
 
 def profile_of(
@@ -82,6 +89,7 @@ def profile_of(
         op_bytes=_op_bytes(trace, {node.storage.index for node in nodes}),
         op_gradient_bytes=_gradient_bytes(trace),
         nodes=sites,
+        staying=_staying(trace, {site.name for site in sites}, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
     )
 
@@ -105,6 +113,22 @@ def _site(node: Node, recipe: Recipe | str, layers: tuple[str, ...], end: int) -
         recipe=recipe if isinstance(recipe, Recipe) else None,
         why_no_recipe=recipe if isinstance(recipe, str) else "",
     )
+
+
+def _staying(trace: Trace, nodes: set[str], layers: tuple[str, ...]) -> tuple[StayingBytes, ...]:
+    found: dict[str, StayingBytes] = {}
+    for storage in sorted((trace.storages[index] for index in trace.staying), key=lambda s: (s.born, s.name)):
+        if storage.name not in nodes:
+            dtype = str(storage.dtype).removeprefix("torch.")
+            entry = StayingBytes(
+                name=storage.name,
+                layer=layer_of(storage.name, layers),
+                nbytes=storage.nbytes,
+                dtype=dtype,
+                reason=trace.staying[storage.index],
+            )
+            found.setdefault(storage.name, entry)
+    return tuple(found.values())
 
 
 def _short_op(storage: Storage) -> str:

@@ -211,6 +211,8 @@ class _Expansion:
                 off_device={table[i].index for table in where for i in trace.off_device if i in table},
                 nodes=[],
                 never_read=self._never_read(own, where),
+                staying={table[i].index: why for table in where for i, why in trace.staying.items() if i in table},
+                ambiguous=trace.ambiguous,
                 gradients={table[i].index for table in where for i in trace.gradients if i in table},
                 hidden=[table[s.index] for table in where for s in trace.hidden if s.index in table],
                 spans=self._spans(own),

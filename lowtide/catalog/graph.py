@@ -26,8 +26,9 @@ class Storage:
     name: str
     """`model.layers.3.mlp.mul`; unique within the step. Of parameters and buffers: their dotted name."""
     kind: str
-    """'made' by an operator, 'parameter', 'buffer', 'input' (there before the step), 'unknown' (first seen as an
-    argument: something made it that the dispatch mode did not see)."""
+    """'made' by an operator, 'parameter', 'buffer', 'input' (there before the step), 'replaced' (a buffer when the
+    step began, whose name means another tensor since), 'unknown' (first seen as an argument: something made it that
+    the dispatch mode did not see)."""
     producer: Call | None = None
     born: int = -1
     """Index of the operator that made it; -1 if it was there before the step."""

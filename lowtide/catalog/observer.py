@@ -317,6 +317,9 @@ class Observer(Recorder):
         self.named.clear()
         self._counts.clear()
         self.start_sequence = torch.autograd._get_sequence_nr()
+        for _, record in self._live.values():
+            # Made from what the model does not own, by operators that a planned step cannot run again.
+            record.producer = None
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None:
                 self.enroll(leaf, "input", "input")
@@ -345,6 +348,11 @@ class Observer(Recorder):
 
     def begin_backward(self, results: list[torch.Tensor], model: nn.Module) -> None:
         """The forward is over. `results` are what is held on purpose: the loss."""
+        now = {id(self.find(buffer)) for buffer in model.buffers() if is_plain_or_fake(buffer)}
+        for record in self.storages:
+            # A recipe would look a buffer up by its name, and find what has replaced it.
+            if record.kind == "buffer" and id(record) not in now:
+                record.kind = "replaced"
         self._num_forward_ops = self.num_ops
         self._end_sequence = torch.autograd._get_sequence_nr()
         held = {tensor.untyped_storage()._cdata for tensor in [*results, *model.buffers()] if is_plain_or_fake(tensor)}
@@ -376,6 +384,8 @@ class Observer(Recorder):
             off_device=self.off_device,
             nodes=sorted(nodes, key=lambda node: (node.saved, node.storage.index)),
             never_read=unread,
+            staying={**self.saves.staying, **{index: "never read by backward" for index, _ in unread}},
+            ambiguous=self.saves.ambiguous,
             gradients={record.index for record in made if record is not None and record.kind == "made"},
             hidden=[record for record in self._hidden if record.index not in self.off_device],
             spans=self._spans,

@@ -60,6 +60,10 @@ class Trace:
     """In order of saving."""
     never_read: list[tuple[int, int]]
     """Storages that autograd saved and backward never opened, and the operator before which it let go of each."""
+    staying: dict[int, str]
+    """Indices of storages that autograd saved and no plan can move, and why."""
+    ambiguous: set[str]
+    """Names of nodes that another storage has too: recipes may not start from them."""
     gradients: set[int]
     """Indices of the storages of the parameters' gradients."""
     hidden: list[Storage]

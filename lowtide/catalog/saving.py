@@ -74,8 +74,13 @@ class Saves:
         """By index of their storage."""
         self.kept: set[int] = set()
         """Indices of storages that were saved and stay."""
+        self.staying: dict[int, str] = {}
+        """Indices of activations that were saved and that no plan can move, and why."""
+        self.ambiguous: set[str] = set()
+        """Names that more than one storage has."""
         self._observer = observer
         self._park = park
+        self._index_of: dict[str, int] = {}
         self._parked: dict[int, weakref.ref[_Parked]] = {}
 
     def hooks(self) -> contextlib.AbstractContextManager:
@@ -85,14 +90,38 @@ class Saves:
     def _pack(self, tensor: torch.Tensor) -> Any:
         with self._observer.silently():
             record = self._observer.find(tensor) if is_plain_or_fake(tensor) else None
-            if not self._observer.is_inside or not self.is_activation(tensor, record) or not self.is_movable(tensor):
-                if record is not None:
-                    self.kept.add(record.index)
-                return tensor if tensor.grad_fn is None else tensor.detach()
+            if not self._observer.is_inside or not self.is_activation(tensor, record):
+                return self._stay(tensor, record)
             if record is None:
                 name = f"unknown_{len(self._observer.storages)}"
                 record = self._observer.register(tensor, "unknown", name, self._observer.num_ops)
+            why = self._why_it_stays(tensor, record)
+            if why:
+                if record.index not in self.nodes and record.nbytes:
+                    self.staying[record.index] = why
+                return self._stay(tensor, record)
             return _Handle(self._parked_for(record, tensor), tensor)
+
+    def _stay(self, tensor: torch.Tensor, record: Storage | None) -> torch.Tensor:
+        if record is not None:
+            self.kept.add(record.index)
+        return tensor if tensor.grad_fn is None else tensor.detach()
+
+    def _why_it_stays(self, tensor: torch.Tensor, record: Storage) -> str:
+        """Why a plan cannot decide about an activation; empty if it can. The first save of a storage counts."""
+        if record.index in self.staying:
+            return self.staying[record.index]
+        if not self.is_movable(tensor):
+            return "not a plain tensor on the device"
+        if record.index in self.nodes:
+            return ""
+        # Storages are found again by name. What came into the model has no name but that of the layer that saves it.
+        name = self._observer.named.get(record.index) or f"{self._observer.region()}.input".lstrip(".")
+        record.name = name
+        if self._index_of.setdefault(name, record.index) != record.index:
+            self.ambiguous.add(name)
+            return "another activation has the same name"
+        return ""
 
     def is_activation(self, tensor: torch.Tensor, record: Storage | None) -> bool:
         """The runtime's question (runtime/hooks.py), of a record."""
@@ -113,8 +142,7 @@ class Saves:
         sequence = torch.autograd._get_sequence_nr() - self._observer.start_sequence
         node = self.nodes.get(record.index)
         if node is None:
-            name = self._observer.named.get(record.index) or f"{self._observer.region()}.input".lstrip(".")
-            node = self.nodes[record.index] = self.new_node(record, tensor, name)
+            node = self.nodes[record.index] = self.new_node(record, tensor, record.name)
             node.first_sequence = sequence
         node.last_sequence = sequence
         ref = self._parked.get(record.index)

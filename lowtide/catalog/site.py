@@ -20,7 +20,7 @@ from typing import Any
 
 from lowtide.errors import ConfigError
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +153,18 @@ class HiddenBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StayingBytes:
+    """A storage that autograd saves and that no plan can decide about. It is counted in `Profile.op_bytes`."""
+
+    name: str
+    layer: str | None
+    nbytes: int
+    dtype: str
+    reason: str
+    """'never read by backward', 'not a plain tensor on the device', 'another activation has the same name'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One observed step. The columns `op_*` have one entry for each operator, forward first."""
 
@@ -179,6 +191,8 @@ class Profile:
     """The part of `op_bytes` that is gradients of parameters made so far (each from the operator that made it on)."""
     nodes: tuple[Site, ...]
     """In order of `saved`."""
+    staying: tuple[StayingBytes, ...] = ()
+    """What autograd saves beyond the sites."""
     hidden: tuple[HiddenBytes, ...] = ()
     """What lives from forward to backward although no hook saw it."""
 
@@ -244,6 +258,7 @@ def _profile_from(document: dict[str, Any]) -> Profile:
             **{column: tuple(document[column]) for column in columns},
             "state": StateBytes(**document["state"]),
             "nodes": tuple(site_from_dict(entry) for entry in document["nodes"]),
+            "staying": tuple(StayingBytes(**entry) for entry in document["staying"]),
             "hidden": tuple(HiddenBytes(**entry) for entry in document["hidden"]),
         }
     )

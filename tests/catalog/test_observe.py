@@ -14,7 +14,12 @@ import lowtide
 from lowtide.catalog.live import LiveBytes
 from lowtide.catalog.observe import observe
 from lowtide.catalog.site import Profile
+from lowtide.config.native import load_memory
 from lowtide.errors import ConfigError
+from lowtide.planner.autoplan import plan_profile
+from lowtide.planner.fate import Fate
+from lowtide.planner.plan import Plan
+from lowtide.timeline.step import Link
 
 MODELS = (
     "llama", "llama_bf16", "llama_eager", "llama_autocast", "llama_cache", "qwen3_moe", "deepseek_v3", "gpt2_dropout",
@@ -91,13 +96,10 @@ def test_sites_have_the_names_that_the_runtime_gives_them(name: str) -> None:
     with lowtide.apply(model, {"swap": "none", "recompute": "none", "min_bytes": 0}) as tide:
         case.loss(model, batch).backward()
         runtime = {site.name: site.nbytes for site in tide.plan.sites}
-    ours = {site.name: site.nbytes for site in profile.sites}
+    ours = {site.name: site.nbytes for site in (*profile.sites, *profile.staying)}
     assert ours.items() <= runtime.items()
-    # What backward never reads, what has no bytes and what is a conjugate stays where it is: no decision to make.
-    absent = {site for site in runtime if site not in ours}
-    assert all(runtime[site] <= 2048 for site in absent)
-    if name in ("llama", "llama_autocast", "gpt2_dropout", "unet", "lora_autocast"):
-        assert not absent
+    absent = {site: nbytes for site, nbytes in runtime.items() if site not in ours}
+    assert not any(absent.values()), absent
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -278,3 +280,118 @@ def test_state_that_exists_is_counted_as_it_is() -> None:
     state = observe(model, (torch.ones(2, 100),), loss=torch.sum, optimizer=optimizer).state
     assert state.optimizer == 2 * 10_100 * 4 + 8
     assert all(torch.equal(value, before[key]) for key, value in optimizer.state[model.weight].items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What no plan can decide about
+
+
+LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+
+
+def halfway(profile: Profile) -> Plan:
+    """A plan for half of what can be saved, or for all of it where nothing can."""
+    generous = plan_profile(profile, load_memory({"budget": 1 << 40, "min_bytes": 0}), link=LINK)
+    assert generous.predicted is not None
+    budget = (generous.predicted.floor_bytes + generous.predicted.plain_peak_bytes) // 2
+    memory = load_memory({"budget": budget, "min_bytes": 0})
+    return plan_profile(profile, memory, link=LINK, time_limit_seconds=0.3)
+
+
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_a_plan_knows_everything_that_the_runtime_sees(name: str) -> None:
+    case = zoo.CASES[name]
+    model, batch = case.build(0), case.batch(0)
+    torch.manual_seed(1)
+    profile = observe(model, lambda: case.loss(model, batch))
+    with warnings.catch_warnings(), lowtide.apply(model, halfway(profile), engine="virtual:1") as tide:
+        if name != "llama_checkpointed":  # lowtide says that the model checkpoints
+            warnings.simplefilter("error")
+        torch.manual_seed(1)
+        case.loss(model, batch).backward()
+        assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
+
+
+def test_what_backward_never_reads_is_listed_and_counted_once() -> None:
+    profile = observed("structured_outputs")
+    assert [(entry.name, entry.reason) for entry in profile.staying] == [("layers.1.exp", "never read by backward")]
+    (planned,) = [site for site in halfway(profile).sites if site.name == "layers.1.exp"]
+    assert (planned.fate, planned.reason, planned.nbytes) == (Fate.KEEP, "never read by backward", 2048)
+    assert planned.layer == "layers.1"
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_what_is_first_saved_as_a_conjugate_is_not_decided_about() -> None:
+    """Its first handle cannot be made from a storage, so no later one may count on that."""
+
+    class Conjugates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.weight
+            z = (y * 2.0).conj()
+            return (z * self.weight * z.conj().exp()).abs().sum()
+
+    torch.manual_seed(0)
+    model, x = Conjugates(), torch.randn(4, 4, dtype=torch.complex64)
+    profile = observe(model, (x,))
+    reasons = {entry.name: entry.reason for entry in profile.staying}
+    assert reasons == {"mul_1": "not a plain tensor on the device"}
+    assert "mul_1" not in {node.name for node in profile.nodes}
+    with lowtide.apply(model, halfway(profile), engine="virtual:2") as tide:
+        for _ in range(2):
+            model(x).backward()
+        assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
+
+
+def test_a_buffer_that_the_forward_replaces_is_no_start_of_a_recipe() -> None:
+    profile = observed("stateful")
+    inputs = {entry.name for node in profile.nodes if node.recipe for entry in node.recipe.inputs}
+    assert not any(name.endswith("average") for name in inputs)
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["layers.0.tanh"].why_no_recipe == "unknown producer"  # of the average times something
+    assert by_name["layers.0.mul_3"].recipe is not None
+
+
+class Cross(nn.Module):
+    """Its inputs are made before its forward begins: no operator inside gives them a name."""
+
+    def __init__(self, num_inputs: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_inputs))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        parts = [linear(x.exp() * x) for linear, x in zip(self.linears, inputs, strict=True)]
+        return torch.stack(parts).square().mean()
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_inputs_made_outside_have_the_name_that_the_runtime_gives_them(num_inputs: int) -> None:
+    torch.manual_seed(0)
+    model, x = Cross(num_inputs), torch.randn(16, 8)
+
+    def loss() -> torch.Tensor:
+        return model(*(model.embed(x) + number for number in range(num_inputs)))
+
+    profile = observe(model, loss)
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["input"].recipe is None
+    assert by_name["input"].why_no_recipe == "unknown producer"
+    starts = {name for node in profile.nodes if node.recipe for name in node.recipe.nodes}
+    assert starts <= by_name.keys()
+    if num_inputs == 1:
+        assert "input" in starts
+        assert profile.staying == ()
+    else:
+        # Both are called 'input' by the runtime: one of them stays, and recipes start from neither.
+        assert "input" not in starts
+        assert profile.staying == ()  # by name it is in the plan
+    truth = torch.autograd.grad(loss(), list(model.parameters()))
+    with lowtide.apply(model, halfway(profile), engine="virtual:3") as tide:
+        for _ in range(2):
+            found = torch.autograd.grad(loss(), list(model.parameters()))
+            assert all(zoo.same_bits(a, b) for a, b in zip(found, truth, strict=True))
+        assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
