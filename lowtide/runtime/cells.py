@@ -253,8 +253,8 @@ class MadeCell:
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether it stands for this tensor's storage at this version."""
-        is_same = tensor.untyped_storage()._cdata == self.weak.cdata and not self.weak.expired()
-        return is_same and tensor._version == self.version
+        # No other storage can have this address: the weak reference holds the block that it is the address of.
+        return tensor.untyped_storage()._cdata == self.weak.cdata and tensor._version == self.version
 
     def is_intact(self) -> bool:
         # What it makes is the value that the forward made, whatever was written to the tensor since.

@@ -1,16 +1,12 @@
-"""Solved plans, carried out: the same bits, made once, held no longer than needed, said when wrong."""
+"""Solved plans, carried out: the same bits, a recipe trusted only where it fits, nothing left, said when wrong."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import gc
-import re
 import warnings
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +18,22 @@ from lowtide.catalog.site import Profile, Recipe
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan, Prediction
-from lowtide.runtime import cells
 from lowtide.runtime.engines.clocked import ClockedEngine
 from lowtide.runtime.engines.virtual import VirtualEngine
-from lowtide.runtime.patch import ForwardPatch
 from tests import zoo
+from tests.small_models import (
+    ALL_MADE,
+    WIDTH,
+    Gated,
+    Normed,
+    assert_plain,
+    gradients,
+    only_made,
+    profiled,
+    rows,
+    small_loss,
+    stack,
+)
 from tests.solved import plan_with, random_plan
 
 SHARES = ((0.5, 0.3), (1.0, 0.3), (0.8, 0.8), (0.3, 1.0))
@@ -126,230 +133,6 @@ def test_unusual_lives_of_a_graph(name: str, seed: int) -> None:
     gc.collect()
     tide.settle()
     assert (engine.num_slots, tide._ledger.now_bytes, tide._mover.num_open()) == (0, 0, 0)
-
-
-# -- one small model, by hand ----------------------------------------------------------------------------------------
-
-WIDTH = 16
-
-
-class Gated(nn.Module):
-    """down(silu(gate(x)) * up(x)): the product and the silu can be made again from gate and up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.after: Callable[[Tensor], None] = lambda product: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = torch.nn.functional.silu(self.gate(x)) * self.up(x)
-        output = self.down(product)
-        self.after(product)
-        return x + output
-
-
-class Normed(nn.Module):
-    """A norm whose input nobody saves in the dtype that it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.before: Callable[[Tensor], None] = lambda x: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.before(x)
-        wide = x.to(torch.float64)
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def stack(*layers: nn.Module) -> nn.Module:
-    torch.manual_seed(1)
-    model = zoo.Stack(*layers)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def rows(num_rows: int = 8, seed: int = 0) -> Tensor:
-    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def small_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def profiled(model: nn.Module, x: Tensor | None = None) -> Profile:
-    batch = rows() if x is None else x
-    layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
-    return observe(model, lambda: small_loss(model, batch), layers=layers)
-
-
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(small_loss(model, x), list(model.parameters())))
-
-
-def assert_plain(model: nn.Module, x: Tensor, got: list[Tensor]) -> None:
-    want = gradients(model, x)
-    assert all(zoo.same_bits(*pair) for pair in zip(got, want, strict=True))
-
-
-ALL_MADE = {"layers.0.silu": Fate.RECOMPUTE, "layers.0.mul": Fate.RECOMPUTE}
-
-
-def only_made(profile: Profile, **fates: Fate) -> Plan:
-    """Every saved site that can be made again is; anchors that this needs are kept, or get another fate by name."""
-    chosen = {node.name: Fate.RECOMPUTE for node in profile.sites if node.recipe is not None}
-    needed = {name for node in profile.sites if node.recipe is not None for name in node.recipe.nodes}
-    anchors = {node.name for node in profile.nodes if node.anchor is not None}
-    return plan_with(profile, {**dict.fromkeys(needed & anchors, Fate.KEEP), **chosen, **fates})
-
-
-def test_the_small_model_has_the_recipes_that_the_other_tests_are_about() -> None:
-    profile = profiled(stack(Gated()))
-    recipes = {node.name: node.recipe.nodes for node in profile.sites if node.recipe is not None}
-    assert set(ALL_MADE) <= set(recipes)
-    assert recipes["layers.0.mul"] == ("layers.0.silu", "layers.0.up.mm")
-    assert recipes["layers.0.silu"] == ("layers.0.gate.mm",)
-
-
-def test_what_is_made_again_is_not_held_between_forward_and_backward() -> None:
-    model = stack(Gated())
-    plan = plan_with(profiled(model), ALL_MADE)
-    references: list[weakref.ref] = []
-    model.layers[0].after = lambda product: references.append(weakref.ref(product.untyped_storage()))
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
-        for step in range(3):
-            loss = small_loss(model, rows(seed=step))
-            assert references[-1]() is None
-            got = torch.autograd.grad(loss, list(model.parameters()))
-            del loss
-            stats = tide.stats
-            assert stats.num_divergences == 0
-            assert stats.recomputed_bytes == (step + 1) * 2 * 8 * WIDTH * 4
-    model.layers[0].after = lambda product: None
-    assert_plain(model, rows(seed=2), list(got))
-
-
-def test_a_recipe_runs_once_in_a_backward_however_many_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[str] = []
-    run = cells.MadeCell.run
-    monkeypatch.setattr(cells.MadeCell, "run", lambda cell: (runs.append(cell.name), run(cell))[1])
-    model = stack(Gated())
-    with lowtide.apply(model, plan_with(profiled(model), ALL_MADE), engine="virtual:0"):
-        small_loss(model, rows()).backward()
-        assert sorted(runs) == sorted(ALL_MADE)
-        runs.clear()
-        loss = small_loss(model, rows())
-        assert runs == []
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        assert sorted(runs) == sorted([*ALL_MADE, *ALL_MADE])
-
-
-def test_kept_inputs_of_recipes_are_let_go_as_soon_as_all_are_made() -> None:
-    """Also when the graph outlives its first backward: then they stay, and are needed again."""
-    model = stack(Normed(), Gated())
-    profile = profiled(model)
-    plan = only_made(profile)
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
-        small_loss(model, rows()).backward()
-        for _ in range(2):
-            loss = small_loss(model, rows())
-            held_bytes = tide._ledger.now_bytes
-            loss.backward(retain_graph=True)
-            assert tide._ledger.now_bytes == held_bytes
-        loss.backward()
-        del loss
-        assert tide._ledger.now_bytes == 0
-
-
-@pytest.mark.slow
-def test_a_chain_of_recipes_may_be_as_long_as_the_model_is_deep() -> None:
-    model = stack(*(Normed() for _ in range(300)))
-    plan = only_made(profiled(model))
-    assert sum(site.fate is Fate.RECOMPUTE for site in plan.sites) > 890
-    with lowtide.apply(model, plan, engine="virtual:0"):
-        got = gradients(model, rows())
-    assert_plain(model, rows(), got)
-
-
-def test_swapped_inputs_of_recipes_are_fetched_for_them() -> None:
-    model = stack(Gated(), Gated())
-    profile = profiled(model)
-    swapped = {f"layers.{i}.{name}.mm": Fate.SWAP for i in range(2) for name in ("gate", "up")}
-    plan = only_made(profile, **swapped)
-    for seed in range(20):
-        engine = VirtualEngine(seed)
-        with lowtide.apply(model, plan, engine=engine) as tide:
-            gradients(model, rows(seed=1))
-            got = gradients(model, rows())
-            assert tide.stats.copied_in_bytes > 0
-            assert tide.stats.num_divergences == 0
-        assert_plain(model, rows(), got)
-        assert engine.violations == []
-
-
-# -- versions --------------------------------------------------------------------------------------------------------
-
-
-def _message(call: Callable[[], Any]) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        call()
-    return str(raised.value)
-
-
-def test_a_made_tensor_that_was_modified_raises_what_plain_autograd_raises() -> None:
-    model = stack(Gated())
-    plan = plan_with(profiled(model), ALL_MADE)
-
-    def write(product: Tensor) -> None:
-        with torch.no_grad():
-            product.mul_(2)
-
-    def broken() -> None:
-        model.layers[0].after = write
-        small_loss(model, rows()).backward()
-
-    want = _message(broken)
-    model.layers[0].after = lambda product: None
-    with lowtide.apply(model, plan, engine="virtual:0"):
-        small_loss(model, rows()).backward()
-        assert _message(broken) == want
-
-
-@pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
-def test_an_anchor_that_was_modified_is_named(fate: Fate) -> None:
-    model = stack(Gated(), Normed())
-    anchor = "layers.0.add"
-    profile = profiled(model)
-    assert next(node for node in profile.nodes if node.name == anchor).anchor is not None
-    plan = only_made(profile, **{anchor: fate})
-    caught: list[Tensor] = []
-    model.layers[1].before = caught.append
-    with lowtide.apply(model, plan, engine="virtual:0"):
-        small_loss(model, rows()).backward()
-        loss = small_loss(model, rows())
-        with torch.no_grad():
-            caught[-1].mul_(2)
-        text = _message(loss.backward)
-    assert re.fullmatch(
-        r"lowtide: 'layers\.0\.add' was modified in place after the forward had used it, so 'layers\.1\.\w+' cannot be "
-        r"made again from it\. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
-        r"into it before the backward pass\.",
-        text,
-    )
-
-
-def test_a_parameter_of_a_recipe_that_was_stepped_is_noticed() -> None:
-    model = stack(Gated(), Normed(), Gated())
-    profile = profiled(model)
-    uses = [n.name for n in profile.sites if n.recipe and any(i.kind == "parameter" for i in n.recipe.inputs)]
-    assert uses
-    with lowtide.apply(model, only_made(profile), engine="virtual:0"):
-        loss = small_loss(model, rows())
-        with torch.no_grad():
-            model.layers[1].weight.add_(1)
-        _message(loss.backward)
 
 
 # -- a recipe is trusted only where it fits --------------------------------------------------------------------------
@@ -496,64 +279,6 @@ def test_a_solved_plan_stays_what_it_was() -> None:
     with lowtide.apply(model, Plan.from_json(plan.to_json()), engine="virtual:0") as tide:
         gradients(model, rows())
         assert tide.plan == plan
-
-
-# -- anchors ---------------------------------------------------------------------------------------------------------
-
-
-def test_anchors_leave_no_trace_and_are_not_copied() -> None:
-    model = stack(Gated(), Normed(), Gated())
-    before = zoo.footprint(model)
-    plan = only_made(profiled(model))
-    assert any(site.anchor is not None for site in plan.sites)
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
-        gradients(model, rows())
-        assert tide.stats.anchor_bytes > 0
-        assert tide.stats.num_divergences == 0
-        twin = copy.deepcopy(model)
-    assert zoo.footprint(model) == before
-    assert not any(isinstance(vars(module).get("forward"), ForwardPatch) for module in twin.modules())
-    assert_plain(twin, rows(), gradients(model, rows()))
-
-
-def test_an_anchor_dies_with_the_graph_or_before() -> None:
-    model = stack(Gated(), Normed())
-    plan = only_made(profiled(model))
-    caught: list[weakref.ref] = []
-    model.layers[1].before = lambda x: caught.append(weakref.ref(x.untyped_storage()))
-    with lowtide.apply(model, plan, engine="virtual:0"):
-        for _ in range(3):
-            loss = small_loss(model, rows())
-            assert caught[-1]() is not None
-            loss.backward()
-            assert caught[-1]() is None
-            small_loss(model, rows())
-            assert caught[-1]() is None
-
-
-def test_an_anchor_of_the_second_call_of_a_module() -> None:
-    block = stack(Normed()).layers[0]
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.linear = block, nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x + self.block(x + self.linear(x).relu()))
-
-    model = stack(Twice())
-    profile = profiled(model)
-    needed = {name for node in profile.sites if node.recipe for name in node.recipe.nodes}
-    calls = {
-        n.anchor.call for n in profile.nodes if n.name in needed and n.anchor and n.anchor.module.endswith("block")
-    }
-    assert calls == {0, 1}
-    with lowtide.apply(model, only_made(profile), engine="virtual:0") as tide:
-        gradients(model, rows())
-        got = gradients(model, rows())
-        assert tide.stats.num_divergences == 0
-    assert_plain(model, rows(), got)
 
 
 # -- nothing is left -------------------------------------------------------------------------------------------------
