@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# All variants stay on the device side by side, so the stack is a few layers of the size of Llama-7B's.
+GPU_BUDGET := --device cuda --dtype bfloat16 --layers 6 --hidden 4096 --intermediate 11008 --batch 1 --check 0
 SOURCES := lowtide tests examples benchmarks docs
 
 .PHONY: test check demo gpu format clean
@@ -28,6 +30,8 @@ demo: $(STAMP)
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
+	PYTHONPATH=. $(PYTHON) -m benchmarks.budget $(GPU_BUDGET) --sequence 4096 --out benchmarks/results/gpu/budget_4k.json
+	PYTHONPATH=. $(PYTHON) -m benchmarks.budget $(GPU_BUDGET) --sequence 8192 --out benchmarks/results/gpu/budget_8k.json
 
 format: $(STAMP)
 	$(PY) -m ruff format $(wildcard $(SOURCES))
