@@ -185,11 +185,16 @@ def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], h
     first = list(starts[:-1])
     peaks = np.maximum.reduceat(base, first)
     sums = np.add.reduceat(seconds, first)
-    ticks = [Tick(seconds=float(s), base_bytes=int(b)) for s, b in zip(sums, peaks, strict=True)]
+    ends = [*first[1:], len(base)]
+    largest = [start + int(np.argmax(base[start:end])) for start, end in zip(first, ends, strict=True)]
+    ticks = [
+        Tick(seconds=float(s), base_bytes=int(b), name=profile.op_names[op])
+        for s, b, op in zip(sums, peaks, largest, strict=True)
+    ]
     state = profile.state
     after = state.parameters + state.buffers + state.optimizer + state.gradients + state.optimizer_temporaries
     # The optimizer's own step: no time of this micro-batch, but bytes that must fit.
-    return (*ticks, Tick(seconds=0.0, base_bytes=after))
+    return (*ticks, Tick(seconds=0.0, base_bytes=after, name="the step of the optimizer"))
 
 
 def _items(

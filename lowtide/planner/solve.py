@@ -281,7 +281,8 @@ def _what_is_in_the_way(
     curve = floor_curve(frame, spans)
     tick = int(np.argmax(curve))
     num_forward = frame.step.num_forward_ticks
-    where = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
+    nameless = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
+    where = frame.step.ticks[tick].name or nameless
     base_bytes = int(frame.base[tick])
     there = (frame.born <= tick) & (tick < frame.dies) | (spans.need <= tick) & (tick < spans.release)
     there |= spans.is_held & (frame.born <= tick) & (tick < spans.release)

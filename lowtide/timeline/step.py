@@ -22,6 +22,8 @@ class Tick:
     seconds: float
     base_bytes: int
     """Most bytes on the device while it runs, beyond the items."""
+    name: str = ""
+    """Of the operator that needs most of them, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

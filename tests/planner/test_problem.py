@@ -9,7 +9,17 @@ import dataclasses
 
 import pytest
 
-from lowtide.catalog.site import Anchor, Geometry, Profile, Recipe, RecipeInput, RecipeStep, Site, StateBytes
+from lowtide.catalog.site import (
+    Anchor,
+    Geometry,
+    Profile,
+    Recipe,
+    RecipeInput,
+    RecipeStep,
+    Site,
+    StateBytes,
+    StayingBytes,
+)
 from lowtide.planner.fate import Fate
 from lowtide.planner.problem import Problem, decisions, make_problem, op_base_bytes
 from lowtide.timeline.memory import plain_curve
@@ -157,3 +167,18 @@ def test_rules_leave_one_fate(fate: Fate) -> None:
 def test_a_profile_survives_json() -> None:
     assert Profile.from_json(PROFILE.to_json()) == PROFILE
     assert dataclasses.replace(PROFILE, nodes=()).saved_bytes == 0
+
+
+def test_ticks_have_the_name_of_the_operator_that_needs_most() -> None:
+    names = [tick.name for tick in problem().step.ticks]
+    assert names == [*PROFILE.op_names, "the step of the optimizer"]
+    rules = dict.fromkeys(("x", "a", "b"), ((KEEP,), "keep"))
+    assert [tick.name for tick in problem(allowed=rules).step.ticks][:2] == ["m.neg_1", "m.neg_2"]
+
+
+def test_what_no_plan_can_move_is_kept_and_said() -> None:
+    stays = StayingBytes(name="m.topk:1", layer=None, nbytes=64, dtype="int64", reason="never read by backward")
+    made = make_problem(dataclasses.replace(PROFILE, staying=(stays,)), allowed={}, min_bytes=10)
+    assert made.step == problem().step  # its bytes are among those of the operators
+    *_, last = decisions(made, [KEEP] * 3, [None] * 3, [None] * 3, dict.fromkeys(range(3), "fits"))
+    assert (last.name, last.nbytes, last.fate, last.reason) == ("m.topk:1", 64, KEEP, "never read by backward")
