@@ -18,6 +18,7 @@ them, so everything is traced as if on the host.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -225,6 +226,7 @@ def _trace(
     observer.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_quietly())
         stack.enter_context(_grouped_experts(model))
         stack.enter_context(_lent(model, mode))
         stack.enter_context(skipping(model, setting.runs))
@@ -251,11 +253,26 @@ def _trace(
     return expand(recorded, nodes, recipes, setting.runs), observer.batch
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Inside, torch does not log the traceback of an operator that fails: what is wrong is said once, in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
 def _depends_on_data(observer: Observer, error: BaseException) -> ConfigError:
     where = observer.failed_at or str(error).partition("\n")[0]
     return ConfigError(
         f"trace: the model looks at the values of its tensors ({where}), and a trace has none; profile it with real "
-        "tensors: lowtide.observe(model, batch)"
+        "ones: `lowtide profile RUN.yaml`, or lowtide.observe(model, batch)"
     )
 
 

@@ -54,6 +54,8 @@ def observe(
 
     Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"observe: expected a torch.nn.Module, not {type(model).__name__}")
     device = device_of(model)
     if device.type == "meta":
         raise ConfigError("observe: the model is on the meta device; give it weights, or plan it without running it")
@@ -167,7 +169,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if not isinstance(batch, Mapping | tuple):
         raise ConfigError(
             "observe: batch must be a mapping (model(**batch)), a tuple (model(*batch)) or a function that returns the "
-            f"loss, not {type(batch).__name__}"
+            f"loss, not {'Tensor' if isinstance(batch, torch.Tensor) else type(batch).__name__}"
         )
     args: tuple = () if isinstance(batch, Mapping) else batch
     kwargs = dict(batch) if isinstance(batch, Mapping) else {}

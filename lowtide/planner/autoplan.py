@@ -99,6 +99,10 @@ def _plan_of(
     profile, step, timeline = problem.profile, problem.step, solution.timeline
     reasons = {i: _reason(item, fate) for i, (item, fate) in enumerate(zip(step.items, solution.fates, strict=True))}
     plain = plain_curve(step)
+    num_forward = step.num_forward_ticks
+    forward = timeline.curve[:num_forward]
+    bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
+    held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
         step_seconds=timeline.step_seconds,
@@ -108,6 +112,8 @@ def _plan_of(
         plain_peak_bytes=int(plain.max()),
         plain_seconds=step.compute_seconds,
         floor_bytes=solution.floor_bytes,
+        forward_peak_bytes=int(max(forward, default=0)),
+        forward_held_bytes=int(max(held, default=0)),
         certainty=_certainty(profile),
     )
     return Plan(

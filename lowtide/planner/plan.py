@@ -75,6 +75,10 @@ class Prediction:
     plain_seconds: float
     floor_bytes: int
     """The smallest peak that the solver can reach."""
+    forward_peak_bytes: int = 0
+    """Everything on the device at the worst moment of forward alone."""
+    forward_held_bytes: int = 0
+    """The same without what lives for a few operators: state, the batch, and activations held for backward."""
     certainty: str
     """Where bytes and times come from: 'observed on cpu', 'traced without a device, times by roofline of h200'."""
 

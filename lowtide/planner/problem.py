@@ -33,6 +33,8 @@ class Problem:
     """First operator of each tick, and at the end the number of operators."""
     why_fixed: Mapping[int, str]
     """Nodes that are no items: why they are kept."""
+    held: tuple[int, ...]
+    """Of each forward tick: its base bytes, without those that live for a few operators."""
 
 
 def make_problem(
@@ -58,7 +60,8 @@ def make_problem(
     items = _items(profile, chosen, fates, starts, sends)
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
     step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items, stops=_stops(profile, starts))
-    return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed)
+    held = _held(profile, starts[:num_forward], fixed, has_gradients)
+    return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed, held=held)
 
 
 def _is_forced(fates: tuple[Fate, ...]) -> bool:
@@ -195,6 +198,13 @@ def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], h
     after = state.parameters + state.buffers + state.optimizer + state.gradients + state.optimizer_temporaries
     # The optimizer's own step: no time of this micro-batch, but bytes that must fit.
     return (*ticks, Tick(seconds=0.0, base_bytes=after, name="the step of the optimizer"))
+
+
+def _held(profile: Profile, first: Sequence[int], fixed: Mapping[int, bool], has_gradients: bool) -> tuple[int, ...]:
+    base = op_base_bytes(profile, fixed, has_gradients=has_gradients) - np.asarray(profile.op_bytes, dtype=np.int64)
+    staying = sum(entry.nbytes for entry in profile.staying)
+    ticks = np.maximum.reduceat(base[: profile.num_forward_ops], list(first)) + staying if first else ()
+    return tuple(int(nbytes) for nbytes in ticks)
 
 
 def _items(

@@ -2,10 +2,18 @@
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
 saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried
-out under the plan, as are all that follow. After a planned step the measured stalls and, on an accelerator, the
-measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of the link or of the
-memory is corrected by the difference and the plan is made again, at most twice: from start to stable in three planned
-steps.
+out under the plan, as are all that follow. After each of the first two planned steps the measured stalls and, on an
+accelerator, the measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of
+the memory, of compute or of the link is corrected by the difference and the plan is made again: from start to stable
+in three planned steps.
+
+Which model is wrong when stalls are seen? On the host backward passes are timed until then. If compute took less than
+the profile says by more than a tenth, there was less to hide copies behind: the profile's times are scaled. Else the
+link is slower than it was measured. Scaled one after the other, never both for one measurement: a stall has one cause
+here, and the next step shows what is left.
+
+The guard (guard.py) is set with each plan: to what the plan itself holds at most in forward, and what it leaves of the
+budget. A step as planned never touches it; one that saves more than planned is spilled before the budget is passed.
 
 Gradients: once a forward pass finds some (micro-batches accumulate), plans count them from the start of a pass on.
 Shapes: a plan is made for each shape class of the inputs and kept; going back to a known one costs a recorded forward.
@@ -41,7 +49,7 @@ from lowtide.catalog.site import Profile
 from lowtide.config.native import MemoryConfig, load_memory
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.autoplan import plan_profile
-from lowtide.planner.plan import Plan
+from lowtide.planner.plan import Plan, Prediction
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import ForwardPatch, patched_module
@@ -52,7 +60,10 @@ from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
 _TOLERANCE = 0.02
-_MAX_CORRECTIONS = 2
+_COMPUTE_TOLERANCE = 0.1
+_NUM_REVIEWS = 2
+# The guard begins to spill a fiftieth below its limit (guard.py).
+_GUARD_HEADROOM = 49
 _MAX_SHAPES = 16
 _TIGHTER = 0.9
 _ACCUMULATES = "gradients stay"
@@ -65,7 +76,8 @@ class PlanEvent:
     forward: int
     """How many planned forward passes had run."""
     why: str
-    """'first step', 'new shape', 'known shape', 'gradients stay', 'stalls: ...', 'peak: ...', 'out of memory'."""
+    """'first step', 'new shape', 'known shape', 'gradients stay', 'peak: ...', 'compute: ...', 'stalls: ...',
+    'out of memory'."""
     budget_bytes: int
     """What the solver was given: the budget, less what measurements showed beyond its prediction."""
     digest: str
@@ -79,7 +91,8 @@ class _Shape:
 
     profile: Profile
     plan: Plan
-    num_corrections: int = 0
+    num_reviews: int = 0
+    """How many planned steps were compared with their prediction."""
     unforeseen_bytes: int = 0
 
 
@@ -164,6 +177,8 @@ class AutoTide:
         self._patch = ForwardPatch(model, self._around)
         self._is_removed = False
         self._num_forwards = 0
+        self._backward_seconds: list[float] = []
+        """Of the planned steps that are to be reviewed: backward passes, without stalls."""
         self._rollback = Rollback(
             model,
             optimizer,
@@ -252,7 +267,31 @@ class AutoTide:
         else:
             self._review(key)
         self._num_forwards += 1
-        return self._patch.original(*args, **kwargs)
+        output = self._patch.original(*args, **kwargs)
+        if self.engine.device_type == "cpu" and self._shapes[key].num_reviews < _NUM_REVIEWS:
+            self._time_backward(output)
+        return output
+
+    def _time_backward(self, output: Any) -> None:
+        """Put the seconds of the backward pass from `output` on record, without stalls."""
+        tide = self._tide
+        root = next((leaf.grad_fn for leaf in tree_leaves(_loss_or_all(output)) if _has_graph(leaf)), None)
+        if root is None or tide is None:
+            return
+        seconds: list[float] = []
+
+        def clock() -> float:
+            return time.perf_counter() - tide.stats.stall_seconds
+
+        def end() -> None:
+            self._backward_seconds.append(clock() - seconds[-1])
+
+        def begin(gradients: Any) -> None:
+            if not seconds:  # a graph that is retained has other backward passes
+                seconds.append(clock())
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        root.register_prehook(begin)
 
     def _learn(self, key: tuple, args: tuple, kwargs: dict) -> None:
         """Observe this shape for the first time, and plan for it."""
@@ -260,17 +299,24 @@ class AutoTide:
         why = "new shape" if self._shapes else "first step"
         self._say(f"lowtide: observing one step ({why})")
         self._take_off()
-        with _autocast_cache_left_alone():
-            profile = observe(
-                self.model,
-                lambda: self.model(*args, **kwargs),
-                loss=_loss_or_all,
-                needs_scalar=False,
-                optimizer=self._optimizer,
-            )
-        if self._link is None:
-            self._link = self._measure_link()
-        plan = self._make_plan(profile, self._budget_bytes)
+        self._current = None
+        try:
+            with _autocast_cache_left_alone():
+                profile = observe(
+                    self.model,
+                    lambda: self.model(*args, **kwargs),
+                    loss=_loss_or_all,
+                    needs_scalar=False,
+                    optimizer=self._optimizer,
+                )
+            if self._link is None:
+                self._link = self._measure_link()
+            plan = self._make_plan(profile, self._budget_bytes)
+        except BaseException as error:
+            # A bad batch is no reason to go on without a plan; that no plan fits the first one is.
+            if self._shapes or not isinstance(error, BudgetError):
+                self._patch = ForwardPatch(self.model, self._around)
+            raise
         self._shapes[key] = _Shape(profile=profile, plan=plan)
         if len(self._shapes) > _MAX_SHAPES:
             self._shapes.popitem(last=False)
@@ -280,8 +326,16 @@ class AutoTide:
         """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
         start = time.perf_counter()
         self._expects_gradients = True
-        for shape in self._shapes.values():
-            shape.plan = self._make_plan(shape.profile, self._budget_bytes - shape.unforeseen_bytes)
+        shapes = list(self._shapes.values())
+        if self._current is not None:
+            self._shapes[self._current].num_reviews += 1  # its plan changes without one
+        try:
+            plans = [self._make_plan(s.profile, self._budget_bytes - s.unforeseen_bytes) for s in shapes]
+        except BudgetError:
+            self._expects_gradients = False  # so that the next one is refused as well
+            raise
+        for shape, plan in zip(shapes, plans, strict=True):
+            shape.plan = plan
         if self._current is not None:
             self._use(self._current, why=_ACCUMULATES, seconds=time.perf_counter() - start)
 
@@ -313,6 +367,8 @@ class AutoTide:
         self._shapes.move_to_end(key)
         self._current = key
         self._tide = apply(self.model, shape.plan, optimizer=self._optimizer, engine=self.engine)
+        self._tide.set_limit(self._guard_limit(shape.plan))
+        self._backward_seconds.clear()
         self._patch = ForwardPatch(self.model, self._around)
         budget = self._budget_bytes - shape.unforeseen_bytes
         event = PlanEvent(
@@ -331,6 +387,18 @@ class AutoTide:
                 f"{format_seconds(predicted.plain_seconds)}, made in {format_seconds(seconds)}"
             )
 
+    def _guard_limit(self, plan: Plan) -> int | None:
+        """What live bytes may reach in forward before the guard spills: the plan's own, and what it leaves free.
+
+        Where an allocator counts, all bytes count; else only state and activations do, so less is the limit.
+        """
+        predicted = plan.predicted
+        assert predicted is not None
+        counts_all = self.engine.device_peak_bytes() is not None
+        in_forward = predicted.forward_peak_bytes if counts_all else predicted.forward_held_bytes
+        high = in_forward + max(0, self._budget_bytes - predicted.peak_bytes)
+        return high + high // _GUARD_HEADROOM + 1
+
     def _take_off(self) -> None:
         """Bring the model back to its own forward: patches come off in the reverse order."""
         self._patch.undo()
@@ -344,17 +412,15 @@ class AutoTide:
         """A planned step is over: was it as predicted?"""
         shape, tide = self._shapes[key], self._tide
         assert tide is not None
-        predicted = shape.plan.predicted
         stats = tide.stats
-        if predicted is None or shape.num_corrections >= _MAX_CORRECTIONS or stats.num_forwards < 1:
+        if shape.num_reviews >= _NUM_REVIEWS or stats.num_forwards < 1:
             return
-        why = self._correct_memory(shape, stats) or self._correct_link(stats, predicted)
+        shape.num_reviews += 1
+        why = self._correct_memory(shape, stats) or self._correct_times(shape, stats)
         tide.reset_stats()
+        self._backward_seconds.clear()
         if not _any_rank(bool(why), self._group):
-            # As predicted. Later steps may still differ, but not because the model of them was wrong.
-            shape.num_corrections += 1 if stats.num_forwards > 1 else 0
             return
-        shape.num_corrections += 1
         start = time.perf_counter()
         shape.plan = self._make_plan(shape.profile, self._budget_bytes - shape.unforeseen_bytes)
         self._use(key, why=why or "another rank corrected its plan", seconds=time.perf_counter() - start)
@@ -371,13 +437,28 @@ class AutoTide:
         shape.unforeseen_bytes += excess
         return f"peak: {format_bytes(stats.peak_device_bytes)}, not {format_bytes(predicted.peak_bytes)}"
 
-    def _correct_link(self, stats: Stats, predicted: Any) -> str:
-        """A link that is slower than it was measured shows in stalls."""
-        assert self._link is not None
+    def _correct_times(self, shape: _Shape, stats: Stats) -> str:
+        """More stalls than predicted: compute was faster than the profile says, or the link slower than measured."""
+        predicted = shape.plan.predicted
+        assert predicted is not None
         stall = stats.stall_seconds / stats.num_forwards
         excess = stall - predicted.stall_seconds
         if excess <= _TOLERANCE * predicted.step_seconds or not stats.swapped_bytes:
             return ""
+        return self._correct_compute(shape, predicted) or self._correct_link(stats, stall, excess)
+
+    def _correct_compute(self, shape: _Shape, predicted: Prediction) -> str:
+        profile = shape.profile
+        expected = sum(profile.op_seconds[profile.num_forward_ops :]) + predicted.recompute_seconds
+        # Nothing is known of an engine whose stalls are not of this clock.
+        measured = min(self._backward_seconds, default=0.0)
+        if measured <= 0.0 or measured >= (1.0 - _COMPUTE_TOLERANCE) * expected:
+            return ""
+        shape.profile = profile.with_times(measured / expected)
+        return f"compute: backward in {format_seconds(measured)}, not {format_seconds(expected)}"
+
+    def _correct_link(self, stats: Stats, stall: float, excess: float) -> str:
+        assert self._link is not None
         out_seconds = stats.swapped_bytes / stats.num_forwards / self._link.out_bytes_per_second
         in_seconds = stats.copied_in_bytes / stats.num_forwards / self._link.in_bytes_per_second
         slower = (out_seconds + in_seconds) / (out_seconds + in_seconds + excess)
@@ -386,7 +467,7 @@ class AutoTide:
             out_bytes_per_second=self._link.out_bytes_per_second * slower,
             in_bytes_per_second=self._link.in_bytes_per_second * slower,
         )
-        return f"stalls: {format_seconds(stall)} a step, not {format_seconds(predicted.stall_seconds)}"
+        return f"stalls: {format_seconds(stall)} a step, not {format_seconds(stall - excess)}"
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory."""
@@ -436,6 +517,10 @@ def _loss_or_all(output: Any) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
     return loss if is_loss else output
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
 
 
 def _say_nothing(line: str) -> None:

@@ -35,6 +35,8 @@ def plan_model(
 ) -> Plan:
     """See `lowtide.plan`."""
     config = merged_config(memory, budget, host_budget)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lowtide.plan: expected a torch.nn.Module, not {type(model).__name__}")
     chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
     if progress is not None:
         progress("tracing one step")

@@ -297,7 +297,7 @@ def test_small_values_are_known_and_others_are_asked_for() -> None:
         trace(model, (x, torch.tensor(1)), hardware=HOST)
     assert str(error.value) == (
         "trace: the model looks at the values of its tensors (aten.index in the model), and a trace has none; profile "
-        "it with real tensors: lowtide.observe(model, batch)"
+        "it with real ones: `lowtide profile RUN.yaml`, or lowtide.observe(model, batch)"
     )
     assert type(model.block.weight) is nn.Parameter
     assert not model.block._forward_hooks

@@ -343,7 +343,7 @@ def test_a_model_that_looks_at_values(kind_of_model, capsys: pytest.CaptureFixtu
     said = error_of(capsys, "plan", "run.yaml", "--budget", "1GiB")
     assert said == (
         "trace: the model looks at the values of its tensors (aten._local_scalar_dense in the model), and a trace has "
-        "none; profile it with real tensors: lowtide.observe(model, batch)"
+        "none; profile it with real ones: `lowtide profile RUN.yaml`, or lowtide.observe(model, batch)"
     )
     assert lowtide("profile", "run.yaml", "--out", "profile.json") == 0  # the way out that it names
 
