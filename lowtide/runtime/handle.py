@@ -12,8 +12,8 @@ Three handles:
 Every handle checks the tensor's version when it is opened. Plain autograd does so by itself; as soon as any
 saved-tensor hook is active it does not, and an in-place write after saving would silently give wrong gradients.
 
-Cost: about 1 us a kept tensor, 6 us a swapped one. Not covered: writes through `.data` or by kernels that do not bump
-the version counter; plain autograd does not see those either.
+Cost: about 1 us a kept tensor beside what any saved-tensor hook costs (5 us). Not covered: writes through `.data` or by
+kernels that do not bump the version counter; plain autograd does not see those either.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ Divergence: a tensor that is not the one the table expects is counted, and gets 
 swapped, say) if there is one, else it is kept. It can never get a wrong value: every fate but `keep` identifies bytes
 by a live storage and its version, not by position.
 
-Cost: 1 us a kept tensor. Not covered: tensor subclasses (DTensor, quantized, nested) and sparse tensors, which stay
-as plain autograd has them.
+Cost: about 6 us a kept tensor in forward and backward together, of which 5 are what any saved-tensor hook costs; the
+same under rules and under a solved plan. Not covered: tensor subclasses (DTensor, quantized, nested) and sparse
+tensors, which stay as plain autograd has them.
 """
 
 from __future__ import annotations

@@ -229,12 +229,16 @@ class RegionRun:
             markers = [torch.empty(0, device=device) for device in {tensor.device: None for tensor in tensors}]
         versions = [tensor._version for tensor in tensors]
         self.inputs = [pack(tensor) for tensor in tensors]
-        output = checkpoint(self._body, *markers, use_reentrant=False)
-        self.buffers.settle()
-        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if tensor._version != version:
-                self._replace_input(i, copies)
-        self.call.forget()
+        try:
+            output = checkpoint(self._body, *markers, use_reentrant=False)
+            self.buffers.settle()
+            for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+                if tensor._version != version:
+                    self._replace_input(i, copies)
+        finally:
+            # Also after an error: an input that was written to has a graph, which leads back to this region, and no
+            # collector sees cycles through autograd.
+            self.call.forget()
         return output
 
     def _replace_input(self, index: int, copies: list[torch.Tensor] | None) -> None:

@@ -16,8 +16,8 @@ Refused, with a note on the error that says why: several ranks (the others would
 parameters with post-accumulate-grad hooks (they have acted on a gradient already), a closure that wrote to parameters
 or wrote into gradients by itself.
 
-Cost while nothing fails: one walk over modules and parameters (about 5 us a parameter), a copy of each buffer up to
-1 MiB, a host copy of larger ones until they were seen not to change.
+Cost while nothing fails: one walk over modules and parameters (about 12 us a parameter that has a gradient), a copy of
+each buffer up to 1 MiB, a host copy of larger ones until they were seen not to change.
 Not covered: what the closure itself advances (a data iterator: draw the batch outside), gradients of tensors that are
 neither the model's nor the optimizer's, attributes of modules that are tensors or objects of other classes.
 """

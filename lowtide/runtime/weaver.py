@@ -10,7 +10,7 @@ When a recipe is trusted. Nodes are found by position, and a position can be ano
   sizes, may differ), and the autograd graph between them must be the same again: same operators, same parameters.
 Where that fails, the tensor stays, counted as a divergence: it costs memory, never a value.
 
-Cost: some 20 us a made cell and forward. Not covered: numbers that a model changes from step to step and bakes into an
+Cost: some 25 us a made cell and forward. Not covered: numbers that a model changes from step to step and bakes into an
 operator (a scale that follows a schedule): neither shapes nor the graph show them.
 """
 

@@ -11,6 +11,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 
 import lowtide
 from tests import zoo
+from tests.failing import Failing, frozen
 
 WIDTH = 16
 NUM_STEPS = 1_000
 WARM_UP_STEPS = 100
+_NUM_OPS = 40
+"""Fewer than there are in one of these steps under any plan."""
 MEMORY = {
     "swap": {"swap": "all", "min_bytes": 0},
     "recompute": {"recompute": "all", "min_bytes": 0},
@@ -184,6 +188,67 @@ def test_nothing_is_left_of_two_hundred_tides(engine: str, tmp_path: Path) -> No
         for plan in MEMORY:
             one(plan)
     assert _left() == before
+
+
+def _step_without_memory(tide: lowtide.Tide, seed: int, *, for_ever: bool) -> None:
+    """A micro-batch that runs out of memory at one operator of its forward or backward, or from there on for ever."""
+    mode = Failing(Random(seed).randrange(_NUM_OPS), for_ever=for_ever)
+    try:
+        with mode:
+            tide.step(lambda: _ordinary(tide.model))
+    except torch.OutOfMemoryError:
+        assert for_ever
+    assert mode.num_raised > 0
+    tide.model.zero_grad(set_to_none=True)
+
+
+def _assert_nothing_open(tide: lowtide.Tide) -> None:
+    gc.collect()
+    tide.settle()
+    stats = tide.stats
+    assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
+    assert (tide._mover.num_open(), tide._ledger.now_bytes) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
+@pytest.mark.parametrize("engine", ["virtual:0", "host"])
+def test_nothing_is_left_of_two_hundred_micro_batches_that_ran_again(engine: str, tmp_path: Path) -> None:
+    """Each tide takes two: everything is swapped after the first, and recomputed after the second."""
+    model = zoo.Stack(*(Block() for _ in range(3)))
+    memory = {"swap": "none", "min_bytes": 0, **({"disk_path": str(tmp_path)} if engine == "host" else {})}
+
+    def one(number: int) -> None:
+        with lowtide.apply(model, memory, engine=engine) as tide:
+            for seed in (2 * number, 2 * number + 1):
+                _step_without_memory(tide, seed, for_ever=False)
+            assert tide.stats.num_retries == 2
+            _assert_nothing_open(tide)
+
+    for number in range(5):
+        one(number)
+    with frozen():
+        before = _left()
+        for number in range(100):
+            one(number)
+        assert _left() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
+@pytest.mark.parametrize("plan", ["swap", "mixed"])
+def test_nothing_is_left_of_two_hundred_micro_batches_that_failed_for_good(plan: str) -> None:
+    model = zoo.Stack(*(Block() for _ in range(3)))
+    with lowtide.apply(model, MEMORY[plan], engine="virtual:0") as tide:
+        for seed in range(20):
+            _step_without_memory(tide, seed, for_ever=True)
+        with frozen():
+            before = _left()
+            for seed in range(200):
+                _step_without_memory(tide, seed, for_ever=True)
+            assert _left() == before
+        _assert_nothing_open(tide)
 
 
 @pytest.mark.parametrize("engine", ["virtual:0", "virtual:1", "host"])

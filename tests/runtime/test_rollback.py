@@ -1,19 +1,18 @@
-"""A micro-batch that runs out of memory, wherever that happens, leaves what a micro-batch leaves that never did.
+"""What a micro-batch changes is put back when memory runs out in it: gradients, buffers, attributes, random states.
 
-Memory runs out at every operator of a step in turn (a dispatch mode raises once, before the operator runs), in every
-call to the engine, and, in a process of its own, for real.
+Also what becomes of the plan, what is refused, what is said, and, in a process of its own, memory that really runs out.
+Memory that runs out at every operator in turn: test_rollback_everywhere.py.
 """
 
 from __future__ import annotations
 
 import errno
-import gc
 import random
 import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,228 +20,21 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 import lowtide
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan
 from lowtide.planner.rules import Pattern, Rule, Rules
-from lowtide.runtime.engines.virtual import VirtualEngine
 from lowtide.runtime.rollback import is_out_of_memory, tighter
 from lowtide.runtime.tide import Tide
 from tests import zoo
+from tests.failing import Failing
 
 SEED = 5
 KEEP = {"swap": "none", "min_bytes": 0}
-SWAP = {"swap": "all", "min_bytes": 0}
-RECOMPUTE = {"recompute": "all", "min_bytes": 0}
 
 pytestmark = pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> Iterator[None]:
-    """Every retry collects cycles; what the imports left behind need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-class Failing(TorchDispatchMode):
-    """Raises in place of the n-th operator, once (or in place of all from there on); else only counts them."""
-
-    def __init__(self, at: int = -1, *, for_ever: bool = False) -> None:
-        super().__init__()
-        self.at = at
-        self.for_ever = for_ever
-        self.num_ops = 0
-        self.num_raised = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        number = self.num_ops
-        self.num_ops += 1
-        if number == self.at or (self.for_ever and number > self.at >= 0):
-            self.num_raised += 1
-            raise torch.OutOfMemoryError(f"made up, at {func}")
-        return func(*args, **(kwargs or {}))
-
-
-class Step:
-    """Two micro-batches under a tide, the second of which may run out of memory, and what they leave."""
-
-    def __init__(self, case: zoo.Case, memory: dict, *, engine: Any, observed: bool = False) -> None:
-        self.case = case
-        self.model = case.build(SEED)
-        self.observed = observed
-        self.weights = {key: value.clone() for key, value in self.model.state_dict().items()}
-        self.memory = memory
-        self.engine = engine
-        self.num_retries = 0
-
-    def run(self, mode: TorchDispatchMode) -> dict[str, Tensor]:
-        case, model = self.case, self.model
-        model.load_state_dict(self.weights)
-        model.zero_grad(set_to_none=True)
-        batches = [case.batch(10 + number) for number in range(3)]
-        engine = VirtualEngine(SEED) if self.engine is None else self.engine
-        with lowtide.apply(model, self.memory, engine=engine) as tide:
-            torch.manual_seed(SEED)
-            # Micro-batch 0 observes, unless the one that fails is to be the observed one.
-            for number in range(1 if self.observed else 0, 2):
-                with mode if number == 1 else Failing():
-                    loss = tide.step(lambda n=number: self.micro_batch(batches[n]))
-            seen = {"loss": loss, "random": torch.get_rng_state()}
-            seen |= {f"grad:{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-            seen |= {f"buffer:{name}": b.clone() for name, b in model.named_buffers()}
-            tide.settle()
-            assert (tide._mover.num_open(), tide._ledger.now_bytes) == (0, 0)
-            assert (tide.stats.host_bytes, tide.stats.disk_bytes) == (0, 0)
-            if isinstance(engine, VirtualEngine):
-                assert engine.violations == []
-            self.num_retries = tide.stats.num_retries
-            self.stats = tide.stats
-        return seen
-
-    def micro_batch(self, batch: dict[str, Tensor]) -> Tensor:
-        loss = self.case.loss(self.model, batch)
-        (loss / 2).backward()
-        return loss.detach()
-
-
-def assert_same(seen: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    assert seen.keys() == truth.keys()
-    wrong = [key for key in truth if not zoo.same_bits(seen[key], truth[key])]
-    assert not wrong, wrong[:5]
-
-
-# A step of these takes a few milliseconds. Dropout, batch norm, experts, views, tied weights, sparse gradients...
-NAMES = (
-    "mlp", "tied", "unet", "gpt2_dropout", "qwen3_moe_eager", "shared_layer", "lora_autocast", "custom_function",
-    "stateful", "draws", "inplace_input", "nested", "checkpointed", "transformer_encoder", "llama",
-)  # fmt: skip
-QUICK = ("mlp", "unet", "gpt2_dropout", "qwen3_moe_eager", "stateful", "draws", "tied", "checkpointed")
-
-
-def _plans(case: zoo.Case) -> dict[str, dict]:
-    return {
-        "keep": KEEP,
-        "swap": SWAP,
-        "recompute": RECOMPUTE,
-        "mixed": dict(case.mixed_plans[0] if case.mixed_plans else SWAP),
-    }
-
-
-def _fail_everywhere(case: zoo.Case, memory: dict, *, places: int | None, observed: bool = False) -> int:
-    """Fails at so many operators, evenly spread over the micro-batch, or at all of them."""
-    step = Step(case, memory, engine=None, observed=observed)
-    counting = Failing()
-    truth = step.run(counting)
-    plain_stats = step.stats
-    assert plain_stats.num_retries == 0
-    numbers = range(0, counting.num_ops, max(1, counting.num_ops // places) if places else 1)
-    for number in numbers:
-        mode = Failing(number)
-        try:
-            assert_same(step.run(mode), truth)
-        except BaseException as error:
-            error.add_note(f"operator {number} of {counting.num_ops}")
-            raise
-        assert (mode.num_raised, step.stats.num_retries) == (1, 1)
-        assert step.stats.num_forwards == plain_stats.num_forwards
-    return len(numbers)
-
-
-@pytest.mark.parametrize("name", QUICK)
-@pytest.mark.parametrize("plan", ["swap", "recompute"])
-def test_out_of_memory_at_some_operators_changes_no_bit(name: str, plan: str) -> None:
-    _fail_everywhere(zoo.CASES[name], _plans(zoo.CASES[name])[plan], places=5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("plan", ["keep", "swap", "recompute", "mixed"])
-def test_out_of_memory_at_every_operator_changes_no_bit(
-    name: str, plan: str, record_property: Callable[[str, int], None]
-) -> None:
-    memory = _plans(zoo.CASES[name])[plan]
-    record_property("num_operators", _fail_everywhere(zoo.CASES[name], memory, places=None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-@pytest.mark.parametrize("plan", ["swap", "recompute", "mixed"])
-def test_out_of_memory_in_the_observed_step_changes_no_bit(name: str, plan: str) -> None:
-    _fail_everywhere(zoo.CASES[name], _plans(zoo.CASES[name])[plan], places=40, observed=True)
-
-
-# -- the engine --------------------------------------------------------------------------------------------------------
-
-
-class Tight(VirtualEngine):
-    """Runs out of memory in the n-th of some calls, once."""
-
-    def __init__(self, name: str, at: int) -> None:
-        super().__init__(SEED)
-        self.left = at + 1
-        self.failing = name
-
-    def _count(self, name: str) -> None:
-        if name == self.failing:
-            self.left -= 1
-            if self.left == 0:
-                raise MemoryError
-
-    def allocate(self, nbytes: int, tier: str) -> Any:
-        self._count("allocate")
-        return super().allocate(nbytes, tier)
-
-    def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        self._count("new_buffer")
-        return super().new_buffer(nbytes, device)
-
-    def copy_out(self, source: torch.UntypedStorage, slot: Any) -> None:
-        self._count("copy_out")
-        super().copy_out(source, slot)
-
-    def copy_in(self, slot: Any, target: torch.UntypedStorage) -> None:
-        self._count("copy_in")
-        super().copy_in(slot, target)
-
-
-@pytest.mark.parametrize("name", ["mlp", "tied"])
-@pytest.mark.parametrize("call", ["allocate", "new_buffer", "copy_out", "copy_in"])
-def test_out_of_memory_in_the_engine_changes_no_bit(name: str, call: str) -> None:
-    truth = Step(zoo.CASES[name], SWAP, engine=None).run(Failing())
-    num_failed = 0
-    while True:
-        step = Step(zoo.CASES[name], SWAP, engine=Tight(call, num_failed))
-        assert_same(step.run(Failing()), truth)
-        if step.engine.left > 0:
-            break
-        assert step.stats.num_retries == 1
-        num_failed += 1
-    assert num_failed > 0
-
-
-def test_a_fetch_that_could_not_start_is_not_mistaken_for_one_that_ran() -> None:
-    """Without `tide.step`: the graph is retained, the error caught, and backward run again."""
-    case = zoo.CASES["mlp"]
-    model, twin = case.build(SEED), case.build(SEED)
-    torch.manual_seed(1)
-    case.loss(twin, case.batch(1)).backward()
-    with lowtide.apply(model, SWAP, engine=Tight("copy_in", -2)) as tide:
-        case.loss(model, case.batch(0)).backward()
-        model.zero_grad(set_to_none=True)
-        tide.engine.left = 1
-        torch.manual_seed(1)
-        loss = case.loss(model, case.batch(1))
-        with pytest.raises(MemoryError):
-            loss.backward(retain_graph=True)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-    assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
