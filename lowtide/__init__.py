@@ -129,7 +129,7 @@ def optimize(
     """Make `model` train within `budget` bytes per device, until `remove()` or the end of the `with` block.
 
     The first forward pass is observed (one extra step that leaves no trace) and planned for; later ones follow the
-    plan, which is corrected at most twice by what is measured, and made anew for new shapes of inputs. Under several
+    plan, which is corrected by what the first two of them show, and made anew for new shapes of inputs. Under several
     ranks (`group`) all follow one plan, for the smallest budget. `say` gets a line when a plan is made.
     Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
     """

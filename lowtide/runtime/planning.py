@@ -7,17 +7,18 @@ Cost: a second or two for the trace, a second for the solver. Not covered: carry
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.catalog.fake import trace
+from lowtide.config.native import MemoryConfig, load_memory
 from lowtide.errors import ConfigError
 from lowtide.planner.autoplan import plan_profile
 from lowtide.planner.plan import Plan
-from lowtide.runtime.adapt import merged_config
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware
 
 
@@ -42,6 +43,26 @@ def plan_model(
         progress("tracing one step")
     profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
     return plan_profile(profile, config, link=chosen.link, progress=progress)
+
+
+def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:
+    """The `memory` section with the budgets of the call written over its own. Raises ConfigError without a budget."""
+    changes = {key: value for key, value in (("budget", budget), ("host_budget", host_budget)) if value is not None}
+    if memory is None or isinstance(memory, Mapping):
+        config = load_memory({**(memory or {}), **changes})
+    else:
+        config = load_memory(memory)
+        if changes:
+            config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
+    if config.budget is None:
+        raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
+    return config
+
+
+def _sizes(changes: Mapping[str, int | str]) -> Any:
+    parsed = load_memory(changes)
+    made = dataclasses.make_dataclass("Sizes", list(changes))
+    return made(**{key: getattr(parsed, key) for key in changes})
 
 
 def hardware_of(model: nn.Module) -> str:
