@@ -126,8 +126,13 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["host", "virtual:3"])
+QUICK_ON_THE_HOST = ("gpt2_dropout", "tied", "stateful")
+ON_THE_HOST = [
+    pytest.param(name, "host", marks=() if name in QUICK_ON_THE_HOST else pytest.mark.slow) for name in NAMES
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*ON_THE_HOST, *((name, "virtual:3") for name in NAMES)])
 def test_budgets_are_kept_and_no_bit_changes(name: str, kind: str) -> None:
     case = zoo.CASES[name]
     runs = []
