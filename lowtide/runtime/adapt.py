@@ -32,6 +32,7 @@ import contextlib
 import dataclasses
 import sys
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class AutoTide:
         self._config = config
         self._budget_bytes = smallest(config.budget, group)
         self._optimizer = optimizer
-        self._owns_engine = owns_engine
+        self._lease = _Lease(engine) if owns_engine else None
         self._group = group
         self._say = say or _say_nothing
         self._link: Link | None = None
@@ -223,8 +224,7 @@ class AutoTide:
         self._patch.undo()
         if self._tide is not None:
             self._tide.remove()
-        if self._owns_engine:
-            self.engine.close()
+        self._lease = None
 
     def __enter__(self) -> AutoTide:
         return self
@@ -349,6 +349,7 @@ class AutoTide:
         self._shapes.move_to_end(key)
         self._current = key
         self._tide = apply(self.model, shape.plan, optimizer=self._optimizer, engine=self.engine)
+        self._tide.outlive(self._lease)
         self._tide.set_limit(self._guard_limit(shape.plan))
         self._backward_seconds.clear()
         self._patch = ForwardPatch(self.model, self._around)
@@ -502,6 +503,13 @@ def _loss_or_all(output: Any) -> Any:
 
 def _has_graph(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+
+
+class _Lease:
+    """Closes an engine when nobody holds it any more: the autopilot, and every graph made under one of its plans."""
+
+    def __init__(self, engine: Engine) -> None:
+        weakref.finalize(self, engine.close)
 
 
 def _say_nothing(line: str) -> None:

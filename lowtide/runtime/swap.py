@@ -58,6 +58,7 @@ class Mover:
         self.ledger = ledger
         self.lock = Lock()
         self._is_closed = False
+        self.lease: object = None
         self.live: dict[int, weakref.ref[Site]] = {}
         self.orphans: deque[tuple] = deque()
         self._leaving: deque[Copy] = deque()

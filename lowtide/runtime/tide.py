@@ -205,6 +205,10 @@ class Tide:
         """
         return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local)
 
+    def outlive(self, lease: object) -> None:
+        """Hold `lease` for as long as any graph of this tide lives, also after `remove`."""
+        self._mover.lease = lease
+
     def settle(self) -> None:
         """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
         self._mover.settle()

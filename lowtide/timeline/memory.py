@@ -17,6 +17,7 @@ storage (it is counted twice, the safe side).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -135,9 +136,13 @@ class Spans:
 
 
 def plain_curve(step: Step | Frame) -> Ints:
-    """Bytes on the device in each tick when everything is kept."""
+    """Bytes on the device in each tick when everything is kept, also what is not allowed to be."""
     frame = Frame.of(step)
-    return curve(frame, [Fate.KEEP] * len(frame.step.items))
+    items = frame.step.items
+    if any(Fate.KEEP not in item.fates for item in items):
+        items = tuple(dataclasses.replace(item, fates=(Fate.KEEP,)) for item in items)
+        frame = Frame.of(dataclasses.replace(frame.step, items=items))
+    return curve(frame, [Fate.KEEP] * len(items))
 
 
 def curve(step: Step | Frame, fates: Sequence[Fate], *, leave: Ticks | None = None, fetch: Ticks | None = None) -> Ints:

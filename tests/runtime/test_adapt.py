@@ -516,3 +516,18 @@ def test_two_ranks_follow_one_plan_and_fail_together() -> None:
     alone = budget_of(net(), (rows(128),), 0.0)
     assert first["floor"] == second["floor"] >= alone
     assert first["text"] == second["text"]
+
+
+def test_a_graph_outlives_the_autopilot() -> None:
+    case = zoo.CASES["llama_eager"]
+    model = case.build(0)
+    batch = case.batch(1, "cpu")
+    case.loss(model, batch).backward()
+    truth = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    tide = lowtide.optimize(model, budget="1GiB", engine="host", memory={"min_bytes": 1, "swap": "all"})
+    loss = case.loss(model, batch)
+    assert tide.stats is not None
+    tide.remove()
+    loss.backward()
+    assert all(torch.equal(parameter.grad, truth[name]) for name, parameter in model.named_parameters())
