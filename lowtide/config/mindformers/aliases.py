@@ -103,6 +103,7 @@ _LLAMA = (
         name="rope",
         legacy=("attention.apply_rotary_emb",),
         mcore=("self_attention.apply_rotary_pos_emb",),
+        hf=("self_attn.add",),
         readers=("sdpa",),
     ),
     Role(
@@ -211,6 +212,7 @@ ROLES: tuple[Role, ...] = (*_LLAMA, *_QWEN, *_DEEPSEEK)
 
 FUNCTIONS: Mapping[str, str] = {
     "self_attn.sdpa": "self_attn",
+    "self_attn.add": "self_attn",
     "mlp.mul": "mlp.act_fn",
     "mlp.shared_expert.mul": "mlp.shared_expert",
     "mlp.shared_experts.mul": "mlp.shared_experts",

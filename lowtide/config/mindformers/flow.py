@@ -5,7 +5,9 @@ anyway. And what a recomputed part reads is not swapped: recompute needs it agai
 keeps it on the device. Of a part that is recomputed only here and there, the rest is swapped, and `holes` names what
 is not.
 
-Not covered: readers in the next layer; a layer swapped as a whole loses only what is recomputed in it.
+The next layer reads a layer's output; that one is found by who knows both layers (resolution.py).
+Not covered: a layer swapped as a whole loses only what is recomputed in it; what in it is read by that is seen in the
+profile of a step (planner/sections.py).
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ class Verdict:
     """What becomes of one swapped part."""
 
     is_swapped: bool
+    """Not recomputed itself. With a `reader` it stays on the device all the same."""
     holes: tuple[str, ...] = ()
     """Below it, but recomputed."""
     reader: str = ""
-    """The recomputed part that reads it, if that is why it is not swapped."""
+    """The recomputed part that reads it and for which it stays on the device."""
     inputs: tuple[str, ...] = ()
     """All that the reader reads: what can be swapped instead."""
 
@@ -45,8 +48,14 @@ def judge(target: str, recomputed: Sequence[str], tree: Tree | None) -> Verdict:
     for reader in _readers(target, tree) if target != LAYER else ():
         for outer in recomputed:
             if is_within(reader, outer) and not is_within(outer, target):
-                return Verdict(is_swapped=False, reader=outer, inputs=tuple(_inputs(reader, tree)))
+                return Verdict(is_swapped=True, reader=outer, inputs=tuple(_inputs(reader, tree)))
     return Verdict(is_swapped=True, holes=tuple(inside))
+
+
+def roles_of(name: str, tree: Tree | None) -> set[str]:
+    """Names of the roles that a part may stand for; `layer_output` for what makes the layer's output."""
+    names = {role.name for role, _ in _roles(name, tree)}
+    return names | {"layer_output"} if "add" in names else names
 
 
 def _operators(tree: Tree) -> list[str]:

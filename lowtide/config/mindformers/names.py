@@ -9,7 +9,7 @@ readings are added, each only where that one finds nothing:
 - for the built-in list of ops on a Hugging Face model, the same op of other MLPs of the layer (shared experts).
 
 Without a tree any name matches, and a pattern stands for itself.
-Not covered: a time limit for expressions that backtrack for ever; names are short.
+Upstream gives an expression a second. Here one that can backtrack for ever (a repetition in a repetition) is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,22 @@ def check(pattern: str) -> str | None:
         except re.error as error:
             inside = f" in {level!r}, which is what stands between two '\\.'" if level != pattern else ""
             return f"is not a regular expression: {error.msg}{inside}"
+        if _repeats_a_repetition(regex_parser.parse(level)):
+            return "repeats what itself repeats, as '(a+)+' does, which can take for ever"
     return None
+
+
+def _repeats_a_repetition(parsed: Any, *, is_inside: bool = False) -> bool:
+    """Is there a repetition without an upper bound inside another one?"""
+    for item in parsed:
+        if isinstance(item, tuple) and len(item) == 3 and item[1] is regex_parser.MAXREPEAT:
+            found = is_inside or _repeats_a_repetition(item[2], is_inside=True)
+        else:
+            is_nested = isinstance(item, tuple | list | regex_parser.SubPattern)
+            found = is_nested and _repeats_a_repetition(item, is_inside=is_inside)
+        if found:
+            return True
+    return False
 
 
 def matches_everything(pattern: str) -> bool:

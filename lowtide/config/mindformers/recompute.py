@@ -53,6 +53,12 @@ class Selection:
     path: str
     is_default: bool = False
     """The pattern is from the built-in list, not written by the user."""
+    as_logged: str = ""
+    """Where upstream's log line has another type in it: a tuple, or an array for the row that `true` stands for."""
+
+    @property
+    def log_text(self) -> str:
+        return self.as_logged or str(self.shown)
 
     def covers(self, layer: int) -> bool:
         if isinstance(self.shown, bool):
@@ -77,6 +83,14 @@ class Recompute:
         for key, selections in self.by_key.items():
             tables[key] = {pattern: selection.shown for pattern, selection in selections.items()}
         return tables
+
+    def log_texts(self) -> dict[str, str]:
+        """The same tables as upstream's log lines write them."""
+        texts = {"layer_recompute": self.full.log_text}
+        for key, selections in self.by_key.items():
+            entries = [f"{pattern!r}: {selection.log_text}" for pattern, selection in selections.items()]
+            texts[key] = f"{{{', '.join(entries)}}}"
+        return texts
 
 
 def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issues: Issues) -> Recompute:
@@ -193,7 +207,8 @@ class _Reader:
             shown: Any = self._indices(value, path, is_full=is_full, of_op=of_op)
             return Selection(shown=shown, grid=None, path=path, is_default=is_default)
         shown = self._counts(value, path)
-        return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default)
+        as_logged = _as_logged(value, shown)
+        return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default, as_logged=as_logged)
 
     # ---- indices (swap is on)
 
@@ -352,6 +367,19 @@ class _Reader:
             hint = f"; write [{value}] for a count per stage"
         forms = "true, false, a count per stage such as [2, 1], or counts [chunk][stage] such as [[2, 1], [1, 0]]"
         self.issues.refuse(path, f"must be {forms}, not {value!r}{hint}")
+
+
+def _as_logged(value: Any, table: Table) -> str:
+    """Upstream works on the table as it was written: a tuple stays one, and `true` becomes a row of numpy's."""
+    is_rows = isinstance(value, list | tuple) and any(isinstance(row, list | tuple) for row in value)
+    if not is_rows or not (isinstance(value, tuple) or any(row is True for row in value)):
+        return ""
+    rows = [
+        f"array({counts}, dtype=int32)" if row is True else str(counts)
+        for row, counts in zip(value, table, strict=False)
+    ]
+    text = ", ".join(rows)
+    return f"({text})" if isinstance(value, tuple) else f"[{text}]"
 
 
 def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues) -> None:

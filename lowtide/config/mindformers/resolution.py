@@ -10,11 +10,12 @@ Not covered: carrying any of it out; the newer schema (`recompute: {mode: ...}`)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.config.mindformers.aliases import family_of
-from lowtide.config.mindformers.flow import LAYER, judge
+from lowtide.config.mindformers.flow import LAYER, Verdict, judge, roles_of
 from lowtide.config.mindformers.grid import Grid, Table, make_grid
 from lowtide.config.mindformers.issues import Issues, layers_text
 from lowtide.config.mindformers.names import (
@@ -52,6 +53,8 @@ class LayerPlan:
     """Part -> prefetch distance, in the order applied: a later part decides for what it shares with an earlier one."""
     swap_holes: dict[str, list[str]] = field(default_factory=dict)
     """Swapped part -> what in it is recomputed instead."""
+    swap_stays: dict[str, str] = field(default_factory=dict)
+    """Part of `swap_ops` -> the recomputed part that reads it: it is asked to be swapped, but stays on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,15 @@ class _Work:
         if not self.swap.is_on:
             kept = self._select("select_recompute_exclude", index)
             comm_kept = self._select("select_comm_recompute_exclude", index)
-        swapped, holes = self._swap(index, ops, is_full=is_full) if self.swap.is_on else ({}, {})
+        swapped: dict[str, Prefetch] = {}
+        holes: dict[str, list[str]] = {}
+        stays: dict[str, str] = {}
+        for target, prefetch, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
+            swapped[target] = prefetch
+            if verdict.holes:
+                holes[target] = list(verdict.holes)
+            if verdict.reader:
+                stays[target] = verdict.reader
         return LayerPlan(
             index=index,
             stage=stage,
@@ -204,6 +215,7 @@ class _Work:
             comm_recompute_exclude_ops=comm_kept,
             swap_ops=swapped,
             swap_holes=holes,
+            swap_stays=stays,
         )
 
     def _select(self, key: str, index: int) -> list[str]:
@@ -269,8 +281,11 @@ class _Work:
                     fix="remove one of them",
                 )
             if name.endswith("norm.cast") and family_of(self.trees[index]) == "legacy":
-                self.issues.warn(
-                    path, f"names '{name}', which is always recomputed, so that upstream crashes; recomputed"
+                self.issues.tolerate(
+                    path,
+                    f"names '{name}', which upstream's norms recompute anyway, so that it crashes",
+                    meaning="recomputed",
+                    fix="remove it",
                 )
 
     def _twice(self, path: str, name: str, first: str, second: str) -> None:
@@ -283,7 +298,8 @@ class _Work:
 
     # ---- swap
 
-    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> tuple[dict[str, Prefetch], dict[str, list[str]]]:
+    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> Iterator[tuple[str, Prefetch, Verdict]]:
+        """The parts of a layer that are swapped, with their prefetch, and what recompute leaves of each."""
         asked: dict[str, tuple[Prefetch, str]] = {}
         entry = first_entry(self.swap.layers, index)
         if entry is not None:
@@ -303,22 +319,17 @@ class _Work:
                 logged.append(f"{name if '.' in name else '.' + name}, value={entry.prefetch}")
         if logged:
             self.lines.append(f"Set op_swap at layer {index}: {', '.join(logged)}")
-        swapped: dict[str, Prefetch] = {}
-        holes: dict[str, list[str]] = {}
         for target, (prefetch, path) in asked.items():
-            kept_holes = self._keep(target, path, index, ops, is_full=is_full)
-            if kept_holes is not None:
-                swapped[target] = prefetch
-                if kept_holes:
-                    holes[target] = kept_holes
-        return swapped, holes
+            verdict = self._judge(target, path, index, ops, is_full=is_full)
+            if verdict.is_swapped:
+                yield target, prefetch, verdict
 
-    def _keep(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> list[str] | None:
-        """The holes of a swapped part; None if nothing of it is swapped. Says why for what is not."""
+    def _judge(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> Verdict:
+        """What recompute leaves of a swapped part; says why for what it does not leave."""
         what = "the layer" if target == LAYER else f"'{target}'"
         if is_full:
             self._lose(path, f"{what} is not swapped in {{layers}}: the whole layer is recomputed there", index)
-            return None
+            return Verdict(is_swapped=False)
         verdict = judge(target, ops, self.trees[index])
         if verdict.reader:
             inputs = ", ".join(f"'{name}'" for name in verdict.inputs)
@@ -334,7 +345,32 @@ class _Work:
         elif verdict.holes:
             inner = ", ".join(f"'{name}'" for name in verdict.holes)
             self._lose(path, f"of {what} the part {inner} is not swapped in {{layers}}: it is recomputed there", index)
-        return list(verdict.holes) if verdict.is_swapped else None
+        if verdict.is_swapped and self._is_output(target, index) and self._next_recomputes(index):
+            self._lose(
+                path,
+                f"the output of {{layers}} is not swapped with {what}: the layer after it reads it and is recomputed",
+                index,
+            )
+        return verdict
+
+    def _is_output(self, target: str, index: int) -> bool:
+        """Does the part make what the next layer reads?"""
+        return target == LAYER or "layer_output" in roles_of(target, self.trees[index])
+
+    def _next_recomputes(self, index: int) -> bool:
+        """Does the next layer recompute what reads its input?"""
+        following = index + 1
+        if following >= self.grid.num_layers:
+            return False
+        if self.recompute.full.covers(following):
+            return True
+        for pattern, selection in self.recompute.by_key["select_recompute"].items():
+            if not selection.covers(following):
+                continue
+            found = find(pattern, self.trees[following], is_default=selection.is_default)
+            if any("input_norm" in roles_of(match.name, self.trees[following]) for match in found.matches):
+                return True
+        return False
 
     def _lose(self, path: str, sentence: str, index: int) -> None:
         self.lost.setdefault((path, sentence), []).append(index)
@@ -346,7 +382,7 @@ class _Work:
         if not self.swap.is_on:
             lines.append(f"num_layers per stage: {self.grid.table()}")
             lines.append(f"Accumulated num_layers per stage: {self.grid.accumulated()}")
-        tables = self.recompute.normalized() | self.swap.normalized()
+        tables = self.recompute.log_texts() | self.swap.normalized()
         lines.append(f"Formative layer_recompute: {tables['layer_recompute']}")
         for key, pattern in self.recompute.removed:
             lines.append(f"The pattern {pattern} in {key} conflicts with {key}_exclude and will be removed.")

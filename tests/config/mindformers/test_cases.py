@@ -28,6 +28,7 @@ PER_LAYER = {
     "comm_exclude": "comm_recompute_exclude_ops",
     "swap": "swap_ops",
     "holes": "swap_holes",
+    "stays": "swap_stays",
 }
 
 
