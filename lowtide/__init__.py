@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.adapt import AutoTide
     from lowtide.runtime.engines.base import Engine
     from lowtide.runtime.tide import Tide
+    from lowtide.runtime.written import WrittenTide
     from lowtide.timeline.hardware import Hardware
 
 __version__ = "0.1.0"
@@ -53,16 +54,22 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
-) -> Tide:
+) -> Tide | WrittenTide:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
     file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
     are the same to the bit; `state_dict` does not change.
+    A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` is followed as written; the
+    first forward pass is then observed (one extra step that leaves no trace).
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
     from lowtide.runtime.tide import apply as apply_plan
+    from lowtide.runtime.written import follow, sections_in
 
+    sections = sections_in(memory)
+    if sections is not None:
+        return follow(model, sections, optimizer=optimizer, engine=engine)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine)
 
 

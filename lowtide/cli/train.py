@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _override(load_run(args.run), args)
-    if settings.memory is not None:
+    if settings.memory is not None or settings.sections is not None:
         # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -95,6 +95,11 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
     raise ConfigError(f"{root.place}: missing section '{section}'{hint}")
 
 
+def load_tree(root: Node, cls: type[T]) -> T:
+    """Build `cls` from the tree of a YAML file. Raises `ConfigError` for any mistake in a key or value."""
+    return typing.cast(T, _Builder(in_file=True).build(root, cls, ""))
+
+
 def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memory") -> T:
     """Build `cls` from a Python mapping; `where` is the dotted path that messages start with.
 

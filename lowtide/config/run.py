@@ -5,26 +5,30 @@ the current directory, as on every command line.
 Why here and without torch: a file with a mistake must be refused at once, before anything heavy is imported. Only what
 needs the model library (fields of the model's config class) or the disk (the text) is checked later; `places` keeps
 where these were written, so that the late errors name the line too.
-Not covered in this version: `recompute_config`, `swap_config` and `pipeline`; they are refused by name.
+MindSpore Transformers' `recompute_config` and `swap_config` may stand beside them (config/mindformers); the file may
+then also have keys that mean nothing here, such as `context`, and `model.model_config`.
+Not covered in this version: `pipeline`, which is refused by name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from lowtide.config.loader import FieldError, Locations, did_you_mean, load_yaml
+from lowtide.config.loader import FieldError, Locations, did_you_mean, load_tree
+from lowtide.config.mindformers import Sections, has_sections, read_sections
 from lowtide.config.native import MemoryConfig
-from lowtide.config.source import read_yaml
+from lowtide.config.source import Node, read_yaml
 from lowtide.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
 
-_NOT_YET = ("recompute_config", "swap_config", "pipeline")
+_OURS = ("model", "data", "train", "memory", "pipeline")
 _WEIGHTS: dict[Precision, DType] = {"float32": "float32", "bf16_autocast": "float32", "bf16": "bfloat16"}
 
 
@@ -118,7 +122,9 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     memory: MemoryConfig | None = None
-    """None: plain training, lowtide's runtime is not touched."""
+    """None, and no sections: plain training, lowtide's runtime is not touched."""
+    sections: Sections | None = None
+    """`recompute_config` and `swap_config`."""
     output_dir: Path
     """`train.output_dir`, or what it is when left out."""
     places: Locations = field(default_factory=Locations, compare=False)
@@ -164,27 +170,62 @@ class _RunFile:
 
 def load_run(path: str | os.PathLike[str]) -> RunConfig:
     """Reads and checks a run file. Raises `ConfigError` for any mistake in it."""
-    sections = {entry.key: entry for entry in read_yaml(path).entries}
-    for name in _NOT_YET:
-        if name in sections:
+    root = read_yaml(path)
+    for entry in root.entries:
+        if entry.key == "pipeline":
             raise ConfigError(
-                f"{sections[name].place}: '{name}' is not available in this version; "
+                f"{entry.place}: 'pipeline' is not available in this version; "
                 "remove it and write what you want into the section 'memory'"
             )
-    file = load_yaml(path, _RunFile)
-    key_places = {entry.key: entry.place for entry in sections["model"].node.entries}
+    sections = read_sections(path, root) if has_sections(root) else None
+    root = root if sections is None else _without_sections(root)
+    file = load_tree(root, _RunFile)
+    entries = {entry.key: entry for entry in root.entries}
+    key_places = {entry.key: entry.place for entry in entries["model"].node.entries}
     model = _model(file.model, file.places, key_places, precision=file.train.precision)
+    if sections is not None:
+        _check_beside_sections(file)
     if file.memory is not None:
         file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
     train = file.train
-    if train.engine is not None and file.memory is None:
+    if train.engine is not None and file.memory is None and sections is None:
         raise ConfigError(
             f"{file.places.of('train.engine')}: 'train.engine' needs a 'memory' section; add one or remove the key"
         )
     output_dir = train.output_dir or Path("runs") / Path(path).stem
     return RunConfig(
-        model=model, data=file.data, train=train, memory=file.memory, output_dir=output_dir, places=file.places
+        model=model,
+        data=file.data,
+        train=train,
+        memory=file.memory,
+        sections=sections,
+        output_dir=output_dir,
+        places=file.places,
     )
+
+
+def _without_sections(root: Node) -> Node:
+    """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in."""
+    kept = [entry for entry in root.entries if entry.key in _OURS or did_you_mean(entry.key, _OURS)]
+    entries = []
+    for entry in kept:
+        node = entry.node
+        if entry.key == "model":
+            below = tuple(inner for inner in node.entries if inner.key != "model_config")
+            node = dataclasses.replace(node, entries=below)
+        entries.append(dataclasses.replace(entry, node=node))
+    return dataclasses.replace(root, entries=tuple(entries))
+
+
+def _check_beside_sections(file: _RunFile) -> None:
+    """Beside the two sections, `memory` says where bytes may go, not what happens to them."""
+    memory = file.memory
+    for key in ("budget", "recompute", "swap", "keep") if memory is not None else ():
+        if getattr(memory, key) not in (None, ()):
+            raise ConfigError(
+                f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
+                "swap_config; write all of it here, or all of it there"
+            )
 
 
 def _model(

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide.config.run import RunConfig, TrainConfig
+from lowtide.runtime.written import follow
 from lowtide.train import checkpoint
 from lowtide.train.data import Sampler, mix, open_text
 from lowtide.train.model import build_model
@@ -73,10 +74,12 @@ class Trainer:
 
     def _take_up_memory(self) -> Tide | AutoTide | None:
         """Rules are followed as written; a budget is planned for in the first step."""
-        memory = self.run.memory
+        memory, sections = self.run.memory, self.run.sections
+        how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
+        if sections is not None:
+            return follow(self.model, sections, memory=memory, say=self._tell, **how)
         if memory is None:
             return None
-        how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
         if memory.budget is None:
             return lowtide.apply(self.model, memory, **how)
         return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)

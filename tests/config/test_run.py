@@ -64,8 +64,8 @@ def test_memory_section_is_read_with_its_places() -> None:
             "run.yaml:4:3: unknown key 'memory.budgett'; did you mean 'budget'?",
         ),
         (
-            GOOD + "swap_config: {swap: true}\n",
-            "run.yaml:3:1: 'swap_config' is not available in this version; "
+            GOOD + "pipeline: {stages: 2}\n",
+            "run.yaml:3:1: 'pipeline' is not available in this version; "
             "remove it and write what you want into the section 'memory'",
         ),
         (

@@ -1,8 +1,9 @@
 """MindSpore Transformers' `recompute_config` and `swap_config`, read as they are.
 
 What: `resolve(...)` for the two sections as Python values, `load(...)` for a YAML file that has them beside other
-sections. Both give a `Resolution`: what is recomputed and what is swapped in every layer, upstream's tables and log
-lines, and warnings. Nothing here imports torch, and nothing is carried out.
+sections; `read_sections(...)` reads a file and resolves later, for the model at hand. All give a `Resolution`: what is
+recomputed and what is swapped in every layer, upstream's tables and log lines, and warnings. Nothing here imports
+torch, and nothing is carried out (planner/sections.py and runtime/written.py do that).
 
 `compat` (the default) follows upstream's results and warns where it hangs, crashes on a documented form or silently
 does nothing; without it these places are refused, with where, what and how to fix it.
@@ -12,7 +13,7 @@ Not covered: the newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`),
 
 from __future__ import annotations
 
-from lowtide.config.mindformers.file import load
+from lowtide.config.mindformers.file import Sections, has_sections, load, read_sections
 from lowtide.config.mindformers.resolution import LayerPlan, Resolution, resolve
 
-__all__ = ["LayerPlan", "Resolution", "load", "resolve"]
+__all__ = ["LayerPlan", "Resolution", "Sections", "has_sections", "load", "read_sections", "resolve"]

@@ -1,8 +1,10 @@
 """The two sections out of a YAML file that has them beside others: a run file of lowtide's or one of upstream's.
 
-What: `load("run.yaml")` finds `recompute_config` and `swap_config`, and the numbers they need wherever the file has
-them: layers, offset and chunks below `model` (or `model.model_config`), stages in `parallel_config`. An argument wins
-over the file.
+What: `read_sections("run.yaml")` finds `recompute_config` and `swap_config`, and the numbers they need wherever the
+file has them: layers, offset and chunks below `model` (or `model.model_config`), stages in `parallel_config`. `load`
+resolves them at once; an argument wins over the file.
+Strict or compat: `compat: true` or `false` in the file says it; without it a run file of lowtide's (with `train`,
+`data` or `model.model_type`) is strict, and a file of upstream's is compat.
 Why the words differ from lowtide's own files: upstream reads YAML 1.1, so `True`, `yes` and `on` are true here, too.
 Not covered: what else upstream's file says; those keys are named in one note and not looked at.
 """
@@ -11,22 +13,84 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.config.loader import did_you_mean
 from lowtide.config.mindformers.issues import Issues
 from lowtide.config.mindformers.names import Names
+from lowtide.config.mindformers.recompute import is_foreign
 from lowtide.config.mindformers.resolution import Resolution, resolve_sections
 from lowtide.config.source import Node, join_path, read_yaml
 from lowtide.errors import ConfigError
 
 SECTIONS = ("recompute_config", "swap_config")
 _OURS = ("model", "data", "train", "memory", "pipeline")
-_READ = ("parallel_config", "parallel")
+_READ = ("parallel_config", "parallel", "compat")
 _NEWER = ("recompute", "recompute_comm", "swap")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """The two sections as written, and what around them decides their meaning."""
+
+    recompute_config: object = None
+    swap_config: object = None
+    source: str = "the sections"
+    """The file, for messages."""
+    num_layers: int | None = None
+    """Of the decoder, without layers for more than the next token; None: not said."""
+    num_extra_layers: int = 0
+    """Layers for more than the next token, which upstream counts too."""
+    pipeline_stage: Any = 1
+    pp_interleave_num: Any = 1
+    offset: object = 0
+    start_stage: int = 0
+    """Added to the number of a stage where it is shown; it decides nothing."""
+    model_type: str = ""
+    """As the file says it: `llama`, `LlamaConfig`."""
+    compat: bool = True
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    foreign: tuple[str, ...] = ()
+    """Keys of the file that mean nothing here."""
+    notes: tuple[str, ...] = ()
+
+    def resolve(
+        self,
+        *,
+        num_layers: int | None = None,
+        pipeline_stage: int | None = None,
+        pp_interleave_num: int | None = None,
+        offset: object = None,
+        names: Names | None = None,
+        compat: bool | None = None,
+    ) -> Resolution:
+        """What the sections mean for a model. Raises `ConfigError` with `file:line:column`."""
+        issues = Issues(compat=self.compat if compat is None else compat, places=self.places)
+        issues.foreign += self.foreign
+        issues.notes += self.notes
+        if num_layers is None:
+            if self.num_layers is None:
+                raise ConfigError(
+                    f"{self.source}: the file does not say how many layers the model has; pass num_layers"
+                )
+            num_layers = self.num_layers
+            if isinstance(num_layers, int):
+                num_layers += self.num_extra_layers
+        return resolve_sections(
+            self.recompute_config,
+            self.swap_config,
+            num_layers=num_layers,
+            pipeline_stage=self.pipeline_stage if pipeline_stage is None else pipeline_stage,
+            pp_interleave_num=self.pp_interleave_num if pp_interleave_num is None else pp_interleave_num,
+            offset=self.offset if offset is None else offset,
+            names=names,
+            issues=issues,
+        )
 
 
 def load(
@@ -37,41 +101,64 @@ def load(
     pp_interleave_num: int | None = None,
     offset: object = None,
     names: Names | None = None,
-    compat: bool = True,
+    compat: bool | None = None,
 ) -> Resolution:
     """Resolve the sections of a file. Raises `ConfigError` with `file:line:column`."""
-    root = read_yaml(path)
+    return read_sections(path).resolve(
+        num_layers=num_layers,
+        pipeline_stage=pipeline_stage,
+        pp_interleave_num=pp_interleave_num,
+        offset=offset,
+        names=names,
+        compat=compat,
+    )
+
+
+def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sections:
+    """The sections of a file, unresolved; `root` is its tree where it has been read already."""
     name = os.fspath(path)
+    root = read_yaml(path) if root is None else root
     if root.kind != "mapping":
         raise ConfigError(
             f"{root.place}: expected a mapping with the section 'recompute_config', not {root.describe()}"
         )
     places: dict[str, str] = {}
     values = _values(root, "", places)
-    issues = Issues(compat=compat, places=places)
-    _check_sections(name, list(values), issues)
-    model = _below(values, "model")
-    model = model | _below(model, "model_config")
-    if num_layers is None:
-        num_layers = _num_layers(model, name)
-    if pipeline_stage is None:
-        pipeline_stage = model.get("stage_num") or _below(values, "parallel_config").get("pipeline_stage", 1)
-    if pp_interleave_num is None:
-        pp_interleave_num = _num_chunks(values, model, issues)
-    return resolve_sections(
-        values.get("recompute_config"),
-        values.get("swap_config"),
+    issues = Issues(compat=True, places=places)
+    _check_sections(name, values, issues)
+    written = _below(values, "model")
+    model = written | _below(written, "model_config")
+    compat = values.get("compat", not (values.keys() & {"train", "data"} or "model_type" in written))
+    if not isinstance(compat, bool):
+        issues.refuse("compat", f"must be true or false, not {compat!r}")
+    num_layers, num_extra = _num_layers(model)
+    kind = model.get("model_type") or model.get("type") or _below(written, "arch").get("type") or ""
+    return Sections(
+        recompute_config=values.get("recompute_config"),
+        swap_config=values.get("swap_config"),
+        source=name,
         num_layers=num_layers,
-        pipeline_stage=pipeline_stage,
-        pp_interleave_num=pp_interleave_num,
-        offset=model.get("offset", 0) if offset is None else offset,
-        names=names,
-        issues=issues,
+        num_extra_layers=num_extra,
+        pipeline_stage=model.get("stage_num") or _below(values, "parallel_config").get("pipeline_stage", 1),
+        pp_interleave_num=_num_chunks(values, model, issues),
+        offset=model.get("offset", 0),
+        start_stage=model.get("start_stage") or 0,
+        model_type=str(kind),
+        compat=compat,
+        places=places,
+        foreign=tuple(issues.foreign),
+        notes=tuple(issues.notes),
     )
 
 
-def _check_sections(name: str, keys: list[str], issues: Issues) -> None:
+def has_sections(root: Node) -> bool:
+    """Does the file have one of the two sections?"""
+    return any(entry.key in SECTIONS for entry in root.entries)
+
+
+def _check_sections(name: str, values: dict[str, Any], issues: Issues) -> None:
     """Is one of the sections there? What other keys are there is noted, unless one looks like a section."""
+    keys = list(values)
     others = [key for key in keys if key not in (*SECTIONS, *_OURS, *_READ)]
     for key in others:
         if key not in _NEWER and did_you_mean(key, [section for section in SECTIONS if section not in keys]):
@@ -85,15 +172,19 @@ def _check_sections(name: str, keys: list[str], issues: Issues) -> None:
                 "not read; write it as recompute_config and swap_config"
             )
         raise ConfigError(f"{name}:1:1: missing section 'recompute_config' or 'swap_config'")
-    issues.foreign += others
+    for key in others:
+        below = values[key].items() if isinstance(values[key], dict) else ()
+        named = [join_path(key, inner) for inner, _ in below if is_foreign(inner)]
+        issues.foreign += named or [key]
 
 
-def _num_layers(model: dict[str, Any], name: str) -> int:
+def _num_layers(model: dict[str, Any]) -> tuple[Any, int]:
+    """Layers of the decoder, and those that upstream adds for more than the next token."""
     for key in ("num_layers", "num_hidden_layers"):
         if key in model:
             extra = model.get("mtp_depth") or model.get("num_nextn_predict_layers") or 0
-            return model[key] + extra if isinstance(model[key], int) and isinstance(extra, int) else model[key]
-    raise ConfigError(f"{name}: the file does not say how many layers the model has; pass num_layers")
+            return model[key], extra if isinstance(extra, int) else 0
+    return None, 0
 
 
 def _num_chunks(values: dict[str, Any], model: dict[str, Any], issues: Issues) -> int:

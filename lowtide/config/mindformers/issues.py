@@ -37,6 +37,11 @@ class Issues:
             around = around[: max(around.rfind("."), around.rfind("["), 0)]
         return f"{self.places[around]}: '{path}'" if around else f"{path}:"
 
+    def where(self, path: str) -> str:
+        """A rule and where it was written: `swap_config.op_swap[0] (run.yaml:9:5)`."""
+        place = self.at(path).partition(": ")[0]
+        return f"{path} ({place})" if self.places and place != path else path
+
     def refuse(self, path: str, message: str) -> NoReturn:
         """Wrong in both modes."""
         raise ConfigError(f"{self.at(path)} {message}")

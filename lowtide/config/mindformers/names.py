@@ -51,10 +51,20 @@ class Found:
     """Matches that share a parent; upstream's log shows the last one of each."""
     reading: str = "exact"
     """exact | plain dots | alias | free | nothing"""
+    translated: tuple[str, ...] = ()
+    """With `alias`: the names in MindSpore's own tree that the pattern stands for."""
 
     @property
     def matches(self) -> list[Match]:
         return [match for group in self.groups for match in group]
+
+    @property
+    def logged(self) -> list[str]:
+        """The names that upstream's log shows: of matches that share a parent the last one."""
+        if not self.translated:
+            return [group[-1].name for group in self.groups]
+        last = {name.rpartition(".")[0]: name for name in self.translated}
+        return [name for name in self.translated if last[name.rpartition(".")[0]] == name]
 
 
 def trees_of(names: Names | None, num_layers: int, issues: Issues) -> list[Tree | None]:
@@ -124,7 +134,8 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
         return Found(groups=groups, reading="plain dots")
     parts = plain or levels(pattern)
     if names := _translate(parts, tree, is_default=is_default):
-        return Found(groups=tuple((Match(name=name, is_op=None),) for name in names), reading="alias")
+        groups = tuple((Match(name=name, is_op=None),) for name in names)
+        return Found(groups=groups, reading="alias", translated=_as_upstream(parts, tree))
     if family_of(tree) == "hf" and parts[-1] in FREE_OPS:
         return Found(reading="free")
     return Found(reading="nothing")
@@ -227,6 +238,18 @@ def _translate(parts: list[str], tree: Tree, *, is_default: bool) -> list[str]:
         elif family in ("legacy", "mcore") and role.hf and all(_names(parts, name) for name in role.hf):
             names += [name for name in role.names(family) if lookup(name, tree) is not False][:1]
     return list(dict.fromkeys(names))
+
+
+def _as_upstream(parts: list[str], tree: Tree) -> tuple[str, ...]:
+    """The names of MindSpore Transformers that a pattern on a Hugging Face model fits, where the layer has the part."""
+    if family_of(tree) != "hf":
+        return ()
+    for family in ("legacy", "mcore"):
+        roles = [role for role in ROLES if _present(role, tree)]
+        found = [name for role in roles for name in role.names(family) if _names(parts, name)]
+        if found:
+            return tuple(dict.fromkeys(found))
+    return ()
 
 
 def _names(parts: list[str], name: str) -> bool:

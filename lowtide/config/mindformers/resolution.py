@@ -55,6 +55,10 @@ class LayerPlan:
     """Swapped part -> what in it is recomputed instead."""
     swap_stays: dict[str, str] = field(default_factory=dict)
     """Part of `swap_ops` -> the recomputed part that reads it: it is asked to be swapped, but stays on the device."""
+    swap_lost: dict[str, str] = field(default_factory=dict)
+    """Part -> why it is not swapped although a rule says so: it is recomputed."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Recomputed or swapped part, or `<layer>` -> the rule that decides, and where it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,21 +189,29 @@ class _Work:
         is_full = self.recompute.full.covers(index)
         if is_full and not (self.swap.is_on and self.recompute.full.shown is True):
             self.lines.append(f"Set full recompute at layer {index}")
+        why: dict[str, str] = {}
+        if is_full:
+            why[LAYER] = self.issues.where(self.recompute.full.path)
         ops: list[str] = []
         comm: list[str] = []
         if not is_full:
-            ops = self._select("select_recompute", index)
-            comm = self._select("select_comm_recompute", index)
+            ops = self._select("select_recompute", index, why)
+            comm = self._select("select_comm_recompute", index, {})
         kept: list[str] = []
         comm_kept: list[str] = []
         if not self.swap.is_on:
-            kept = self._select("select_recompute_exclude", index)
-            comm_kept = self._select("select_comm_recompute_exclude", index)
+            kept = self._select("select_recompute_exclude", index, {})
+            comm_kept = self._select("select_comm_recompute_exclude", index, {})
         swapped: dict[str, Prefetch] = {}
         holes: dict[str, list[str]] = {}
         stays: dict[str, str] = {}
-        for target, prefetch, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
+        lost: dict[str, str] = {}
+        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
+            if not verdict.is_swapped:
+                lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
+                continue
             swapped[target] = prefetch
+            why.setdefault(target, self.issues.where(path))
             if verdict.holes:
                 holes[target] = list(verdict.holes)
             if verdict.reader:
@@ -216,9 +228,11 @@ class _Work:
             swap_ops=swapped,
             swap_holes=holes,
             swap_stays=stays,
+            swap_lost=lost,
+            why=why,
         )
 
-    def _select(self, key: str, index: int) -> list[str]:
+    def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
         """What one `select_*` key names in a layer, each part once, and the log lines for it."""
         names: dict[str, str] = {}
         logged: list[str] = []
@@ -235,9 +249,11 @@ class _Work:
                     if match not in matches:
                         self._module_where_operator(key, match.name, selection.path)
                 for match in matches:
+                    why.setdefault(match.name, self.issues.where(selection.path))
                     if names.setdefault(match.name, pattern) != pattern:
                         self._twice(selection.path, match.name, names[match.name], pattern)
-                logged += [match.name for match in matches[-1:]]
+                logged += [match.name for match in matches[-1:]] if not found.translated else []
+            logged += found.logged if found.translated else []
         if key == "select_recompute":
             self._check_overlaps(names, key, index)
         if logged:
@@ -298,8 +314,8 @@ class _Work:
 
     # ---- swap
 
-    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> Iterator[tuple[str, Prefetch, Verdict]]:
-        """The parts of a layer that are swapped, with their prefetch, and what recompute leaves of each."""
+    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> Iterator[tuple[str, Prefetch, str, Verdict]]:
+        """The parts of a layer that are to be swapped, with prefetch and rule, and what recompute leaves of each."""
         asked: dict[str, tuple[Prefetch, str]] = {}
         entry = first_entry(self.swap.layers, index)
         if entry is not None:
@@ -314,15 +330,12 @@ class _Work:
             for match in found.matches:
                 asked.pop(match.name, None)
                 asked[match.name] = (entry.prefetch, entry.path)
-            for group in found.groups:
-                name = group[-1].name
+            for name in found.logged:
                 logged.append(f"{name if '.' in name else '.' + name}, value={entry.prefetch}")
         if logged:
             self.lines.append(f"Set op_swap at layer {index}: {', '.join(logged)}")
         for target, (prefetch, path) in asked.items():
-            verdict = self._judge(target, path, index, ops, is_full=is_full)
-            if verdict.is_swapped:
-                yield target, prefetch, verdict
+            yield target, prefetch, path, self._judge(target, path, index, ops, is_full=is_full)
 
     def _judge(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> Verdict:
         """What recompute leaves of a swapped part; says why for what it does not leave."""

@@ -1,0 +1,331 @@
+"""A plan that follows `recompute_config` and `swap_config` to the letter: fates by name instead of by budget.
+
+What: `plan_sections` takes what was resolved for each layer (config/mindformers) and the profile of one step, and gives
+every node its fate:
+
+- a layer that is recomputed as a whole is run again; what in it is excluded keeps the rest to recipes, node by node;
+- a recomputed op's own output is dropped, and made again by its recipe; an anchor that this needs is held;
+- a swapped op's outputs that backward reads are sent away, and fetched the written number of operators before the first
+  reader; a whole layer, or a module, is everything that is produced in it;
+- recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device.
+
+Why from a profile: a default file names the attention kernel and the product of the gated MLP, which are no modules;
+and only a step shows what is saved, how large it is, and who reads it.
+Cost: names times parts of a layer. Not covered: names (the resolution has the model's own), collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lowtide.catalog.site import Profile, Site
+from lowtide.config.mindformers import LayerPlan, Resolution
+from lowtide.config.mindformers.flow import LAYER
+from lowtide.config.native import MemoryConfig
+from lowtide.planner.fate import Fate
+from lowtide.planner.pattern import Pattern, base_op
+from lowtide.planner.plan import Plan, SiteDecision
+from lowtide.planner.rules import Rule, Rules
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: one part of one layer."""
+
+    layer: int
+    part: str
+    """`mlp.mul`; `<layer>` for the layer as a whole."""
+    fate: str
+    """'recompute', 'swap', or 'keep' where a rule comes to nothing."""
+    why: str
+    nbytes: int
+    """Bytes that leave the device between forward and backward: freed or moved."""
+    prefetch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A plan, and how to tell about it."""
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    """What has less effect than the file may lead to expect."""
+
+    def table(self) -> list[str]:
+        """Lines of text: a head, and a line for each row."""
+        cells = [("layer", "op", "fate", "bytes", "why")]
+        for row in self.rows:
+            fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}"
+            cells.append((str(row.layer), row.part, fate, format_bytes(row.nbytes), row.why))
+        widths = [max(len(line[column]) for line in cells) for column in range(4)]
+        return ["  ".join([*map(str.ljust, line[:4], widths), line[4]]) for line in cells]
+
+
+def plan_sections(profile: Profile, resolution: Resolution, memory: MemoryConfig | None = None) -> Written:
+    """The plan of a resolution for the model and the step that the profile shows.
+
+    `memory` says where bytes may go and which storages are too small to bother; without it none is.
+    """
+    assert len(profile.layers) == len(resolution.layers)
+    return _Writer(profile, resolution, memory).written()
+
+
+@dataclass(slots=True)
+class _Fate:
+    fate: Fate
+    part: tuple[int, str] | None
+    """(layer, part) that it is counted for."""
+    reason: str
+    prefetch: int | None = None
+    runs_with_layer: bool = False
+
+
+@dataclass(slots=True)
+class _Writer:
+    profile: Profile
+    resolution: Resolution
+    memory: MemoryConfig | None
+    fates: dict[str, _Fate] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    empty: dict[str, list[int]] = field(default_factory=dict)
+    by_layer: dict[int, list[Site]] = field(default_factory=dict)
+
+    def written(self) -> Written:
+        self.by_layer = {index: self._nodes_of(index) for index in range(len(self.profile.layers))}
+        for layer in self.resolution.layers:
+            self._swap(layer)
+            self._recompute(layer)
+        self._keep_what_is_read()
+        self._note_distances()
+        plan = Plan(
+            layers=self.profile.layers,
+            rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _runs_again(layer))),
+            min_bytes=self.memory.min_bytes if self.memory else 0,
+            host_budget_bytes=self.memory.host_budget if self.memory else None,
+            disk_budget_bytes=self.memory.disk_budget if self.memory else None,
+            disk_path=str(self.memory.disk_path) if self.memory and self.memory.disk_path else None,
+            sites=self._decisions(),
+            is_solved=True,
+        )
+        return Written(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
+
+    def _layer_rule(self, layer: LayerPlan) -> Rule:
+        pattern = Pattern.parse(self.profile.layers[layer.index])
+        return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
+
+    def _nodes_of(self, index: int) -> list[Site]:
+        prefix = f"{self.profile.layers[index]}."
+        return [node for node in self.profile.nodes if node.name.startswith(prefix)]
+
+    def _within(self, layer: LayerPlan, part: str) -> list[Site]:
+        """The nodes that a part of a layer produces."""
+        nodes = self.by_layer[layer.index]
+        if part == LAYER:
+            return nodes
+        start = len(self.profile.layers[layer.index]) + 1
+        return [node for node in nodes if _is_of(node.name[start:], part)]
+
+    # ---- fates
+
+    def _swap(self, layer: LayerPlan) -> None:
+        for part, written in layer.swap_ops.items():
+            prefetch = prefetch_of(written)
+            nodes = [node for node in self._within(layer, part) if node.anchor is None]
+            if not nodes:
+                self.empty.setdefault(part, []).append(layer.index)
+            for node in nodes:
+                fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], prefetch)
+                if node.nbytes < (self.memory.min_bytes if self.memory else 1):
+                    fate = _Fate(Fate.KEEP, None, "smaller than min_bytes")
+                elif node.reads and node.dies >= node.reads[0]:
+                    fate = _Fate(Fate.KEEP, (layer.index, part), "something else holds it until backward")
+                self.fates[node.name] = fate
+
+    def _recompute(self, layer: LayerPlan) -> None:
+        if _runs_again(layer):
+            outputs = self._read_outside(layer.index)
+            for node in self.by_layer[layer.index]:
+                if node.anchor is None and node.name not in outputs:
+                    place = (layer.index, LAYER)
+                    self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[LAYER], runs_with_layer=True)
+                else:
+                    self.fates.pop(node.name, None)
+            return
+        kept = {node.name for part in layer.recompute_exclude_ops for node in self._within(layer, part)}
+        parts = [LAYER] if layer.full_recompute else layer.recompute_ops
+        if layer.full_recompute:
+            kept |= self._read_outside(layer.index)
+        for part in parts:
+            nodes = self._within(layer, part)
+            if not any(node.anchor is None for node in nodes):
+                self.empty.setdefault(part, []).append(layer.index)
+            for node in nodes:
+                if node.name in kept:
+                    continue
+                place = (layer.index, part)
+                if node.recipe is None:
+                    reason = f"cannot be made again: {node.why_no_recipe}"
+                    self.fates[node.name] = _Fate(Fate.KEEP, place, reason)
+                else:
+                    self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[part])
+
+    def _read_outside(self, index: int) -> set[str]:
+        """Nodes of a layer that something outside of it starts from: its outputs."""
+        own = {node.name for node in self.by_layer[index]}
+        readers = [node for node in self.profile.nodes if node.name not in own and node.recipe is not None]
+        return own & {name for node in readers if node.recipe is not None for name in node.recipe.nodes}
+
+    def _keep_what_is_read(self) -> None:
+        """What something recomputed starts from stays on the device, as the documents say."""
+        for node in self.profile.nodes:
+            fate = self.fates.get(node.name)
+            if fate is None or fate.fate is not Fate.RECOMPUTE or node.recipe is None:
+                continue
+            for name in node.recipe.nodes:
+                source = self.fates.get(name)
+                if source is not None and source.fate is Fate.SWAP:
+                    reader = self._named(fate)
+                    self.fates[name] = _Fate(Fate.KEEP, source.part, f"{reader} reads it and is recomputed")
+
+    def _named(self, fate: _Fate) -> str:
+        assert fate.part is not None
+        layer, part = fate.part
+        return f"layer {layer}" if part == LAYER else f"'{part}' of layer {layer}"
+
+    def _note_distances(self) -> None:
+        """A fetch cannot start before backward does."""
+        last = max((node.last_sequence for node in self.profile.sites), default=0)
+        early: dict[int, set[int]] = {}
+        for node in self.profile.nodes:
+            fate = self.fates.get(node.name)
+            if fate is None or fate.fate is not Fate.SWAP or fate.part is None or fate.prefetch is None:
+                continue
+            if fate.prefetch > last - node.last_sequence:
+                early.setdefault(fate.prefetch, set()).add(fate.part[0])
+        for prefetch, layers in early.items():
+            shown = ", ".join(map(str, sorted(layers)))
+            self.notes.append(
+                f"backward_prefetch {prefetch} reaches past the start of backward in layer {shown}: "
+                "fetched as early as possible there"
+            )
+        for part, indices in self.empty.items():
+            what = (
+                "backward reads nothing that the layer makes"
+                if part == LAYER
+                else f"backward reads no output of '{part}'"
+            )
+            self.notes.append(f"no effect: {what} in layer {', '.join(map(str, indices))}")
+
+    # ---- what comes out
+
+    def _decisions(self) -> tuple[SiteDecision, ...]:
+        needed = self._needed_anchors()
+        result = []
+        for node in self.profile.nodes:
+            if node.anchor is not None and node.name not in needed:
+                continue
+            fate = self.fates.get(node.name) or _Fate(Fate.KEEP, None, "no rule names it")
+            is_made = fate.fate is Fate.RECOMPUTE and not fate.runs_with_layer
+            result.append(
+                SiteDecision(
+                    name=node.name,
+                    layer=node.layer,
+                    nbytes=node.nbytes,
+                    dtype=node.dtype,
+                    fate=fate.fate,
+                    prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
+                    anchor=node.anchor,
+                    recipe=node.recipe if is_made else None,
+                    cost_seconds=node.recipe.seconds if is_made and node.recipe else 0.0,
+                    reason=fate.reason,
+                )
+            )
+        return tuple(result)
+
+    def _needed_anchors(self) -> set[str]:
+        """Anchors that a recipe starts from, directly or through other anchors that are made again."""
+        by_name = {node.name: node for node in self.profile.nodes}
+
+        def is_made(name: str) -> bool:
+            fate = self.fates.get(name)
+            return fate is not None and fate.fate is Fate.RECOMPUTE and not fate.runs_with_layer
+
+        open_names = [node.name for node in self.profile.sites if is_made(node.name)]
+        needed: set[str] = set()
+        while open_names:
+            recipe = by_name[open_names.pop()].recipe
+            for name in recipe.nodes if recipe else ():
+                if by_name[name].anchor is not None and name not in needed:
+                    needed.add(name)
+                    if is_made(name):
+                        open_names.append(name)
+        return needed
+
+    def _rows(self) -> list[Row]:
+        rows = []
+        sizes: dict[tuple[int, str, Fate], int] = {}
+        reasons: dict[tuple[int, str], str] = {}
+        for node in self.profile.sites:
+            found = self.fates.get(node.name)
+            if found is None or found.part is None:
+                continue
+            sizes[(*found.part, found.fate)] = sizes.get((*found.part, found.fate), 0) + node.nbytes
+            if found.fate is Fate.KEEP:
+                reasons.setdefault(found.part, found.reason)
+        for layer in self.resolution.layers:
+            recomputed = [LAYER] if layer.full_recompute else layer.recompute_ops
+            asked = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
+            for part, fate in asked:
+                nbytes = sizes.get((layer.index, part, fate), 0)
+                rows.append(_row(layer, part, fate, nbytes, reasons.get((layer.index, part))))
+            for part, why in layer.swap_lost.items():
+                rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=0))
+        return rows
+
+
+def _row(layer: LayerPlan, part: str, fate: Fate, nbytes: int, kept: str | None) -> Row:
+    """A part that a rule names, `kept` says why something of it stays after all."""
+    why = layer.why[part]
+    if nbytes == 0:
+        why = f"{why}: {kept or 'backward reads nothing of it'}"
+        return Row(layer=layer.index, part=part, fate="keep", why=why, nbytes=0)
+    if kept:
+        why = f"{why}; a part stays: {kept}"
+    prefetch = prefetch_of(layer.swap_ops[part]) if fate is Fate.SWAP else None
+    return Row(layer=layer.index, part=part, fate=fate.value, why=why, nbytes=nbytes, prefetch=prefetch)
+
+
+def prefetch_of(written: int | str) -> int:
+    """Operators ahead of the first reader; upstream's word `Auto` is 1."""
+    return written if isinstance(written, int) else 1
+
+
+def _runs_again(layer: LayerPlan) -> bool:
+    """Is the whole layer run again? With something excluded, its parts are made again one by one instead."""
+    return layer.full_recompute and not layer.recompute_exclude_ops
+
+
+def _is_of(name: str, part: str) -> bool:
+    """Does an op or a module of a layer produce this node? Both names start below the layer."""
+    if name.startswith(f"{part}."):
+        return True
+    path, _, op = name.rpartition(".")
+    return (f"{path}." if path else "") + base_op(op) == part
+
+
+def names_of_layers(module_names: Sequence[str], layers: Sequence[str]) -> list[dict]:
+    """For each layer the tree of its modules' names, as `resolve` takes it."""
+    trees: list[dict] = []
+    for layer in layers:
+        tree: dict = {}
+        for name in module_names:
+            if not name.startswith(f"{layer}."):
+                continue
+            below = tree
+            for piece in name[len(layer) + 1 :].split("."):
+                below = below.setdefault(piece, {})
+        trees.append(tree)
+    return trees

@@ -1,0 +1,200 @@
+"""`recompute_config` and `swap_config` on a small Llama: the same bits on an adversarial engine, bytes that move."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.errors import ConfigError
+from lowtide.planner.fate import Fate
+
+NUM_LAYERS = 4
+WIDTH, INNER, TOKENS = 32, 64, 16
+ROW = 2 * TOKENS * WIDTH * 4
+INNER_ROW = 2 * TOKENS * INNER * 4
+
+Config = dict[str, Any]
+
+
+def op_swap(*entries: tuple[str, int, Any]) -> Config:
+    listed = [{"op_name": name, "backward_prefetch": prefetch, "layers": layers} for name, prefetch, layers in entries]
+    return {"swap": True, "op_swap": listed}
+
+
+CONFIGS: dict[str, Config] = {
+    "layers": {"recompute_config": {"recompute": [2]}},
+    "all layers": {"recompute_config": {"recompute": True}},
+    "default ops": {"recompute_config": {"select_recompute": True}},
+    "ops by name": {
+        "recompute_config": {"select_recompute": {r"feed_forward\.mul": [3], r"attention_norm\.norm": True}}
+    },
+    "modules": {"recompute_config": {"select_recompute": ["feed_forward"]}},
+    "layers and ops": {"recompute_config": {"recompute": [1], "select_recompute": [4]}},
+    "all but one op": {"recompute_config": {"recompute": True, "select_recompute_exclude": [r"feed_forward\.mul"]}},
+    "swap by default": {"swap_config": {"swap": True, "default_prefetch": 10}},
+    "swap layers": {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [0, 3]}]}},
+    "swap ops": {
+        "swap_config": op_swap(("attention", 20, [0, 1, 2]), ("attention", 10, [3]), ("feed_forward", 15, [1]))
+    },
+    "both": {
+        "swap_config": op_swap(("attention", 20, True), ("feed_forward", 15, [1, 2])),
+        "recompute_config": {"select_recompute": {"feed_forward": [0, 3]}},
+    },
+    "recomputed between swapped": {
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": True}]},
+        "recompute_config": {"recompute": [1], "select_recompute": {r"feed_forward\.mul": [2]}},
+    },
+    "a reader is recomputed": {
+        "swap_config": op_swap((r"feed_forward\.w1", 5, [0, 1])),
+        "recompute_config": {"select_recompute": {r"feed_forward\.mul": [0]}},
+    },
+}
+
+
+def build() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=32,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def step(model: torch.nn.Module, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 32, (2, TOKENS), generator=generator)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+@functools.cache
+def plain_steps() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    model = build()
+    return [step(model, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_bits(name: str) -> None:
+    model = build()
+    with lowtide.apply(model, CONFIGS[name], engine="virtual:7") as tide:
+        for seed, (loss, gradients) in enumerate(plain_steps()):
+            got_loss, got = step(model, seed)
+            assert torch.equal(got_loss, loss)
+            assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
+        stats = tide.stats
+        freed = sum(row.nbytes for row in tide.written.rows if row.fate == "recompute")
+        freed += sum(site.nbytes for site in tide.plan.sites if site.anchor and site.fate is Fate.RECOMPUTE)
+        moved = sum(row.nbytes for row in tide.written.rows if row.fate == "swap")
+        assert (stats.recomputed_bytes, stats.swapped_bytes) == (3 * freed, 3 * moved)
+        assert stats.num_divergences == 0
+        positions = 2 * TOKENS * 8 // 2  # an input of recomputed layers that plain autograd does not save
+        assert sum(tide.tide._setting.unplanned.values()) in (0, positions)
+        assert stats.kept_bytes + stats.recomputed_bytes + stats.swapped_bytes > 0
+
+
+def rows(config: Config) -> list[tuple[int, str, str, int | None, int]]:
+    model = build()
+    with lowtide.apply(model, config, engine="virtual:7") as tide:
+        step(model, 0)
+        return [(row.layer, row.part, row.fate, row.prefetch, row.nbytes) for row in tide.written.rows]
+
+
+def test_the_output_of_an_op_is_what_goes() -> None:
+    assert rows({"recompute_config": {"select_recompute": {r"feed_forward\.mul": [2]}}}) == [
+        (0, "mlp.mul", "recompute", None, INNER_ROW),
+        (1, "mlp.mul", "recompute", None, INNER_ROW),
+    ]
+
+
+def test_the_default_swap_moves_what_the_attention_kernel_gives() -> None:
+    found = rows(CONFIGS["swap by default"])
+    assert [row[:4] for row in found] == [(index, "self_attn.sdpa", "swap", 10) for index in range(NUM_LAYERS)]
+    logsumexp = 2 * 4 * TOKENS * 4
+    assert {row[4] for row in found} == {ROW + logsumexp}
+
+
+def test_what_a_recomputed_op_reads_stays() -> None:
+    model = build()
+    lines: list[str] = []
+    from lowtide.runtime.written import follow, sections_in
+
+    sections = sections_in(CONFIGS["a reader is recomputed"])
+    with follow(model, sections, engine="virtual:7", say=lines.append) as tide:
+        step(model, 0)
+        by_name = {site.name: site for site in tide.plan.sites}
+        assert by_name["model.layers.0.mlp.act_fn.silu"].fate is Fate.KEEP
+        assert by_name["model.layers.0.mlp.act_fn.silu"].reason == "'mlp.mul' of layer 0 reads it and is recomputed"
+        assert by_name["model.layers.1.mlp.act_fn.silu"].fate is Fate.SWAP
+        assert by_name["model.layers.1.mlp.act_fn.silu"].prefetch == 5
+    table = [line for line in lines if line.startswith("0 ") and "act_fn" in line]
+    assert len(table) == 1
+    assert table[0].endswith("swap_config.op_swap[0]: 'mlp.mul' of layer 0 reads it and is recomputed")
+    assert any("lowtide can swap what a recomputed part reads instead" in line for line in lines)
+
+
+def test_the_output_of_a_layer_before_a_recomputed_one_stays() -> None:
+    model = build()
+    with lowtide.apply(model, CONFIGS["recomputed between swapped"], engine="virtual:7") as tide:
+        step(model, 0)
+        fates = {site.name: site.fate for site in tide.plan.sites}
+    assert fates["model.layers.0.add_1"] is Fate.KEEP
+    assert fates["model.layers.0.add"] is Fate.SWAP
+
+
+def test_lines_name_what_has_no_effect() -> None:
+    lines: list[str] = []
+    from lowtide.runtime.written import follow, sections_in
+
+    config = {
+        "recompute_config": {"select_comm_recompute": {r".*\.norm": [0]}},
+        "swap_config": op_swap((r"attention\.wk", 3, [1]), (r"attention\.flash_attention", 100_000, [3])),
+    }
+    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+        step(model, 0)
+        step(model, 1)
+    assert (
+        "no effect: select_comm_recompute in layer 0, because no collective runs inside this model" in lines
+        and "no effect: backward reads no output of 'self_attn.k_proj' in layer 1" in lines
+    )
+    early = "backward_prefetch 100000 reaches past the start of backward in layer 3: fetched as early as possible there"
+    assert lines.count(early) == 1
+
+
+def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "model: {model_config: {num_layers: 4}}\nswap_config:\n  swap: True\n  default_prefetch: 10\n"
+    Path("run.yaml").write_text(text)
+    with lowtide.apply(model := build(), "run.yaml") as tide:
+        step(model, 0)
+        assert tide.written.rows[0].why == "swap_config.default_prefetch (run.yaml:4:21)"
+    Path("run.yaml").write_text(text.replace("4}", "5}"))
+    with pytest.raises(ConfigError) as caught:
+        lowtide.apply(build(), "run.yaml")
+    assert str(caught.value) == "run.yaml: says 5 layers, but the model has 4"
+
+
+def test_strict_is_the_default_for_a_mapping() -> None:
+    config = {"recompute_config": {"select_recompute": [r"feed_forward\.mull"]}}
+    with pytest.raises(ConfigError) as caught:
+        lowtide.apply(build(), config)
+    assert str(caught.value) == (
+        r"recompute_config.select_recompute[0]: 'feed_forward\.mull' names nothing in a layer; "
+        "names start below the layer"
+    )
+    with lowtide.apply(build(), {**config, "compat": True}) as tide:
+        assert tide.resolution.warnings
