@@ -33,6 +33,9 @@ class Command:
 
 
 COMMANDS = {
+    "explain": Command(
+        module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
+    ),
     "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
     "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
     "train": Command(module="lowtide.cli.train", help="train a model as a run file says"),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from lowtide.catalog.site import Profile, Site
 from lowtide.config.mindformers import LayerPlan, Resolution
 from lowtide.config.mindformers.flow import LAYER
+from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.native import MemoryConfig
 from lowtide.planner.fate import Fate
 from lowtide.planner.pattern import Pattern, base_op
@@ -40,8 +41,8 @@ class Row:
     fate: str
     """'recompute', 'swap', or 'keep' where a rule comes to nothing."""
     why: str
-    nbytes: int
-    """Bytes that leave the device between forward and backward: freed or moved."""
+    nbytes: int | None
+    """Bytes that leave the device between forward and backward: freed or moved. None: no step was looked at."""
     prefetch: int | None = None
 
 
@@ -54,14 +55,49 @@ class Written:
     notes: tuple[str, ...]
     """What has less effect than the file may lead to expect."""
 
-    def table(self) -> list[str]:
-        """Lines of text: a head, and a line for each row."""
-        cells = [("layer", "op", "fate", "bytes", "why")]
-        for row in self.rows:
-            fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}"
-            cells.append((str(row.layer), row.part, fate, format_bytes(row.nbytes), row.why))
-        widths = [max(len(line[column]) for line in cells) for column in range(4)]
-        return ["  ".join([*map(str.ljust, line[:4], widths), line[4]]) for line in cells]
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of text: a head, and a line for each row."""
+    has_bytes = any(row.nbytes is not None for row in rows)
+    cells = [("layer", "op", "fate", *(["bytes"] if has_bytes else []), "why")]
+    for row in rows:
+        fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}"
+        size = [format_bytes(row.nbytes or 0)] if has_bytes else []
+        cells.append((str(row.layer), row.part, fate, *size, row.why))
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]) - 1)]
+    return ["  ".join([*map(str.ljust, line[:-1], widths), line[-1]]) for line in cells]
+
+
+def layer_sums(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
+    """For each layer in which something happens: bytes moved, bytes freed. Empty if no step was looked at."""
+    sums: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        if row.nbytes is None:
+            continue
+        moved, freed = sums.get(row.layer, (0, 0))
+        is_moved = row.fate == Fate.SWAP.value
+        sums[row.layer] = (moved + row.nbytes, freed) if is_moved else (moved, freed + row.nbytes)
+    return sums
+
+
+def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
+    """The table as far as names and rules give it."""
+    rows = []
+    for layer in resolution.layers:
+        for part in [LAYER] if layer.full_recompute else layer.recompute_ops:
+            rows.append(Row(layer=layer.index, part=part, fate="recompute", why=layer.why[part], nbytes=None))
+        for part, written in layer.swap_ops.items():
+            reader = layer.swap_stays.get(part)
+            if reader is not None:
+                why = f"{layer.why[part]}: '{reader}' reads it and is recomputed"
+                rows.append(Row(layer=layer.index, part=part, fate="keep", why=why, nbytes=None))
+                continue
+            distance = prefetch_of(written)
+            why = layer.why[part]
+            rows.append(Row(layer=layer.index, part=part, fate="swap", why=why, nbytes=None, prefetch=distance))
+        for part, why in layer.swap_lost.items():
+            rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=None))
+    return tuple(rows)
 
 
 def plan_sections(profile: Profile, resolution: Resolution, memory: MemoryConfig | None = None) -> Written:
@@ -206,9 +242,8 @@ class _Writer:
             if fate.prefetch > last - node.last_sequence:
                 early.setdefault(fate.prefetch, set()).add(fate.part[0])
         for prefetch, layers in early.items():
-            shown = ", ".join(map(str, sorted(layers)))
             self.notes.append(
-                f"backward_prefetch {prefetch} reaches past the start of backward in layer {shown}: "
+                f"backward_prefetch {prefetch} reaches past the start of backward in {layers_text(layers)}: "
                 "fetched as early as possible there"
             )
         for part, indices in self.empty.items():
@@ -217,7 +252,7 @@ class _Writer:
                 if part == LAYER
                 else f"backward reads no output of '{part}'"
             )
-            self.notes.append(f"no effect: {what} in layer {', '.join(map(str, indices))}")
+            self.notes.append(f"no effect: {what} in {layers_text(indices)}")
 
     # ---- what comes out
 

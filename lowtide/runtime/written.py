@@ -20,10 +20,11 @@ from torch import nn
 from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
+from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
 from lowtide.planner.plan import Plan
-from lowtide.planner.sections import Written, names_of_layers, plan_sections
+from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
 from lowtide.runtime.adapt import AutoTide, _agreed
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
@@ -94,7 +95,7 @@ class WrittenTide(AutoTide):
         self.written = plan_sections(profile, self.resolution, self._memory)
         for line in [*self.resolution.log_lines, *self.resolution.warnings, *self.resolution.notes]:
             self._say_once(line)
-        for line in [*self.written.notes, *self._notes_about_collectives(), *self.written.table()]:
+        for line in [*self.written.notes, *self._notes_about_collectives(), *table(self.written.rows)]:
             self._say_once(line)
         return _agreed(self.written.plan, None, self._group)
 
@@ -107,8 +108,7 @@ class WrittenTide(AutoTide):
         layers = [layer.index for layer in self.resolution.layers if layer.comm_recompute_ops]
         if not layers:
             return []
-        shown = ", ".join(map(str, layers))
-        return [f"no effect: select_comm_recompute in layer {shown}, because no collective runs inside this model"]
+        return [f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version"]
 
     def _expect_gradients(self) -> None:
         self._expects_gradients = True  # fates do not depend on them

@@ -168,7 +168,7 @@ def test_lines_name_what_has_no_effect() -> None:
         step(model, 0)
         step(model, 1)
     assert (
-        "no effect: select_comm_recompute in layer 0, because no collective runs inside this model" in lines
+        "no effect: select_comm_recompute in layer 0; collectives are kept in this version" in lines
         and "no effect: backward reads no output of 'self_attn.k_proj' in layer 1" in lines
     )
     early = "backward_prefetch 100000 reaches past the start of backward in layer 3: fetched as early as possible there"

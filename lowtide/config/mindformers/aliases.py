@@ -224,6 +224,37 @@ FREE_OPS = frozenset({"reshape", "shape", "transpose", "cast", "rcast", "cast_at
 """Operators of MindSpore that are a view or an autocast in PyTorch: there is nothing of their own to save."""
 
 
+def layer_tree(model_type: str) -> dict[str, Any] | None:
+    """What a layer of a kind of model consists of, in Hugging Face names; None for a kind that is not known here.
+
+    `model_type` is written as either side does: `llama`, `LlamaConfig`, `LlamaForCausalLM`. Layers that differ (dense
+    ones among layers of experts) are one tree with the parts of both.
+    """
+    kind = model_type.lower().replace("_", "").removesuffix("config").removesuffix("forcausallm")
+    if not kind.startswith(("llama", "mistral", "qwen", "mixtral", "deepseek", "parallelllama")):
+        return None
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    mlp = ["gate_proj", "up_proj", "down_proj", "act_fn"]
+    if kind.startswith("qwen3"):
+        attention += ["q_norm", "k_norm"]
+    if kind.startswith("deepseek"):
+        attention = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
+        attention.append("o_proj")
+    tree: dict[str, Any] = {
+        "input_layernorm": {},
+        "self_attn": {name: {} for name in attention},
+        "post_attention_layernorm": {},
+        "mlp": {name: {} for name in mlp},
+    }
+    if kind.startswith(("deepseek", "mixtral")) or "moe" in kind:
+        tree["mlp"] |= {"gate": {}, "experts": {}}
+    if kind.startswith("deepseek"):
+        tree["mlp"]["shared_experts"] = {name: {} for name in mlp}
+    if kind.startswith("qwen2moe"):
+        tree["mlp"]["shared_expert"] = {name: {} for name in mlp}
+    return tree
+
+
 def family_of(tree: Mapping[str, Any] | None) -> Family:
     """Which naming a layer uses, seen by the names right below it."""
     if tree is None:

@@ -131,6 +131,10 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
     compat = values.get("compat", not (values.keys() & {"train", "data"} or "model_type" in written))
     if not isinstance(compat, bool):
         issues.refuse("compat", f"must be true or false, not {compat!r}")
+    for key in ("offset", "pp_interleave_num", "num_layers"):
+        written_at = next((path for path in (f"model.model_config.{key}", f"model.{key}") if path in places), None)
+        if written_at is not None:
+            places[key] = places[written_at]
     num_layers, num_extra = _num_layers(model)
     kind = model.get("model_type") or model.get("type") or _below(written, "arch").get("type") or ""
     return Sections(

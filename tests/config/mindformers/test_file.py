@@ -43,7 +43,9 @@ def test_a_file_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "feed_forward\\.w1\\.activation\\.silu": [[1, 0], [0, 0]],
     }
     assert result.warnings == []
-    assert result.notes == ["have no meaning here: context.memory_optimize_level, runner_config, ENABLE_LAZY_INLINE_NO_PIPELINE"]
+    assert result.notes == [
+        "have no meaning here: context.memory_optimize_level, runner_config, ENABLE_LAZY_INLINE_NO_PIPELINE"
+    ]
 
 
 def test_arguments_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

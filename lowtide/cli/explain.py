@@ -1,0 +1,122 @@
+"""`lowtide explain RUN.yaml`: what `recompute_config` and `swap_config` mean, layer by layer and op by op.
+
+What: upstream's log lines, what is worth a warning, and a table: layer, op, fate, bytes, and the rule that won with the
+place where it was written. Reads files of lowtide's and of MindSpore Transformers'; no weights and no device.
+Bytes are there if the file says how the model is built and trained: its step is then traced with fake tensors, which
+takes seconds. Without that, and with `--no-bytes`, nothing heavy is imported.
+Exit status: 0, or 2 for a mistake in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.waiting import Waiting
+from lowtide.config.mindformers import Resolution, Sections, read_sections
+from lowtide.config.mindformers.aliases import layer_tree
+from lowtide.config.mindformers.issues import layers_text
+from lowtide.config.run import RunConfig, load_run
+from lowtide.config.source import read_yaml
+from lowtide.planner.sections import Row, layer_sums, names_of_layers, plan_sections, rows_without_step, table
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.catalog.site import Profile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN.yaml", help="a file with recompute_config or swap_config")
+    parser.add_argument("--num-layers", type=int, metavar="N", help="layers of the model, instead of the file's")
+    parser.add_argument("--pp", type=int, metavar="P", help="pipeline stages, instead of the file's")
+    parser.add_argument("--vpp", type=int, metavar="V", help="chunks of each stage, instead of the file's")
+    parser.add_argument("--no-bytes", action="store_true", help="names and numbers only: no step is traced")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what the sections mean. Raises `ConfigError` for mistakes."""
+    root = read_yaml(args.run)
+    keys = {entry.key: [inner.key for inner in entry.node.entries] for entry in root.entries}
+    is_ours = "train" in keys and bool({"model_type", "path"} & set(keys.get("model", ())))
+    settings = load_run(args.run) if is_ours else None
+    sections = settings.sections if settings is not None and settings.sections else read_sections(args.run, root)
+    profile = None
+    if settings is not None and args.num_layers is None and not args.no_bytes:
+        profile = _traced(settings)
+    resolution = _resolved(sections, profile, args)
+    rows, notes = rows_without_step(resolution), _notes_about_collectives(resolution)
+    if profile is not None:
+        written = plan_sections(profile, resolution, settings.memory if settings else None)
+        rows, notes = written.rows, (*notes, *written.notes)
+    print(_document(resolution, rows, notes) if args.json else "\n".join(_lines(resolution, rows, notes, sections)))
+    return 0
+
+
+def _notes_about_collectives(resolution: Resolution) -> tuple[str, ...]:
+    layers = [layer.index for layer in resolution.layers if layer.comm_recompute_ops]
+    if not layers:
+        return ()
+    return (f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version",)
+
+
+def _traced(settings: RunConfig) -> Profile:
+    with Waiting() as waiting:
+        waiting.say("loading torch")
+        from lowtide.train.profiling import hardware_of_run, trace_run
+
+        return trace_run(settings, hardware_of_run(settings), say=waiting.say)
+
+
+def _resolved(sections: Sections, profile: Profile | None, args: argparse.Namespace) -> Resolution:
+    grid: Any = {"pipeline_stage": args.pp, "pp_interleave_num": args.vpp}
+    if profile is None:
+        tree = layer_tree(sections.model_type)
+        return sections.resolve(num_layers=args.num_layers, names=tree, **grid)
+    modules = sorted({name.rpartition(".")[0] for name in profile.op_names if not name.endswith(":backward")})
+    names = names_of_layers(modules, profile.layers)
+    return sections.resolve(num_layers=len(profile.layers), names=names, **grid)
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------
+
+
+def _lines(resolution: Resolution, rows: tuple[Row, ...], notes: tuple[str, ...], sections: Sections) -> list[str]:
+    lines = list(resolution.log_lines)
+    remarks = [f"warning: {text}" for text in resolution.warnings]
+    remarks += [f"note: {text}" for text in (*resolution.notes, *notes)]
+    lines += ["", *remarks] if remarks else []
+    if not rows:
+        return [*lines, "", "every activation is kept: nothing is recomputed and nothing is swapped"]
+    if len(resolution.num_layers_per_stage) > 1 or len(resolution.num_layers_per_stage[0]) > 1:
+        lines += ["", "layers of each stage", *_stage_lines(resolution, sections.start_stage)]
+    lines += ["", *table(rows)]
+    sums = layer_sums(rows)
+    if sums:
+        cells = [f"layer {index}: {format_bytes(m)} moved, {format_bytes(f)} freed" for index, (m, f) in sums.items()]
+        total = [sum(pair[place] for pair in sums.values()) for place in (0, 1)]
+        lines += ["", *cells, f"in all: {format_bytes(total[0])} moved, {format_bytes(total[1])} freed"]
+    return lines
+
+
+def _stage_lines(resolution: Resolution, start_stage: int) -> list[str]:
+    cells: dict[tuple[int, int], list[int]] = {}
+    for layer in resolution.layers:
+        cells.setdefault((layer.chunk, layer.stage), []).append(layer.index)
+    return [
+        f"  chunk {chunk}, stage {stage + start_stage}: {layers[0]}-{layers[-1]}"
+        for (chunk, stage), layers in cells.items()
+    ]
+
+
+def _document(resolution: Resolution, rows: tuple[Row, ...], notes: tuple[str, ...]) -> str:
+    document = dataclasses.asdict(resolution)
+    document["notes"] = [*resolution.notes, *notes]
+    document["rows"] = [dataclasses.asdict(row) for row in rows]
+    document["bytes_by_layer"] = [
+        {"layer": index, "moved_bytes": moved, "freed_bytes": freed}
+        for index, (moved, freed) in layer_sums(rows).items()
+    ]
+    return json.dumps(document)

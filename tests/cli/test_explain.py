@@ -1,0 +1,104 @@
+"""`lowtide explain`: what a file means, as text and as JSON, with and without a step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "mindformers"
+UPSTREAM = """\
+context:
+  memory_optimize_level: "O0"
+ENABLE_LAZY_INLINE_NO_PIPELINE: 1
+model:
+  model_config:
+    type: LlamaConfig
+    num_layers: 4
+recompute_config:
+  select_recompute:
+    feed_forward: [0, 3]
+swap_config:
+  swap: True
+  op_swap:
+    - {op_name: attention, backward_prefetch: 20, layers: [0, 1, 2]}
+    - {op_name: feed_forward, backward_prefetch: 15, layers: [1, 3]}
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(UPSTREAM)
+    return "run.yaml"
+
+
+def test_a_file_of_upstream(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", upstream]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15" in lines
+    assert "note: have no meaning here: context.memory_optimize_level, ENABLE_LAZY_INLINE_NO_PIPELINE" in lines
+    start = next(index for index, line in enumerate(lines) if line.startswith("layer  op"))
+    assert lines[start:] == [
+        "layer  op         fate               why",
+        "0      mlp        recompute          recompute_config.select_recompute.feed_forward (run.yaml:10:19)",
+        "0      self_attn  swap, prefetch 20  swap_config.op_swap[0] (run.yaml:14:7)",
+        "1      self_attn  swap, prefetch 20  swap_config.op_swap[0] (run.yaml:14:7)",
+        "1      mlp        swap, prefetch 15  swap_config.op_swap[1] (run.yaml:15:7)",
+        "2      self_attn  swap, prefetch 20  swap_config.op_swap[0] (run.yaml:14:7)",
+        "3      mlp        recompute          recompute_config.select_recompute.feed_forward (run.yaml:10:19)",
+        "3      mlp        keep               not swapped: it is recomputed",
+    ]
+
+
+def test_nothing_heavy_is_imported(upstream: str) -> None:
+    path = str(Path(upstream).resolve())
+    code = f"import sys; from lowtide.cli.main import main; main(['explain', {path!r}]); print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=EXAMPLES.parents[1], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_numbers_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(EXAMPLES / "recompute.yaml")
+    assert main(["explain", path, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["num_layers_per_stage"] == [[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]
+    assert document["log_lines"][2] == "Formative layer_recompute: [[2, 1, 0, 0, 0], [1, 0, 0, 0, 0]]"
+    assert [row["layer"] for row in document["rows"] if row["part"] == "<layer>"] == [0, 1, 4, 24]
+    assert main(["explain", path, "--num-layers", "50", "--pp", "5", "--vpp", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"{path}:13:13: 'offset' must have 1 rows")
+
+
+def test_mistakes_have_a_place(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(upstream).write_text(UPSTREAM.replace("[0, 1, 2]", "[0, 9]") + "compat: false\n")
+    assert main(["explain", upstream]) == 2
+    assert capsys.readouterr().err == (
+        "run.yaml:14:63: 'swap_config.op_swap[0].layers[1]' names layer 9, but layers are 0 to 3; remove it\n"
+    )
+    Path(upstream).write_text(UPSTREAM.replace("[0, 1, 2]", "[0, 9]"))
+    assert main(["explain", upstream]) == 0
+    assert (
+        "warning: run.yaml:14:63: 'swap_config.op_swap[0].layers[1]' names layer 9, but layers are 0 to 3; ignored"
+        in capsys.readouterr().out.splitlines()
+    )
+
+
+def test_bytes_of_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(EXAMPLES / "swap_1_default.yaml"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    output = 2 * 64 * 64 * 4  # batch, tokens, width, float32
+    logsumexp = 2 * 4 * 64 * 4
+    assert document["bytes_by_layer"] == [
+        {"layer": index, "moved_bytes": output + logsumexp, "freed_bytes": 0} for index in range(4)
+    ]
+    assert {row["part"] for row in document["rows"]} == {"self_attn.sdpa"}
+    assert document["log_lines"][-4:] == [
+        f"Set op_swap at layer {index}: attention.flash_attention, value=10" for index in range(4)
+    ]

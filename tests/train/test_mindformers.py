@@ -1,0 +1,86 @@
+"""The documents' own examples in the trainer: their log lines, bytes that really move, and the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "mindformers"
+CASES = json.loads((Path(__file__).parents[1] / "config" / "mindformers" / "cases" / "upstream.json").read_text())
+DOCUMENTED = {
+    "swap_1_default": "doc_ex1_default",
+    "swap_2_layers": "doc_ex2_layer",
+    "swap_3_ops": "doc_ex3_op",
+    "swap_4_mixed": "doc_ex4_mixed",
+}
+
+
+def train(path: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """The summary, what was said, and what the runtime counted in the last step."""
+    assert main(["train", str(path), "--output-dir", str(out), "--json"]) == 0
+    printed = capfd.readouterr()
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    return json.loads(printed.out.splitlines()[-1]), printed.err.splitlines(), last["tide"]
+
+
+def without_sections(path: Path, to: Path) -> Path:
+    text = path.read_text()
+    start = text.index("recompute_config:")
+    to.write_text(
+        text[:start]
+        .replace('context:\n  memory_optimize_level: "O0"\n', "")
+        .replace("  model_config:\n    num_layers: 4\n", "")
+    )
+    return to
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_example(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    case = next(case for case in CASES if case.get("id") == DOCUMENTED[name])
+    path = EXAMPLES / f"{name}.yaml"
+    summary, said, counted = train(path, tmp_path / "out", capfd)
+    documented = [
+        " ".join(line.removeprefix("INFO - ").split()) for layer in case["expected_per_layer"] for line in layer["log"]
+    ]
+    assert [line for line in said if line.startswith("Set ")] == documented
+    assert "have no meaning here: context.memory_optimize_level" in said
+
+    assert main(["explain", str(path), "--json"]) == 0
+    explained = json.loads(capfd.readouterr().out)
+    moved = sum(layer["moved_bytes"] for layer in explained["bytes_by_layer"])
+    freed = sum(layer["freed_bytes"] for layer in explained["bytes_by_layer"])
+    assert moved > 0
+    assert counted["swapped_bytes"] == moved
+    # A copy that has not begun when backward needs its bytes is called off: the last ops' may be.
+    assert moved / 2 < counted["copied_out_bytes"] <= moved
+    assert counted["recomputed_bytes"] >= freed
+
+    plain = without_sections(path, tmp_path / "plain.yaml")
+    assert main(["train", str(plain), "--output-dir", str(tmp_path / "plain"), "--json"]) == 0
+    expected = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (summary["losses_sha256"], summary["weights_sha256"]) == (
+        expected["losses_sha256"],
+        expected["weights_sha256"],
+    )
+
+
+def test_beside_a_memory_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES / "swap_1_default.yaml").read_text()
+    Path("run.yaml").write_text(text + "memory:\n  budget: 1GiB\n")
+    assert main(["train", "run.yaml"]) == 2
+    assert capfd.readouterr().err == (
+        "run.yaml:28:11: 'memory.budget' cannot stand beside recompute_config and swap_config; write all of it here, "
+        "or all of it there\n"
+    )
+    Path("run.yaml").write_text(text.replace("\n    num_layers: 4", "\n    num_layers: 6"))
+    assert main(["train", "run.yaml"]) == 2
+    assert capfd.readouterr().err == "run.yaml: says 6 layers, but the model has 4\n"
