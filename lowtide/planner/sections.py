@@ -30,6 +30,8 @@ from lowtide.planner.plan import Plan, SiteDecision
 from lowtide.planner.rules import Rule, Rules
 from lowtide.units import format_bytes
 
+_KERNEL, _AFTER_KERNEL = "self_attn.sdpa", "self_attn.o_proj"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -162,7 +164,13 @@ class _Writer:
         if part == LAYER:
             return nodes
         start = len(self.profile.layers[layer.index]) + 1
-        return [node for node in nodes if _is_of(node.name[start:], part)]
+        found = [node for node in nodes if _is_of(node.name[start:], part)]
+        if found or part != _KERNEL:
+            return found
+        # Not one kernel here but several operators: what the projection after them reads is their output.
+        readers = [node.recipe for node in nodes if _is_of(node.name[start:], _AFTER_KERNEL) and node.recipe]
+        outputs = {name for recipe in readers for name in recipe.nodes}
+        return [node for node in nodes if node.name in outputs]
 
     # ---- fates
 

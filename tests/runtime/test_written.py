@@ -198,3 +198,60 @@ def test_strict_is_the_default_for_a_mapping() -> None:
     )
     with lowtide.apply(build(), {**config, "compat": True}) as tide:
         assert tide.resolution.warnings
+
+
+FAMILIES: dict[str, Config] = {
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+DEFAULTS = {
+    "qwen3": {"mlp.mul", "mlp.act_fn"},
+    "qwen3_moe": {"mlp.experts.mul", "mlp.experts.act_fn"},
+    "deepseek_v3": {
+        "mlp.mul",
+        "mlp.act_fn",
+        "mlp.shared_experts.mul",
+        "mlp.shared_experts.act_fn",
+        "mlp.experts.mul",
+        "mlp.experts.act_fn",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_default_lists_of_a_family(kind: str) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "use_cache": False}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = CONFIG_MAPPING[kind](**sizes, **heads, **FAMILIES[kind])
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).train()
+
+    loss, gradients = step(make(), 0)
+    parts = {}
+    for config_name in ("default ops", "swap by default"):
+        with lowtide.apply(model := make(), CONFIGS[config_name], engine="virtual:7") as tide:
+            for _ in range(2):
+                got_loss, got = step(model, 0)
+                assert torch.equal(got_loss, loss)
+                assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
+            assert tide.stats.num_divergences == 0
+            assert all(row.nbytes for row in tide.written.rows)
+            parts[config_name] = {row.part for row in tide.written.rows}
+    assert parts == {"default ops": DEFAULTS[kind], "swap by default": {"self_attn.sdpa"}}

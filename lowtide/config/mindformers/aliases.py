@@ -205,7 +205,7 @@ _DEEPSEEK = (
     ),
     *_mlp("shared:", legacy="feed_forward.shared_experts", mcore="mlp.shared_experts", hf="mlp.shared_experts"),
     Role(name="experts_mlp", legacy=("feed_forward.routed_experts.ffn",), hf=("mlp.experts",)),
-    *_mlp("routed:", legacy="feed_forward.routed_experts.ffn"),
+    *_mlp("routed:", legacy="feed_forward.routed_experts.ffn", hf="mlp.experts", readers=("experts",)),
 )
 
 ROLES: tuple[Role, ...] = (*_LLAMA, *_QWEN, *_DEEPSEEK)
@@ -216,6 +216,7 @@ FUNCTIONS: Mapping[str, str] = {
     "mlp.mul": "mlp.act_fn",
     "mlp.shared_expert.mul": "mlp.shared_expert",
     "mlp.shared_experts.mul": "mlp.shared_experts",
+    "mlp.experts.mul": "mlp.experts.act_fn",
     "add": "mlp",
 }
 """Function calls of Hugging Face models -> the module that must be there for the call to be."""
@@ -247,7 +248,7 @@ def layer_tree(model_type: str) -> dict[str, Any] | None:
         "mlp": {name: {} for name in mlp},
     }
     if kind.startswith(("deepseek", "mixtral")) or "moe" in kind:
-        tree["mlp"] |= {"gate": {}, "experts": {}}
+        tree["mlp"] |= {"gate": {}, "experts": {"act_fn": {}}}
     if kind.startswith("deepseek"):
         tree["mlp"]["shared_experts"] = {name: {} for name in mlp}
     if kind.startswith("qwen2moe"):
