@@ -29,6 +29,8 @@ DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
 
 _OURS = ("model", "data", "train", "memory", "pipeline")
+_UPSTREAMS = ("trainer", "run_mode", "modelarts")
+"""Keys of MindSpore Transformers that look like a misspelt one of ours."""
 _WEIGHTS: dict[Precision, DType] = {"float32": "float32", "bf16_autocast": "float32", "bf16": "bfloat16"}
 
 
@@ -206,7 +208,8 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
 
 def _without_sections(root: Node) -> Node:
     """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in."""
-    kept = [entry for entry in root.entries if entry.key in _OURS or did_you_mean(entry.key, _OURS)]
+    foreign = [entry.key for entry in root.entries if entry.key in _UPSTREAMS or not did_you_mean(entry.key, _OURS)]
+    kept = [entry for entry in root.entries if entry.key in _OURS or entry.key not in foreign]
     entries = []
     for entry in kept:
         node = entry.node

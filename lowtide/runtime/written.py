@@ -93,9 +93,13 @@ class WrittenTide(AutoTide):
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        for line in [*self.resolution.log_lines, *self.resolution.warnings, *self.resolution.notes]:
-            self._say_once(line)
-        for line in [*self.written.notes, *self._notes_about_collectives(), *table(self.written.rows)]:
+        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self.written.notes]
+        for line in [
+            *self.resolution.log_lines,
+            *(f"warning: {text}" for text in self.resolution.warnings),
+            *(f"note: {text}" for text in notes),
+            *table(self.written.rows),
+        ]:
             self._say_once(line)
         return _agreed(self.written.plan, None, self._group)
 

@@ -49,7 +49,7 @@ def test_documented_example(name: str, tmp_path: Path, capfd: pytest.CaptureFixt
         " ".join(line.removeprefix("INFO - ").split()) for layer in case["expected_per_layer"] for line in layer["log"]
     ]
     assert [line for line in said if line.startswith("Set ")] == documented
-    assert "have no meaning here: context.memory_optimize_level" in said
+    assert "note: have no meaning here: context.memory_optimize_level" in said
 
     assert main(["explain", str(path), "--json"]) == 0
     explained = json.loads(capfd.readouterr().out)
@@ -84,3 +84,13 @@ def test_beside_a_memory_section(
     Path("run.yaml").write_text(text.replace("\n    num_layers: 4", "\n    num_layers: 6"))
     assert main(["train", "run.yaml"]) == 2
     assert capfd.readouterr().err == "run.yaml: says 6 layers, but the model has 4\n"
+
+
+def test_a_misspelt_section_is_not_taken_for_one_of_upstream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES / "swap_1_default.yaml").read_text() + "trainer: {type: CausalLanguageModelingTrainer}\n"
+    Path("run.yaml").write_text(text + "memoryy: {}\n")
+    assert main(["train", "run.yaml"]) == 2
+    assert capfd.readouterr().err == "run.yaml:28:1: unknown key 'memoryy'; did you mean 'memory'?\n"
