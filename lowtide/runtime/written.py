@@ -25,7 +25,8 @@ from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
-from lowtide.runtime.adapt import AutoTide, _agreed
+from lowtide.runtime.adapt import AutoTide
+from lowtide.runtime.agree import agreed
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import patched_module
@@ -101,7 +102,7 @@ class WrittenTide(AutoTide):
             *table(self.written.rows),
         ]:
             self._say_once(line)
-        return _agreed(self.written.plan, None, self._group)
+        return agreed(self.written.plan, None, self._group)
 
     def _say_once(self, line: str) -> None:
         if line not in self._has_said:
@@ -113,6 +114,15 @@ class WrittenTide(AutoTide):
         if not layers:
             return []
         return [f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version"]
+
+    def _guard_limit(self, plan: Plan) -> int | None:
+        return None  # as written, and nothing else
+
+    def _review(self, key: tuple) -> None:
+        """Nothing was predicted, so nothing is compared."""
+
+    def _time_backward(self, output: Any) -> None:
+        """The same."""
 
     def _expect_gradients(self) -> None:
         self._expects_gradients = True  # fates do not depend on them

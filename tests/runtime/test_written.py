@@ -237,7 +237,7 @@ def test_strict_is_the_default_for_a_mapping() -> None:
         lowtide.apply(build(), config)
     assert str(caught.value) == (
         r"recompute_config.select_recompute[0]: 'feed_forward\.mull' names nothing in a layer; "
-        "names start below the layer"
+        "nearest: 'feed_forward.mul', 'feed_forward', 'feed_forward.w3.matmul'"
     )
     with lowtide.apply(build(), {**config, "compat": True}) as tide:
         assert tide.resolution.warnings

@@ -145,6 +145,8 @@ def nearest(pattern: str, tree: Tree, n: int = 3) -> list[str]:
     """Names of the layer that look most like the pattern."""
     wanted = ".".join(_plain_levels(pattern) or levels(pattern))
     names = list(all_names(tree))
+    if family_of(tree) == "hf":
+        names += [name for role in ROLES if _present(role, tree) for name in role.legacy]
     same_end = [name for name in names if name.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
     close = difflib.get_close_matches(wanted, names, n=n, cutoff=0.5)
     by_likeness = sorted(same_end, key=lambda name: -difflib.SequenceMatcher(a=name, b=wanted).ratio())
