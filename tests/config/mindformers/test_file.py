@@ -112,3 +112,46 @@ def test_errors_have_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, te
     with pytest.raises(ConfigError) as caught:
         load(path, compat=False)
     assert str(caught.value) == message
+
+
+WRONG = "swap_config: {swap: true, layer_swap: [{backward_prefetch: 1, layers: [9]}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("around", "is_strict"),
+    [
+        ("model: {num_layers: 4}\n", False),
+        ("model: {model_config: {type: LlamaConfig, num_layers: 4}}\n", False),
+        ("model: {num_layers: 4}\ncompat: false\n", True),
+        ("model: {model_type: llama, num_hidden_layers: 4}\n", True),
+        ("model: {num_layers: 4}\ntrain: {steps: 1}\n", True),
+        ("model: {model_type: llama, num_hidden_layers: 4}\ncompat: true\n", False),
+    ],
+)
+def test_files_of_ours_are_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around: str, *, is_strict: bool
+) -> None:
+    path = write(tmp_path, monkeypatch, WRONG + around)
+    problem = "run.yaml:1:72: 'swap_config.layer_swap[0].layers[0]' names layer 9, but layers are 0 to 3"
+    if not is_strict:
+        assert load(path).warnings == [f"{problem}; ignored"]
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == f"{problem}; remove it"
+
+
+def test_a_mistake_in_the_grid_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, monkeypatch, UPSTREAM.replace("offset: 0", "offset: [0, 1, 1]"))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == "run.yaml:9:55: 'offset' has 3 numbers; write one for each of the 2 stages"
+
+
+def test_the_sections_wait_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.config.mindformers import read_sections
+
+    sections = read_sections(write(tmp_path, monkeypatch, UPSTREAM))
+    assert (sections.num_layers, sections.num_extra_layers, sections.compat) == (7, 1, True)
+    assert len(sections.resolve().layers) == 8
+    assert len(sections.resolve(num_layers=4, pipeline_stage=2, pp_interleave_num=2).layers) == 4
