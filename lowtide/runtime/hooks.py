@@ -26,6 +26,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.catalog.activations import leads_to_parameter
 from lowtide.catalog.trace import Recorder, is_plain, storage_keys
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
@@ -35,7 +36,7 @@ from lowtide.runtime.handle import Kept, KeptSite, Swapped
 from lowtide.runtime.kept import KeptOnTape, KeptSiteOnTape
 from lowtide.runtime.recompute import Call, Dropped, RegionRun, Rerun, RerunView, top_hooks, without_cache
 from lowtide.runtime.state import RandomState
-from lowtide.runtime.tables import Entry, Region, Setting, is_same_producer, leads_to_parameter
+from lowtide.runtime.tables import Entry, Region, Setting, is_same_producer
 from lowtide.runtime.tape import Copy, Site, Tape
 from lowtide.runtime.weaver import Node, Weaver
 

@@ -22,16 +22,6 @@ from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.weaver import VIEW_NODES, Node
 
-# A cast or a view of a parameter is a few nodes away from its accumulator, never more.
-_MAX_STEPS_TO_PARAMETER = 4
-_VIEWS_AND_CASTS = (
-    "TBackward",
-    "ToCopyBackward",
-    "TransposeBackward",
-    "ViewBackward",
-    "PermuteBackward",
-)
-
 
 @dataclass(slots=True)
 class Entry:
@@ -95,18 +85,3 @@ def is_same_producer(seen: type, now: type) -> bool:
     """Whether two autograd nodes stand for the same operator."""
     # Under a dispatch mode `reshape` makes other view nodes than without.
     return seen is now or (seen.__name__ in VIEW_NODES and now.__name__ in VIEW_NODES)
-
-
-def leads_to_parameter(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view or cast of a parameter."""
-    node = tensor.grad_fn
-    for _ in range(_MAX_STEPS_TO_PARAMETER):
-        if node is None:
-            return False
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return isinstance(variable, nn.Parameter)
-        if not node.name().startswith(_VIEWS_AND_CASTS):
-            return False
-        node = node.next_functions[0][0] if node.next_functions else None
-    return False
