@@ -138,6 +138,18 @@ def _storage_bytes() -> int:
     return sum(storages.values())
 
 
+MOST_GROWTH_BYTES = 40_000
+
+
+def _growth_bytes(model: nn.Module, tide: lowtide.Tide) -> int:
+    """By which Python's memory grows over many steps."""
+    before = tracemalloc.get_traced_memory()[0]
+    _run(model, NUM_STEPS)
+    tide.settle()
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0] - before
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
 @pytest.mark.parametrize(
@@ -154,15 +166,14 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
     _run(model, 5 * len(LIVES))
     tide.settle()
     gc.collect()
-    python_before = tracemalloc.get_traced_memory()[0]
-    _run(model, NUM_STEPS)
-    tide.settle()
-    gc.collect()
-    python_after = tracemalloc.get_traced_memory()[0]
+    growth = _growth_bytes(model, tide)
+    if growth >= MOST_GROWTH_BYTES:
+        # Something that is loaded once (a late import) comes once; a leak comes again.
+        growth = _growth_bytes(model, tide)
     tracemalloc.stop()
     assert _left() == before
     # Dictionaries and free lists breathe by some 20 kB; a leak of one small object a step would be 60 kB and more.
-    assert python_after - python_before < 40_000
+    assert growth < MOST_GROWTH_BYTES
     stats = tide.stats
     assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
     assert tide._ledger.now_bytes == 0
