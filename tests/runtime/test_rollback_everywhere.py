@@ -89,7 +89,7 @@ EVERYWHERE = [
     ("nested", "mixed"),
 ]  # fmt: skip
 SOME = [(name, plan) for name in NAMES for plan in PLANS if (name, plan) not in EVERYWHERE]
-NUM_SOME = 5
+NUM_SOME = 10
 QUICK = ("mlp", "unet", "gpt2_dropout", "stateful", "tied", "checkpointed")
 
 
