@@ -1,14 +1,14 @@
 """The form of a result: one JSON file for one question on one hardware.
 
-What: `Record` is what a benchmark leaves behind, `write` puts it at `benchmarks/results/<hardware>/<question>.json`, and
-`read_all` gives back what is there. report.py makes RESULTS.md, the plots and the README's table from these files alone, so
-nothing stands in a table that was not written down by a run.
+What: `Record` is what a benchmark leaves behind, `write` puts it at `results/<hardware>/<question>.json`, `read_all`
+gives back what is there. report.py makes RESULTS.md, the plots and the README's table from them alone, so nothing
+stands in a table that was not written down by a run.
 Why one form: methods, models and machines are compared across files; a figure without its versions, its command and the
 hardware's name cannot be.
 Cost: none. Not covered: merging two machines' results into one row; every row belongs to one file.
 
-`kind` says where the numbers come from: 'measured' (a clock and counters), 'emulated' (measured, but something was slowed
-down or stood in for), 'computed' (the timeline or the solver; nothing ran).
+`kind` says where the numbers come from: 'measured' (a clock and counters), 'emulated' (measured, but something was
+slowed down or stood in for), 'computed' (the timeline or the solver; nothing ran).
 """
 
 from __future__ import annotations
@@ -26,55 +26,6 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 KINDS = ("measured", "emulated", "computed")
 _PACKAGES = ("torch", "transformers", "lowtide", "torchtune", "trl", "torchao", "bitsandbytes", "scipy", "numpy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One question, answered on one machine."""
-
-    question: str
-    """A short name, also the file's: `time_against_memory`."""
-    title: str
-    """The question as a sentence."""
-    kind: str
-    command: str
-    """What makes this file again."""
-    settings: dict[str, Any]
-    """Shapes, dtypes, rounds, seeds: what a reader needs to judge the rows."""
-    rows: list[dict[str, Any]]
-    """Plain numbers and words; units in the keys (`_seconds`, `_bytes`); `error` where a method could not run."""
-    notes: list[str] = field(default_factory=list)
-    """Whole sentences for the report: assumptions, what was left out and why."""
-    hardware: dict[str, Any] = field(default_factory=lambda: hardware())
-    versions: dict[str, str] = field(default_factory=lambda: versions())
-
-    def __post_init__(self) -> None:
-        assert self.kind in KINDS, self.kind
-        assert re.fullmatch(r"[a-z0-9_]+", self.question), self.question
-
-
-def write(record: Record, folder: Path | None = None) -> Path:
-    """Write `record` to its place under `folder` (default: `benchmarks/results`) at once or not at all."""
-    place = (folder or RESULTS) / record.hardware["folder"] / f"{record.question}.json"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_suffix(".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-    partial.replace(place)
-    return place
-
-
-def read(path: Path) -> Record:
-    """The record in a file."""
-    return Record(**json.loads(path.read_text()))
-
-
-def read_all(folder: Path | None = None) -> list[Record]:
-    """Every record under `folder`, in the order of hardware and question."""
-    return [read(path) for path in sorted((folder or RESULTS).glob("*/*.json")) if _is_record(path)]
-
-
-def _is_record(path: Path) -> bool:
-    return "kind" in json.loads(path.read_text())
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
@@ -112,3 +63,52 @@ def _processor() -> str:
 
 def _host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One question, answered on one machine."""
+
+    question: str
+    """A short name, also the file's: `time_against_memory`."""
+    title: str
+    """The question as a sentence."""
+    kind: str
+    command: str
+    """What makes this file again."""
+    settings: dict[str, Any]
+    """Shapes, dtypes, rounds, seeds: what a reader needs to judge the rows."""
+    rows: list[dict[str, Any]]
+    """Plain numbers and words; units in the keys (`_seconds`, `_bytes`); `error` where a method could not run."""
+    notes: list[str] = field(default_factory=list)
+    """Whole sentences for the report: assumptions, what was left out and why."""
+    hardware: dict[str, Any] = field(default_factory=hardware)
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+        assert re.fullmatch(r"[a-z0-9_]+", self.question), self.question
+
+
+def write(record: Record, folder: Path | None = None) -> Path:
+    """Write `record` to its place under `folder` (default: `benchmarks/results`) at once or not at all."""
+    place = (folder or RESULTS) / record.hardware["folder"] / f"{record.question}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_suffix(".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    partial.replace(place)
+    return place
+
+
+def read(path: Path) -> Record:
+    """The record in a file."""
+    return Record(**json.loads(path.read_text()))
+
+
+def read_all(folder: Path | None = None) -> list[Record]:
+    """Every record under `folder`, in the order of hardware and question."""
+    return [read(path) for path in sorted((folder or RESULTS).glob("*/*.json")) if _is_record(path)]
+
+
+def _is_record(path: Path) -> bool:
+    return "kind" in json.loads(path.read_text())
