@@ -348,7 +348,7 @@ class AutoTide:
         shape = self._shapes[key]
         self._shapes.move_to_end(key)
         self._current = key
-        self._tide = apply(self.model, shape.plan, optimizer=self._optimizer, engine=self.engine)
+        self._tide = apply(self.model, shape.plan, optimizer=self._optimizer, engine=self.engine, group=self._group)
         self._tide.outlive(self._lease)
         self._tide.set_limit(self._guard_limit(shape.plan))
         self._backward_seconds.clear()

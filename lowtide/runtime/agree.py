@@ -8,15 +8,20 @@ Cost: one `all_gather_object` a call. Not covered: ranks that do not come to the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from lowtide.errors import BudgetError
 from lowtide.planner.plan import Plan
 
+ALONE: Final = "alone"
+"""In place of a group: no other rank runs this module, as it is with the stages of a pipeline."""
+
 
 def _has_company(group: Any) -> bool:
+    if group is ALONE:
+        return False
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 

@@ -64,12 +64,13 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
+    group: Any = None,
 ) -> Tide:
     """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`."""
     refuse_unsuitable(model)
     plan = plan_of(model, memory)
     check_patterns(model, plan)
-    agree_across_ranks(plan)
+    agree_across_ranks(plan, group)
     warn_about_checkpointing(model)
     warn_about_parts_of_recomputed_layers(model, plan)
     chosen = choose_engine(engine, model, plan)

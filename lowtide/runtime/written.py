@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.catalog.layers import find_layers, named_layers
+from lowtide.catalog.layers import find_layers, is_numbered, named_layers
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
 from lowtide.config.mindformers.issues import layers_text
@@ -26,7 +26,7 @@ from lowtide.errors import ConfigError
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
 from lowtide.runtime.adapt import AutoTide
-from lowtide.runtime.agree import agreed
+from lowtide.runtime.agree import ALONE, agreed
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import patched_module
@@ -41,9 +41,13 @@ def follow(
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
     group: Any = None,
+    first_layer: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> WrittenTide:
-    """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once for what does not fit it."""
+    """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once for what does not fit it.
+
+    `group` and `first_layer` are those of `lowtide.apply`.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
@@ -55,25 +59,68 @@ def follow(
         )
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
-    resolution = resolve_for(model, sections, layers)
+    if first_layer is None:
+        first_layer = _numbered_from(model, layers, sections)
+    resolution = resolve_for(model, sections, layers, first_layer)
+    if first_layer is not None and group is None:
+        group = ALONE  # the ranks of other stages have other layers, and wait for this one's output
     bare = Plan.from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     how: Any = {"owns_engine": chosen is not engine, "group": group, "say": say}
     return WrittenTide(model, config, optimizer, chosen, resolution=resolution, memory=memory, **how)
 
 
-def resolve_for(model: nn.Module, sections: Sections, layers: tuple[str, ...]) -> Resolution:
-    """The sections for this very model: its number of layers, and the names in them."""
+def resolve_for(
+    model: nn.Module, sections: Sections, layers: tuple[str, ...], first_layer: int | None = None
+) -> Resolution:
+    """The sections for this very model: its number of layers, and the names in them.
+
+    With `first_layer` it is a stage of a pipeline, and the layers of the file count from there.
+    """
     if not layers:
         raise ConfigError(
             f"{sections.source}: no repeated block was found in this model; name the layers in the section 'memory', "
             "under layers"
         )
     written = sections.num_layers
-    if written is not None and len(layers) not in (written, written + sections.num_extra_layers):
-        raise ConfigError(f"{sections.source}: says {written} layers, but the model has {len(layers)}")
     names = names_of_layers([name for name, _ in model.named_modules()], layers)
+    if first_layer is not None:
+        return _resolve_stage(sections, names, first_layer)
+    if written is not None and len(layers) not in (written, written + sections.num_extra_layers):
+        is_split = sections.pipeline_stage != 1 and len(layers) < written
+        hint = "; of a stage of a pipeline say where it begins: first_layer=..." if is_split else ""
+        raise ConfigError(f"{sections.source}: says {written} layers, but the model has {len(layers)}{hint}")
     return sections.resolve(num_layers=len(layers), names=names)
+
+
+def _resolve_stage(sections: Sections, names: list[dict], first_layer: int) -> Resolution:
+    """The sections for the layers from `first_layer` on, of which `names` are the parts."""
+    if not isinstance(sections.num_layers, int):
+        raise ConfigError(
+            f"{sections.source}: does not say how many layers the whole model has; with first_layer it must "
+            "(model.num_layers)"
+        )
+    held = range(first_layer, first_layer + len(names))
+    total = sections.num_layers + sections.num_extra_layers
+    if first_layer < 0 or held.stop > total:
+        raise ConfigError(
+            f"{sections.source}: says {total} layers, 0 to {total - 1}, but this module of {len(names)} would hold "
+            f"{layers_text(held)}"
+        )
+    # The parts of the layers of other stages are not known, and not looked at.
+    everywhere = [names[index - first_layer] if index in held else names[0] for index in range(total)]
+    return sections.resolve(names=everywhere, held=held)
+
+
+def _numbered_from(model: nn.Module, layers: tuple[str, ...], sections: Sections) -> int | None:
+    """The number of the first layer, where a stage keeps its layers under the numbers of the whole model."""
+    places = [name.rpartition(".") for name in layers]
+    if sections.num_layers in (None, len(layers)) or len({container for container, _, _ in places}) != 1:
+        return None
+    first = int(places[0][2]) if is_numbered(model.get_submodule(places[0][0])) else None
+    if first is None or [int(number) for _, _, number in places] != list(range(first, first + len(layers))):
+        return None
+    return first
 
 
 class WrittenTide(AutoTide):
