@@ -91,6 +91,7 @@ def profile_of(
         nodes=sites,
         staying=_staying(trace, {site.name for site in sites}, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
+        num_collectives=sum(call.is_collective for call in trace.calls),
     )
 
 

@@ -214,13 +214,21 @@ class Tide:
         """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
         self._mover.settle()
 
+    def suspend(self) -> None:
+        """Leave the model as it was until `resume()`, and keep what was learned about it. Idempotent."""
+        for patch in reversed(self._patches):
+            patch.undo()
+
+    def resume(self) -> None:
+        """Go on after `suspend()`. The model must be as it was then."""
+        self._patches = [ForwardPatch(patch.module, patch.around) for patch in self._patches]
+
     def remove(self) -> None:
         """Restore the model exactly. Graphs that are still alive keep working. Idempotent."""
         if self._is_removed:
             return
         self._is_removed = True
-        for patch in reversed(self._patches):
-            patch.undo()
+        self.suspend()
         self._mover.close()
 
     def __enter__(self) -> Tide:

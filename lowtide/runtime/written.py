@@ -26,10 +26,11 @@ from lowtide.errors import ConfigError
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
 from lowtide.runtime.adapt import AutoTide
-from lowtide.runtime.agree import ALONE, agreed
+from lowtide.runtime.agree import ALONE
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import patched_module
+from lowtide.runtime.shapes import ShapeClass
 from lowtide.timeline.step import Link
 
 
@@ -149,7 +150,7 @@ class WrittenTide(AutoTide):
             *table(self.written.rows),
         ]:
             self._say_once(line)
-        return agreed(self.written.plan, None, self._group)
+        return self.written.plan
 
     def _say_once(self, line: str) -> None:
         if line not in self._has_said:
@@ -165,7 +166,12 @@ class WrittenTide(AutoTide):
     def _guard_limit(self, plan: Plan) -> int | None:
         return None  # as written, and nothing else
 
-    def _review(self, key: tuple) -> None:
+    def _let_serve_smaller(self, key: ShapeClass) -> bool:
+        """What is written is not changed for the sake of other shapes: they are observed if it would have to be."""
+        sites = self._shapes[key].plan.sites
+        return all(site.recipe is None or site.recipe.is_shape_free for site in sites)
+
+    def _review(self, key: ShapeClass) -> None:
         """Nothing was predicted, so nothing is compared."""
 
     def _time_backward(self, output: Any) -> None:
