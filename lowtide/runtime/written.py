@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.catalog.layers import find_layers, named_layers
+from lowtide.catalog.sharded import refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
 from lowtide.config.mindformers.issues import layers_text
@@ -48,11 +49,7 @@ def follow(
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise ConfigError(
-            "lowtide.apply: this model's parameters are sharded (DTensor), which recompute_config and swap_config "
-            "cannot act on in this version; write what you want into the section 'memory'"
-        )
+    refuse_other_shards(model, "lowtide.apply")
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     resolution = resolve_for(model, sections, layers)
