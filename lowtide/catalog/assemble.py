@@ -73,7 +73,9 @@ def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mappin
         recipe = allowed.get(node.storage.index)
         if not isinstance(recipe, Recipe):
             continue
-        needed = {gathered[entry.name] for entry in recipe.inputs if entry.kind == "parameter" and entry.name in gathered}
+        needed = {
+            gathered[entry.name] for entry in recipe.inputs if entry.kind == "parameter" and entry.name in gathered
+        }
         if not needed <= there[node.name]:
             allowed[node.storage.index] = "parameter sharded when it is read"
             continue

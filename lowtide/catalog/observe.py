@@ -74,8 +74,7 @@ def observe(
         observer = Observer(device=device, clock=clock, park=park, layers=names)
         try:
             step = (model, batch, observer, loss)
-            resting = at_rest(model) if is_sharded_model else contextlib.nullcontext({})
-            with untouched(model, tensors, device), resting as gathered:
+            with untouched(model, tensors, device), at_rest(model) as gathered:
                 for name, parameter in gathered.items():
                     observer.enroll_gathered(parameter, name)
                 return record_step(*step, needs_scalar=needs_scalar, accumulates=accumulates), observer.batch

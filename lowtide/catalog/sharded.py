@@ -33,7 +33,7 @@ def is_fsdp(module: nn.Module) -> bool:
     return found is not None and isinstance(module, found.FSDPModule)
 
 
-def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """The modules of `model` on which `fully_shard` was called, outer ones first."""
     return [module for module in model.modules() if is_fsdp(module)]
 
@@ -74,10 +74,14 @@ def _is_of_data_parallel(parameter: Any) -> bool:
 def at_rest(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Inside, the model is between two steps and has no gradients; afterwards it is as it was.
 
-    Gives the gathered parameters by name, empty outside of their module's forward and backward. Raises ConfigError
-    inside a forward pass of a larger FSDP2 model, and where parameters have gradient hooks.
+    Gives the gathered parameters by name, empty outside of their module's forward and backward; without FSDP2 nothing
+    happens, and there are none. Raises ConfigError inside a forward pass of a larger FSDP2 model, and where parameters
+    have gradient hooks.
     """
     modules = fsdp_modules(model)
+    if not modules:
+        yield {}
+        return
     _refuse_inside_a_forward(modules)
     gathered_before = [module for module in modules if _reshard(module)]
     gathered = _gather_each(model, modules)
@@ -92,10 +96,10 @@ def at_rest(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     finally:
         aside.put_back()
         for module in gathered_before:
-            module.unshard()  # type: ignore[operator]
+            module.unshard()
 
 
-def _refuse_inside_a_forward(modules: list[nn.Module]) -> None:
+def _refuse_inside_a_forward(modules: list[Any]) -> None:
     if any(_state(module)._state_ctx.iter_forward_root is not None for module in modules):
         raise ConfigError(
             "observe: this model was called inside the forward pass of a larger model that FSDP2 shards; give lowtide "
@@ -110,22 +114,22 @@ def _reshard(module: Any) -> bool:
     return before != [id(parameter) for parameter in module.parameters()]
 
 
-def _gather_each(model: nn.Module, modules: list[nn.Module]) -> dict[str, torch.Tensor]:
+def _gather_each(model: nn.Module, modules: list[Any]) -> dict[str, torch.Tensor]:
     sharded = dict(model.named_parameters(remove_duplicate=False))
     gathered: dict[str, torch.Tensor] = {}
     for module in modules:
-        module.unshard()  # type: ignore[operator]
+        module.unshard()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter is not sharded[name]:
                 gathered[name] = parameter
-        module.reshard()  # type: ignore[operator]
+        module.reshard()
     return gathered
 
 
 class _Aside:
     """Gradients, whole and partial, and whether the next backward is the last: set aside, and put back."""
 
-    def __init__(self, model: nn.Module, modules: list[nn.Module], gathered: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, modules: list[Any], gathered: dict[str, torch.Tensor]) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in [*parameters, *gathered.values()]):
             raise ConfigError(
