@@ -119,9 +119,8 @@ def _gather_each(model: nn.Module, modules: list[Any]) -> dict[str, torch.Tensor
     gathered: dict[str, torch.Tensor] = {}
     for module in modules:
         module.unshard()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter is not sharded[name]:
-                gathered[name] = parameter
+        named = model.named_parameters(remove_duplicate=False)
+        gathered.update((name, parameter) for name, parameter in named if parameter is not sharded[name])
         module.reshard()
     return gathered
 
@@ -166,10 +165,16 @@ def gathered_storages(model: nn.Module) -> list[torch.UntypedStorage]:
     return [local_part(tensor).untyped_storage() for tensor in found if tensor is not None]
 
 
-def reshards_after_forward(module: Any) -> list[tuple[Any, Any]]:
-    """What decides for an FSDP2 module whether it reshards after its forward: its groups, each with its setting."""
+def after_forward(module: Any) -> list[tuple[Any, str, Any]]:
+    """What decides whether an FSDP2 module reshards after its forward: (owner, attribute, value), to be set back.
+
+    `set_reshard_after_forward` is public, but there is no way to ask for the setting. Raises ConfigError where this
+    version of torch keeps it elsewhere.
+    """
+    state = _state(module)
+    places = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in _groups(module))]
     try:
-        return [(group, group.post_forward_mesh_info) for group in _groups(module)]
+        return [(owner, name, getattr(owner, name)) for owner, name in places]
     except AttributeError as error:
         raise _unknown_fsdp(error) from None
 

@@ -31,6 +31,7 @@ from lowtide.runtime.agree import agreed
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import patched_module
+from lowtide.runtime.resharding import Resharding
 from lowtide.timeline.step import Link
 
 
@@ -56,7 +57,7 @@ def follow(
     bare = Plan.from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     how: Any = {"owns_engine": chosen is not engine, "group": group, "say": say}
-    return WrittenTide(model, config, optimizer, chosen, resolution=resolution, memory=memory, **how)
+    return WrittenTide(model, config, optimizer, chosen, resolution=resolution, layers=layers, memory=memory, **how)
 
 
 def resolve_for(model: nn.Module, sections: Sections, layers: tuple[str, ...]) -> Resolution:
@@ -76,7 +77,9 @@ def resolve_for(model: nn.Module, sections: Sections, layers: tuple[str, ...]) -
 class WrittenTide(AutoTide):
     """A model under `recompute_config` and `swap_config`. Shows the face of a `Tide`."""
 
-    def __init__(self, *args: Any, resolution: Resolution, memory: MemoryConfig | None, **how: Any) -> None:
+    def __init__(
+        self, *args: Any, resolution: Resolution, layers: tuple[str, ...], memory: MemoryConfig | None, **how: Any
+    ) -> None:
         model, config, *rest = args
         # There is no budget; the autopilot's is not asked for anywhere below.
         super().__init__(model, dataclasses.replace(config, budget=1), *rest, **how)
@@ -85,13 +88,19 @@ class WrittenTide(AutoTide):
         """The plan in force and its table; None before the first step."""
         self._memory = memory
         self._has_said: set[str] = set()
+        self._resharding = Resharding(model, resolution, layers)
+
+    def remove(self) -> None:
+        """Restore the model exactly. Idempotent."""
+        super().remove()
+        self._resharding.undo()
 
     def _measure_link(self) -> Link:
         return Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0)  # nothing is timed
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self.written.notes]
+        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self._resharding.notes, *self.written.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.catalog.observe import observe
-from lowtide.catalog.sharded import fsdp_modules
+from lowtide.catalog.sharded import fsdp_modules, gathered_storages
 from lowtide.errors import ConfigError
+from lowtide.runtime.written import follow, sections_in
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY = 4, 32, 96, 48
 MIB = 2**20
@@ -292,6 +294,45 @@ def follows(rank: int, way: str, config: str) -> dict[str, Any]:
     }
 
 
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.num += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+def gathers(rank: int, way: str, flag: bool | None) -> dict[str, Any]:
+    """Two of four layers are recomputed; how often are parameters gathered, and how much is held in between?"""
+    truth = [step(model, 10 * rank + seed) for model in [net(way)] for seed in range(2)]
+    model, lines = net(way), []
+    step(model, rank)
+    before = settings(model)
+    config = {"recompute": [2]} | ({} if flag is None else {"parallel_optimizer_comm_recompute": flag})
+    with follow(model, sections_in({"recompute_config": config}), engine="virtual:0", say=lines.append):
+        bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
+        with Gathers() as counted:
+            loss = model(tokens(rank))
+            held = sum(storage.nbytes() for layer in model.layers[:2] for storage in gathered_storages(layer))
+            loss.backward()
+    return {
+        "bits": bits,
+        "gathers": counted.num,
+        "held": held,
+        "restored": settings(model) == before,
+        "notes": [line for line in lines if line.startswith("note: ")],
+    }
+
+
+def settings(model: nn.Module) -> list[Any]:
+    states = [module._get_fsdp_state() for module in fsdp_modules(model)]
+    return [
+        (s._auto_reshard_after_forward, *(id(g.post_forward_mesh_info) for g in s._fsdp_param_groups)) for s in states
+    ]
+
+
 def refusals(rank: int) -> dict[str, str]:
     """What each call says to a model that it cannot take."""
     mesh = init_device_mesh("cpu", (2,))
@@ -325,6 +366,9 @@ def inside(model: nn.Module, call: Callable[[], Any]) -> None:
         hook.remove()
 
 
+GATHERING = ("layers", "gathered until backward", "no root")
+
+
 JOBS: list[two_ranks.Job] = [
     *(("trains_within", {"way": way, "shares": (0.9, 0.75, 0.6)}) for way in WAYS),
     *(("made_again", {"way": way}) for way in ("layers", "nested")),
@@ -332,6 +376,7 @@ JOBS: list[two_ranks.Job] = [
     *(("gathered_before_read", {"way": way}) for way in WAYS),
     *(("goes_on_after_an_error", {"way": way}) for way in ("layers", "no root")),
     *(("follows", {"way": way, "config": config}) for way, config in FOLLOWED),
+    *(("gathers", {"way": way, "flag": flag}) for way in GATHERING for flag in (None, True, False)),
     ("refusals", {}),
 ]
 
@@ -339,11 +384,13 @@ JOBS: list[two_ranks.Job] = [
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     given = two_ranks.run(__name__, JOBS, tmp_path_factory.mktemp("ranks"), seconds=300)
-    return {key(name, **arguments): both for (name, arguments), both in zip(JOBS, given, strict=True)}
+    named = [(name, {k: v for k, v in arguments.items() if k != "shares"}) for name, arguments in JOBS]
+    return {key(name, **arguments): both for (name, arguments), both in zip(named, given, strict=True)}
 
 
-def key(name: str, way: str = "", config: str = "", reshards: bool = True, **_: Any) -> str:
-    return f"{name} {way} {config}".strip() + ("" if reshards else ", stays gathered")
+def key(name: str, way: str = "", config: str = "", reshards: bool = True, flag: bool | None = None) -> str:
+    said = "" if flag is None else f", {flag}"
+    return f"{name} {way} {config}".strip() + ("" if reshards else ", stays gathered") + said
 
 
 # A worker thread of gloo may let go of a gathered module a little late, in either step.
@@ -427,3 +474,18 @@ def test_what_is_refused(answers: dict) -> None:
         "inside": "observe: this model was called inside the forward pass of a larger model that FSDP2 shards; give "
         "lowtide that larger model",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", GATHERING)
+def test_parameters_of_recomputed_layers_are_gathered_again_or_not(answers: dict, way: str) -> None:
+    found = {flag: answers[key("gathers", way, flag=flag)] for flag in (None, True, False)}
+    for first, second in found.values():
+        assert first == second
+        assert first["bits"] == [True, True]
+        assert first["restored"]
+        assert first["notes"] == []
+    again, once = found[True][0], found[False][0]
+    assert again["gathers"] - once["gathers"] == 2
+    assert (again["held"], once["held"]) == (0, 2 * (3 * WIDTH * INNER + 2 * WIDTH) * 4)
+    assert found[None][0] == (once if way == "gathered until backward" else again)
