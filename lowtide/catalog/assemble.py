@@ -38,7 +38,7 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
     ]
     for call in trace.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.op_seconds[call.index]
-    recipes = _unambiguous(build_recipes(trace.calls, targets), trace.ambiguous)
+    recipes = _while_gathered(_unambiguous(build_recipes(trace.calls, targets), trace.ambiguous), trace)
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.anchor is None]
     kept = {node.storage.index for node in pending}
@@ -57,6 +57,31 @@ def _unambiguous(recipes: Mapping[int, Recipe | str], ambiguous: set[str]) -> Ma
         index: "input of ambiguous name" if isinstance(recipe, Recipe) and ambiguous & {*recipe.nodes} else recipe
         for index, recipe in recipes.items()
     }
+
+
+def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mapping[int, Recipe | str]:
+    """Without the recipes that read a sharded parameter at a time when it is not there as a whole.
+
+    A node is made when autograd reads it, or when a node is made whose recipe starts from it.
+    """
+    gathered = {storage.name: storage.index for storage in trace.storages if storage.is_gathered}
+    if not gathered:
+        return recipes
+    allowed = dict(recipes)
+    there = {node.name: node.gathered for node in trace.nodes}
+    for node in reversed(trace.nodes):  # what starts from a node comes after it
+        recipe = allowed.get(node.storage.index)
+        if not isinstance(recipe, Recipe):
+            continue
+        needed = {
+            gathered[entry.name] for entry in recipe.inputs if entry.kind == "parameter" and entry.name in gathered
+        }
+        if not needed <= there[node.name]:
+            allowed[node.storage.index] = "parameter sharded when it is read"
+            continue
+        for name in recipe.nodes:
+            there[name] &= there[node.name]
+    return allowed
 
 
 def profile_of(
@@ -158,6 +183,9 @@ def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
             continue
         changes[max(0, storage.born)] += storage.nbytes
         changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    for start, stop, nbytes in trace.gathered:
+        changes[start] += nbytes
+        changes[stop] -= nbytes
     for index, release in trace.never_read:
         storage = trace.storages[index]
         dies = end if storage.dies is None else min(end, storage.dies)

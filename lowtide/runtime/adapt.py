@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.catalog.links import cache_path, measure_link
 from lowtide.catalog.observe import observe
+from lowtide.catalog.sharded import fsdp_modules, refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import BudgetError, ConfigError
@@ -125,11 +126,7 @@ def optimize(
         raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise ConfigError(
-            "lowtide.optimize: this model's parameters are sharded (DTensor); observing would set off its gradient "
-            "exchange. Make a plan with lowtide.plan on the unsharded model and use lowtide.apply"
-        )
+    refuse_other_shards(model, "lowtide.optimize")
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = Plan.from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
@@ -174,6 +171,12 @@ class AutoTide:
         self._has_warned = False
         self._tide: Tide | None = None
         self._patch = ForwardPatch(model, self._around)
+        self._is_learning = False
+        # Of a model that FSDP2 shards, plans are made before its own hooks begin the forward pass: the observed step
+        # is then a whole step, forward and backward, between two others.
+        self._entry: Any = None
+        if fsdp_modules(model):
+            self._entry = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         self._is_removed = False
         self._num_forwards = 0
         self._backward_seconds: list[float] = []
@@ -237,11 +240,16 @@ class AutoTide:
         if self._is_removed:
             return
         self._is_removed = True
-        self._take_off()
+        self._leave()
         for shape in self._shapes.values():
             if shape.tide is not None:
                 shape.tide.remove()
         self._lease = None
+
+    def _leave(self) -> None:
+        self._patch.undo()
+        if self._entry is not None:
+            self._entry.remove()
 
     def __enter__(self) -> AutoTide:
         return self
@@ -254,15 +262,21 @@ class AutoTide:
     # -- each forward ----------------------------------------------------------------------------------------------
 
     def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not _is_training():
             return forward(*args, **kwargs)
-        self._prepare(args, kwargs)
+        if self._entry is None:
+            self._prepare(args, kwargs)
         self._num_forwards += 1
         output = self._patch.original(*args, **kwargs)
         is_reviewed = self._current is not None and self._shapes[self._current].num_reviews < _NUM_REVIEWS
         if self.engine.device_type == "cpu" and is_reviewed:
             self._time_backward(output)
         return output
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The hook of a sharded model."""
+        if _is_training() and not self._is_learning:
+            self._prepare(args, kwargs)
 
     def _prepare(self, args: tuple, kwargs: dict) -> None:
         """See that a plan for these inputs is in force."""
@@ -360,6 +374,7 @@ class AutoTide:
         self._say(f"lowtide: observing one step ({why})")
         self._take_off()
         self._current = None
+        self._is_learning = True
         try:
             with _autocast_cache_left_alone():
                 profile = observe(
@@ -377,8 +392,12 @@ class AutoTide:
         except BaseException as error:
             # A bad batch is no reason to go on without a plan; that no plan fits the first one is.
             if self._shapes or not isinstance(error, BudgetError):
-                self._patch = ForwardPatch(self.model, self._around)
+                self._patch = self._patch.again()
+            else:
+                self._leave()
             raise
+        finally:
+            self._is_learning = False
         self._shapes[key] = shape
         if len(self._shapes) > _MAX_SHAPES:
             _, oldest = self._shapes.popitem(last=False)
@@ -466,7 +485,7 @@ class AutoTide:
         self._tide = shape.tide
         self._was_smaller = False
         self._backward_seconds.clear()
-        self._patch = ForwardPatch(self.model, self._around)
+        self._patch = self._patch.again()
         if why:
             self._tell(shape, why, seconds)
 
@@ -568,7 +587,7 @@ class AutoTide:
         if self._tide is None or self._current is None:
             # Observing failed, where nothing is kept on the device: no plan would help.
             self._patch.undo()
-            self._patch = ForwardPatch(self.model, self._around)
+            self._patch = self._patch.again()
             return None
         try:
             self.tighten()
@@ -582,6 +601,11 @@ class AutoTide:
 
     def _describe_floor(self) -> str:
         return self._tide._describe_floor() if self._tide is not None else "It was the step that is observed."
+
+
+def _is_training() -> bool:
+    """A forward pass with gradients, and not one that is run again in a backward pass."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.catalog.sharded import local_part
 from lowtide.config.native import MemoryConfig
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan
@@ -221,7 +222,7 @@ class Tide:
 
     def resume(self) -> None:
         """Go on after `suspend()`. The model must be as it was then."""
-        self._patches = [ForwardPatch(patch.module, patch.around) for patch in self._patches]
+        self._patches = [patch.again() for patch in self._patches]
 
     def remove(self) -> None:
         """Restore the model exactly. Graphs that are still alive keep working. Idempotent."""
@@ -249,12 +250,11 @@ class Tide:
         tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self._optimizer is not None:
             tensors += [value for state in self._optimizer.state.values() for value in state.values()]
+        parts = [local_part(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-            and tensor.layout is torch.strided
-            and tensor.device.type == self.engine.device_type
+            for tensor in parts
+            if tensor.layout is torch.strided and tensor.device.type == self.engine.device_type
         }
         return sum(storages.values())
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.catalog.layers import find_layers, is_numbered, named_layers
+from lowtide.catalog.sharded import refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
 from lowtide.config.mindformers.issues import layers_text
@@ -30,6 +31,7 @@ from lowtide.runtime.agree import ALONE
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import patched_module
+from lowtide.runtime.resharding import Resharding
 from lowtide.runtime.shapes import ShapeClass
 from lowtide.timeline.step import Link
 
@@ -53,11 +55,7 @@ def follow(
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise ConfigError(
-            "lowtide.apply: this model's parameters are sharded (DTensor), which recompute_config and swap_config "
-            "cannot act on in this version; write what you want into the section 'memory'"
-        )
+    refuse_other_shards(model, "lowtide.apply")
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     if first_layer is None:
@@ -68,7 +66,7 @@ def follow(
     bare = Plan.from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     how: Any = {"owns_engine": chosen is not engine, "group": group, "say": say}
-    return WrittenTide(model, config, optimizer, chosen, resolution=resolution, memory=memory, **how)
+    return WrittenTide(model, config, optimizer, chosen, resolution=resolution, layers=layers, memory=memory, **how)
 
 
 def resolve_for(
@@ -127,7 +125,9 @@ def _numbered_from(model: nn.Module, layers: tuple[str, ...], sections: Sections
 class WrittenTide(AutoTide):
     """A model under `recompute_config` and `swap_config`. Shows the face of a `Tide`."""
 
-    def __init__(self, *args: Any, resolution: Resolution, memory: MemoryConfig | None, **how: Any) -> None:
+    def __init__(
+        self, *args: Any, resolution: Resolution, layers: tuple[str, ...], memory: MemoryConfig | None, **how: Any
+    ) -> None:
         model, config, *rest = args
         # There is no budget; the autopilot's is not asked for anywhere below.
         super().__init__(model, dataclasses.replace(config, budget=1), *rest, **how)
@@ -136,13 +136,19 @@ class WrittenTide(AutoTide):
         """The plan in force and its table; None before the first step."""
         self._memory = memory
         self._has_said: set[str] = set()
+        self._resharding = Resharding(model, resolution, layers)
+
+    def remove(self) -> None:
+        """Restore the model exactly. Idempotent."""
+        super().remove()
+        self._resharding.undo()
 
     def _measure_link(self) -> Link:
         return Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0)  # nothing is timed
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self.written.notes]
+        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self._resharding.notes, *self.written.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),

@@ -75,6 +75,10 @@ class Resolution:
     warnings: list[str]
     notes: list[str]
     """What has no effect here and why; nothing is wrong."""
+    gathers_again: bool | None = None
+    """Sharded parameters of recomputed layers are gathered again in backward; None: the file does not say."""
+    slices_inputs: bool = False
+    """Recomputed layers keep a slice of their inputs on each tensor-parallel rank."""
 
 
 def resolve(
@@ -141,6 +145,8 @@ def resolve_sections(
         log_lines=[*work.head_lines(), *work.lines],
         warnings=issues.warnings,
         notes=issues.notes,
+        gathers_again=recompute.gathers_again,
+        slices_inputs=recompute.slices_inputs,
     )
 
 
