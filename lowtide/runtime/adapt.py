@@ -31,19 +31,16 @@ import sys
 import time
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.catalog.links import cache_path, measure_link
-from lowtide.catalog.observe import observe
 from lowtide.catalog.sharded import fsdp_modules, refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.config.native import MemoryConfig
@@ -54,10 +51,12 @@ from lowtide.runtime.agree import ALONE, Council, agreed, any_rank, gather
 from lowtide.runtime.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
+from lowtide.runtime.known import Known, KnownPlans
+from lowtide.runtime.one_step import BackwardClock, is_training, observe_call
 from lowtide.runtime.patch import ForwardPatch, patched_module
 from lowtide.runtime.planning import merged_config
 from lowtide.runtime.rollback import Rollback
-from lowtide.runtime.shapes import MOST_TIMES_LARGER, ShapeClass, shape_class, smallest_cover
+from lowtide.runtime.shapes import ShapeClass, shape_class
 from lowtide.runtime.stats import Stats
 from lowtide.runtime.tide import Tide, apply
 from lowtide.timeline.step import Link
@@ -66,7 +65,6 @@ from lowtide.units import format_bytes, format_seconds
 _NUM_REVIEWS = 2
 # The guard begins to spill a fiftieth below its limit (guard.py).
 _GUARD_HEADROOM = 49
-_MAX_SHAPES = 16
 _TIGHTER = 0.9
 _ACCUMULATES = "gradients stay"
 _VARIES = "shapes vary"
@@ -87,27 +85,6 @@ class PlanEvent:
     digest: str
     seconds: float
     """Time that observing and planning took."""
-
-
-@dataclass(slots=True)
-class _Shape:
-    """What is known about one shape class."""
-
-    profile: Profile
-    plan: Plan
-    tide: Tide | None = None
-    """The plan at work, or put aside; None if it never was."""
-    serves_smaller: bool = False
-    """No recipe of the plan has a size in it."""
-    num_reviews: int = 0
-    """How many planned steps were compared with their prediction."""
-    unforeseen_bytes: int = 0
-
-    def retire(self) -> None:
-        """Its plan is not used again."""
-        if self.tide is not None:
-            self.tide.remove()
-            self.tide = None
 
 
 def optimize(
@@ -162,7 +139,7 @@ class AutoTide:
         self._link: Link | None = None
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._expects_gradients = False
-        self._shapes: OrderedDict[ShapeClass, _Shape] = OrderedDict()
+        self._shapes = KnownPlans()
         self._current: ShapeClass | None = None
         self._was_smaller = False
         """A step since the last review was smaller than the one that was planned."""
@@ -172,6 +149,7 @@ class AutoTide:
         self._tide: Tide | None = None
         self._patch = ForwardPatch(model, self._around)
         self._is_learning = False
+        self._times_backward = engine.device_type == "cpu"
         # Of a model that FSDP2 shards, plans are made before its own hooks begin the forward pass: the observed step
         # is then a whole step, forward and backward, between two others.
         self._entry: Any = None
@@ -179,8 +157,8 @@ class AutoTide:
             self._entry = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         self._is_removed = False
         self._num_forwards = 0
-        self._backward_seconds: list[float] = []
-        """Of the planned steps that are to be reviewed: backward passes, without stalls."""
+        self._clock = BackwardClock()
+        """Of the planned steps that are to be reviewed."""
         self._rollback = Rollback(
             model,
             optimizer,
@@ -241,9 +219,8 @@ class AutoTide:
             return
         self._is_removed = True
         self._leave()
-        for shape in self._shapes.values():
-            if shape.tide is not None:
-                shape.tide.remove()
+        for shape in self._shapes:
+            shape.retire()
         self._lease = None
 
     def _leave(self) -> None:
@@ -262,20 +239,21 @@ class AutoTide:
     # -- each forward ----------------------------------------------------------------------------------------------
 
     def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        if not _is_training():
+        if not is_training():
             return forward(*args, **kwargs)
         if self._entry is None:
             self._prepare(args, kwargs)
         self._num_forwards += 1
         output = self._patch.original(*args, **kwargs)
         is_reviewed = self._current is not None and self._shapes[self._current].num_reviews < _NUM_REVIEWS
-        if self.engine.device_type == "cpu" and is_reviewed:
-            self._time_backward(output)
+        tide = self._tide
+        if self._times_backward and is_reviewed and tide is not None:
+            self._clock.follow(output, lambda: tide.stats.stall_seconds)
         return output
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook of a sharded model."""
-        if _is_training() and not self._is_learning:
+        if is_training() and not self._is_learning:
             self._prepare(args, kwargs)
 
     def _prepare(self, args: tuple, kwargs: dict) -> None:
@@ -299,19 +277,15 @@ class AutoTide:
 
     def _serving(self, shape: ShapeClass) -> ShapeClass | None:
         """The known shape class whose plan is the one for these inputs; None if they need one of their own."""
-        key = smallest_cover(shape, self._shapes)
-        if key is None or key == shape:
-            return key
-        is_near = key.times_larger(shape) <= MOST_TIMES_LARGER or len(self._shapes) >= _MAX_SHAPES
-        does_nothing = self._shapes[key].plan.does_nothing
-        return key if (is_near or does_nothing) and self._let_serve_smaller(key) else None
+        key = self._shapes.cover(shape)
+        return key if key is None or key == shape or self._let_serve_smaller(key) else None
 
     def _let_serve_smaller(self, key: ShapeClass) -> bool:
         """Plan anew without recipes that hold for one shape only; False where that does not fit."""
         shape = self._shapes[key]
         if shape.serves_smaller:
             return True
-        if any(site.recipe is not None and not site.recipe.is_shape_free for site in shape.plan.sites):
+        if shape.has_sizes:
             start = time.perf_counter()
             try:
                 plan = self._plan_again(shape, is_joint=self._decide("vary"), profile=shape.profile.without_sizes())
@@ -335,7 +309,7 @@ class AutoTide:
 
     def _largest_for(self, shape: ShapeClass) -> ShapeClass:
         """The plan for inputs that no plan was made for, and that cannot be observed."""
-        key = max(self._shapes, key=lambda known: (known.kinds == shape.kinds, known.num_elements))
+        key = self._shapes.largest_for(shape)
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -346,27 +320,6 @@ class AutoTide:
             )
         return key
 
-    def _time_backward(self, output: Any) -> None:
-        """Put the seconds of the backward pass from `output` on record, without stalls."""
-        tide = self._tide
-        root = next((leaf.grad_fn for leaf in tree_leaves(_loss_or_all(output)) if _has_graph(leaf)), None)
-        if root is None or tide is None:
-            return
-        seconds: list[float] = []
-
-        def clock() -> float:
-            return time.perf_counter() - tide.stats.stall_seconds
-
-        def end() -> None:
-            self._backward_seconds.append(clock() - seconds[-1])
-
-        def begin(gradients: Any) -> None:
-            if not seconds:  # a graph that is retained has other backward passes
-                seconds.append(clock())
-                torch.autograd.Variable._execution_engine.queue_callback(end)
-
-        root.register_prehook(begin)
-
     def _learn(self, key: ShapeClass, args: tuple, kwargs: dict) -> None:
         """Observe this shape for the first time, and plan for it."""
         start = time.perf_counter()
@@ -376,14 +329,7 @@ class AutoTide:
         self._current = None
         self._is_learning = True
         try:
-            with _autocast_cache_left_alone():
-                profile = observe(
-                    self.model,
-                    lambda: self.model(*args, **kwargs),
-                    loss=_loss_or_all,
-                    needs_scalar=False,
-                    optimizer=self._optimizer,
-                )
+            profile = observe_call(self.model, args, kwargs, self._optimizer)
             if self._link is None:
                 self._link = self._measure_link()
             if not self._shapes:
@@ -398,10 +344,7 @@ class AutoTide:
             raise
         finally:
             self._is_learning = False
-        self._shapes[key] = shape
-        if len(self._shapes) > _MAX_SHAPES:
-            _, oldest = self._shapes.popitem(last=False)
-            oldest.retire()
+        self._shapes.add(key, shape)
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
     def _meet_first(self, key: ShapeClass, profile: Profile) -> None:
@@ -411,20 +354,20 @@ class AutoTide:
         if len({shapes for shapes, _ in answers}) > 1:
             self._council.part()
 
-    def _learned(self, profile: Profile, *, is_joint: bool) -> _Shape:
+    def _learned(self, profile: Profile, *, is_joint: bool) -> Known:
         """A plan for what was just observed; one that serves smaller shapes too, if others do already."""
-        if any(known.serves_smaller for known in self._shapes.values()):
+        if any(known.serves_smaller for known in self._shapes):
             free = profile.without_sizes()
             with contextlib.suppress(BudgetError):
                 plan = self._agreed_plan(free, self._budget_bytes, is_joint=is_joint)
-                return _Shape(profile=free, plan=plan, serves_smaller=True)
-        return _Shape(profile=profile, plan=self._agreed_plan(profile, self._budget_bytes, is_joint=is_joint))
+                return Known(profile=free, plan=plan, serves_smaller=True)
+        return Known(profile=profile, plan=self._agreed_plan(profile, self._budget_bytes, is_joint=is_joint))
 
     def _expect_gradients(self) -> None:
         """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
         start = time.perf_counter()
         self._expects_gradients = True
-        shapes = list(self._shapes.values())
+        shapes = list(self._shapes)
         if self._current is not None:
             self._shapes[self._current].num_reviews += 1  # its plan changes without one
         try:
@@ -464,15 +407,14 @@ class AutoTide:
         # With other shapes the first rank's plan is not one for this rank.
         return common if plan is None or self._council.is_together else plan
 
-    def _plan_again(self, shape: _Shape, *, is_joint: bool, profile: Profile | None = None) -> Plan:
+    def _plan_again(self, shape: Known, *, is_joint: bool, profile: Profile | None = None) -> Plan:
         budget_bytes = self._budget_bytes - shape.unforeseen_bytes
         return self._agreed_plan(profile or shape.profile, budget_bytes, is_joint=is_joint)
 
     def _use(self, key: ShapeClass, *, why: str = "", seconds: float = 0.0) -> None:
         """Put the plan of a shape class in force; `why` it is a new one."""
         self._take_off()
-        shape = self._shapes[key]
-        self._shapes.move_to_end(key)
+        shape = self._shapes.use(key)
         self._current = key
         if shape.tide is None:
             # Ranks have agreed already, or cannot.
@@ -484,12 +426,12 @@ class AutoTide:
             shape.tide.reset_stats()
         self._tide = shape.tide
         self._was_smaller = False
-        self._backward_seconds.clear()
+        self._clock.seconds.clear()
         self._patch = self._patch.again()
         if why:
             self._tell(shape, why, seconds)
 
-    def _tell(self, shape: _Shape, why: str, seconds: float) -> None:
+    def _tell(self, shape: Known, why: str, seconds: float) -> None:
         event = PlanEvent(
             forward=self._num_forwards,
             why=why,
@@ -518,7 +460,7 @@ class AutoTide:
         high = in_forward + max(0, self._budget_bytes - predicted.peak_bytes)
         return high + high // _GUARD_HEADROOM + 1
 
-    def _replace(self, shape: _Shape, plan: Plan) -> None:
+    def _replace(self, shape: Known, plan: Plan) -> None:
         """Another plan for these shapes, from the next `_use` on."""
         if shape.tide is self._tide:
             self._take_off()
@@ -545,7 +487,7 @@ class AutoTide:
         shape.num_reviews += 1
         self._was_smaller = False
         tide.reset_stats()
-        self._backward_seconds.clear()
+        self._clock.seconds.clear()
         if self._decide("review"):
             if not any_rank(found is not None, self._group):
                 return
@@ -560,7 +502,7 @@ class AutoTide:
         why = found.why if found is not None else "another rank corrected its plan"
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
-    def _correction(self, shape: _Shape, stats: Stats) -> Correction | None:
+    def _correction(self, shape: Known, stats: Stats) -> Correction | None:
         predicted, link = shape.plan.predicted, self._link
         assert predicted is not None
         assert link is not None
@@ -569,7 +511,7 @@ class AutoTide:
             found = correct_memory(predicted, stats, self._budget_bytes, only_more=self._was_smaller)
         if found is not None or self._was_smaller:
             return found
-        return correct_times(shape.profile, predicted, stats, self._backward_seconds, link)
+        return correct_times(shape.profile, predicted, stats, self._clock.seconds, link)
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory."""
@@ -601,33 +543,6 @@ class AutoTide:
 
     def _describe_floor(self) -> str:
         return self._tide._describe_floor() if self._tide is not None else "It was the step that is observed."
-
-
-def _is_training() -> bool:
-    """A forward pass with gradients, and not one that is run again in a backward pass."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
-@contextlib.contextmanager
-def _autocast_cache_left_alone() -> Iterator[None]:
-    """Casts of weights that the observed step made would serve the real one, which then would not make its own."""
-    is_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(is_enabled)
-
-
-def _loss_or_all(output: Any) -> Any:
-    """Where the backward starts: the loss that the model gives, else everything it returns."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
-    return loss if is_loss else output
-
-
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
 
 
 class _Lease:

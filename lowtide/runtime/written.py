@@ -136,6 +136,7 @@ class WrittenTide(AutoTide):
         """The plan in force and its table; None before the first step."""
         self._memory = memory
         self._has_said: set[str] = set()
+        self._times_backward = False
         self._resharding = Resharding(model, resolution, layers)
 
     def remove(self) -> None:
@@ -174,14 +175,10 @@ class WrittenTide(AutoTide):
 
     def _let_serve_smaller(self, key: ShapeClass) -> bool:
         """What is written is not changed for the sake of other shapes: they are observed if it would have to be."""
-        sites = self._shapes[key].plan.sites
-        return all(site.recipe is None or site.recipe.is_shape_free for site in sites)
+        return not self._shapes[key].has_sizes
 
     def _review(self, key: ShapeClass) -> None:
         """Nothing was predicted, so nothing is compared."""
-
-    def _time_backward(self, output: Any) -> None:
-        """The same."""
 
     def _expect_gradients(self) -> None:
         self._expects_gradients = True  # fates do not depend on them
