@@ -54,6 +54,7 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
+    tp_group: Any = None,
 ) -> Tide | WrittenTide:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
@@ -61,7 +62,8 @@ def apply(
     file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
     are the same to the bit; `state_dict` does not change.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` is followed as written; the
-    first forward pass is then observed (one extra step that leaves no trace).
+    first forward pass is then observed (one extra step that leaves no trace). `tp_group`, the tensor-parallel process
+    group, is for their `recompute_slice_activation`.
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
     from lowtide.runtime.tide import apply as apply_plan
@@ -69,7 +71,11 @@ def apply(
 
     sections = sections_in(memory)
     if sections is not None:
-        return follow(model, sections, optimizer=optimizer, engine=engine)
+        return follow(model, sections, optimizer=optimizer, engine=engine, tp_group=tp_group)
+    if tp_group is not None:
+        from lowtide.errors import ConfigError
+
+        raise ConfigError("lowtide.apply: tp_group is for recompute_slice_activation of recompute_config; leave it out")
     return apply_plan(model, memory, optimizer=optimizer, engine=engine)
 
 
