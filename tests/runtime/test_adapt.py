@@ -335,8 +335,8 @@ def test_sharded_parameters_are_refused() -> None:
     with pytest.raises(lowtide.ConfigError) as caught:
         lowtide.optimize(model, budget="1GiB")
     assert str(caught.value) == (
-        "lowtide.optimize: this model's parameters are sharded (DTensor); observing would set off its gradient "
-        "exchange. Make a plan with lowtide.plan on the unsharded model and use lowtide.apply"
+        "lowtide.optimize: 'layers.0.0.weight' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not "
+        "make, or not alone; tensor-parallel DTensors cannot be observed in this version. Use lowtide.apply with rules"
     )
 
 
