@@ -52,6 +52,7 @@ from lowtide.runtime.patch import ForwardPatch
 from lowtide.runtime.recompute import is_checkpoint_hook, top_hooks
 from lowtide.runtime.rollback import Rollback, tighter
 from lowtide.runtime.sites_seen import warn_about_other_sites, with_bytes_seen
+from lowtide.runtime.slices import Slices
 from lowtide.runtime.stats import Counters, Ledger, Stats
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tables import Region, Setting
@@ -104,6 +105,7 @@ class Tide:
             # the caller made is the caller's to close.
             weakref.finalize(self._mover, engine.close)
         self._guard: Guard | None = None
+        self._slices: Slices | None = None
         self._setting = self._setting_of(plan)
         self._rollback = Rollback(
             model,
@@ -194,6 +196,10 @@ class Tide:
                 state_bytes=self._model_state_bytes,
             )
         self._setting.guard = self._guard
+
+    def slice_inputs(self, slices: Slices) -> None:
+        """Keep a slice of each recomputed layer's input on this tensor-parallel rank. Before the first forward pass."""
+        self._slices = self._setting.slices = slices
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
         """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
@@ -295,6 +301,7 @@ class Tide:
             ledger=self._ledger,
             nodes=nodes_of(plan, self.model) if plan.is_solved else None,
             guard=self._guard,
+            slices=self._slices,
         )
 
     def _wrap(self) -> list[ForwardPatch]:

@@ -4,8 +4,8 @@ What: `follow` is for files of MindSpore Transformers what `optimize` is for a b
 first forward pass of each shape is observed (one extra step that leaves no trace), which shows what every op saves and
 how it is made again; planner/sections.py then says the fates, and the runtime carries them out.
 Why to observe: single operators are named (`flash_attention`, `feed_forward.mul`) that are no modules.
-Cost: that of the autopilot, without its solver. Not covered: collectives (`select_comm_recompute`,
-`recompute_slice_activation`, `parallel_optimizer_comm_recompute`), which are named in a line; sharded parameters.
+Cost: that of the autopilot, without its solver. Not covered: `select_comm_recompute`, which is named in a line; DTensor
+parameters that FSDP2 did not make.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from lowtide.catalog.layers import find_layers, is_numbered, named_layers
 from lowtide.catalog.sharded import refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
-from lowtide.config.mindformers.issues import layers_text
+from lowtide.config.mindformers.issues import Issues, layers_text
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
+from lowtide.runtime import slices
 from lowtide.runtime.adapt import AutoTide
 from lowtide.runtime.agree import ALONE
 from lowtide.runtime.engines.base import Engine
@@ -45,11 +46,13 @@ def follow(
     engine: Engine | str | None = None,
     group: Any = None,
     first_layer: int | None = None,
+    tp_group: Any = None,
     say: Callable[[str], None] | None = None,
 ) -> WrittenTide:
     """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once for what does not fit it.
 
-    `group` and `first_layer` are those of `lowtide.apply`.
+    `group` and `first_layer` are those of `lowtide.apply`. `tp_group` is the tensor-parallel process group; absent,
+    that of the mesh dimension 'tp' of DTensor parameters.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
@@ -66,7 +69,28 @@ def follow(
     bare = Plan.from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     how: Any = {"owns_engine": chosen is not engine, "group": group, "say": say}
+    how["slicing"] = slicing_for(model, sections, resolution, tp_group)
     return WrittenTide(model, config, optimizer, chosen, resolution=resolution, layers=layers, memory=memory, **how)
+
+
+def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, group: Any) -> tuple[Any, list[str]]:
+    """The group over which inputs of recomputed layers are sliced, or None, and what there is to say about it."""
+    if not resolution.slices_inputs:
+        return None, [] if group is None else [f"no effect: tp_group; no {slices.KEY} is in force"]
+    found = group if group is not None else slices.tensor_parallel_group(model)
+    if found is None:
+        issues = Issues(compat=sections.compat, places=sections.places)
+        issues.tolerate(
+            f"recompute_config.{slices.KEY}",
+            "needs the tensor-parallel group, and no parameter of this model is a DTensor on a mesh dimension 'tp'",
+            meaning="it has no effect; give the group: lowtide.apply(..., tp_group=group)",
+            fix="give the group, lowtide.apply(..., tp_group=group), or set it to false",
+        )
+        return None, issues.warnings
+    num_ranks = torch.distributed.get_world_size(found)
+    if num_ranks == 1:
+        return None, [f"no effect: {slices.KEY}; the tensor-parallel group has one rank"]
+    return found, [f"{slices.KEY}: each of {num_ranks} ranks keeps 1/{num_ranks} of the inputs of recomputed layers"]
 
 
 def resolve_for(
@@ -126,7 +150,13 @@ class WrittenTide(AutoTide):
     """A model under `recompute_config` and `swap_config`. Shows the face of a `Tide`."""
 
     def __init__(
-        self, *args: Any, resolution: Resolution, layers: tuple[str, ...], memory: MemoryConfig | None, **how: Any
+        self,
+        *args: Any,
+        resolution: Resolution,
+        layers: tuple[str, ...],
+        memory: MemoryConfig | None,
+        slicing: tuple[Any, list[str]],
+        **how: Any,
     ) -> None:
         model, config, *rest = args
         # There is no budget; the autopilot's is not asked for anywhere below.
@@ -138,6 +168,7 @@ class WrittenTide(AutoTide):
         self._has_said: set[str] = set()
         self._times_backward = False
         self._resharding = Resharding(model, resolution, layers)
+        self._tp_group, self._notes_about_slices = slicing
 
     def remove(self) -> None:
         """Restore the model exactly. Idempotent."""
@@ -149,7 +180,8 @@ class WrittenTide(AutoTide):
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self._resharding.notes, *self.written.notes]
+        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self._resharding.notes]
+        notes += [*self._notes_about_slices, *self.written.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),
@@ -158,6 +190,11 @@ class WrittenTide(AutoTide):
         ]:
             self._say_once(line)
         return self.written.plan
+
+    def _use(self, key: ShapeClass, *, why: str = "", seconds: float = 0.0) -> None:
+        super()._use(key, why=why, seconds=seconds)
+        if self._tp_group is not None and self._tide is not None:
+            self._tide.slice_inputs(slices.Slices(self._tp_group, self._say_once))
 
     def _say_once(self, line: str) -> None:
         if line not in self._has_said:

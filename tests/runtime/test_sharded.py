@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +101,58 @@ def step(model: nn.Module, seed: int) -> list[Tensor | None]:
 
 def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     return all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(one, other, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank, in this process
+
+
+@pytest.fixture
+def _group_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_one_rank_alone() -> None:
+    """The quick test of what follows: a budget, three steps, gradients that accumulate, and an optimizer."""
+    truth = trained(net(), None)
+    with lowtide.optimize(net(), budget="1GiB", memory={"min_bytes": 1}) as tide:
+        step(tide.model, 0)
+        plain, state = tide.plan.predicted.plain_peak_bytes, tide.profile.state
+    assert state.gradients == state.parameters
+    assert same(trained(net(), int(0.8 * plain)), truth)
+
+
+def trained(model: nn.Module, budget: int | None) -> list[Tensor | None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limited = {"memory": {"min_bytes": 1}, "optimizer": optimizer, "engine": "virtual:3"}
+    tide = lowtide.optimize(model, budget=budget, **limited) if budget is not None else contextlib.nullcontext()
+    with tide:
+        for seed in range(3):
+            for micro_batch in range(2):
+                model(tokens(2 * seed + micro_batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if budget is not None:
+            assert tide.stats.swapped_bytes + tide.stats.recomputed_bytes > 0
+            assert tide.stats.num_divergences == 0
+    return [local(p.detach()) for p in model.parameters()]
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_the_state_of_the_optimizer_is_that_of_the_shards() -> None:
+    model = net()
+    held = sum(local(p.detach()).untyped_storage().nbytes() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # before and after it has a state
+        state = observe(model, (tokens(0),), optimizer=optimizer).state
+        num_counters = len(list(model.parameters()))
+        assert (state.parameters, state.gradients, state.optimizer) == (held, held, 2 * held + 4 * num_counters)
+        model(tokens(0)).backward()
+        optimizer.step()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
