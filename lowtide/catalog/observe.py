@@ -46,12 +46,14 @@ def observe(
     optimizer: torch.optim.Optimizer | None = None,
     layers: tuple[str, ...] | None = None,
     needs_scalar: bool = True,
+    holds_casts: bool = False,
 ) -> Profile:
     """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
 
     `batch` is a mapping (`model(**batch)`), a tuple (`model(*batch)`) or a function without arguments that returns the
     loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
     exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
+    `holds_casts`: what autocast makes of parameters lives until the forward is over, as with its cache, which is off.
 
     Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
     """
@@ -71,7 +73,7 @@ def observe(
     def run(accumulates: bool) -> tuple[Trace, str]:
         clock: Clock = DeviceClock(device) if is_accelerator else HostClock()
         park: Park = HostPark() if is_accelerator else FilePark()
-        observer = Observer(device=device, clock=clock, park=park, layers=names)
+        observer = Observer(device=device, clock=clock, park=park, layers=names, holds_casts=holds_casts)
         try:
             step = (model, batch, observer, loss)
             with untouched(model, tensors, device), at_rest(model) as gathered:
