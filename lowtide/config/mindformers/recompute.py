@@ -103,6 +103,8 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         is_exclude = key.endswith("_exclude")
         defaults = () if is_exclude else _DEFAULT_COMM_OPS if "comm" in key else _DEFAULT_OPS[family]
         by_key[key] = reader.patterns(values[key], f"{ROOT}.{key}", defaults, by_index=swap and not is_exclude)
+        if is_exclude and values[key] and not by_key[key]:
+            issues.note(f"no effect: {ROOT}.{key}, because it names no op; write the names of ops to keep")
     _note_flags(values, issues)
     removed = [
         *_remove_excluded(by_key, "select_recompute", grid, issues),
