@@ -84,7 +84,7 @@ class Work:
             comm = self._select("select_comm_recompute", index, {})
         kept: list[str] = []
         comm_kept: list[str] = []
-        if not self.swap.is_on:
+        if not self.swap.is_on or self.recompute.takes_modules:
             kept = self._select("select_recompute_exclude", index, {})
             comm_kept = self._select("select_comm_recompute_exclude", index, {})
         swapped: dict[str, Prefetch] = {}
@@ -121,7 +121,7 @@ class Work:
         """What one `select_*` key names in a layer, each part once, and the log lines for it."""
         names: dict[str, str] = {}
         logged: list[str] = []
-        only_operators = key != "select_recompute"
+        only_operators = key != "select_recompute" and not self.recompute.takes_modules
         for pattern, selection in self.recompute.by_key[key].items():
             if not selection.covers(index):
                 continue

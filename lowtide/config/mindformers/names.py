@@ -121,6 +121,21 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
     return Found(reading="nothing")
 
 
+def find_whole(expression: str, tree: Tree | None) -> list[str]:
+    """The parts of a layer whose whole path fits, in any naming; without a tree the expression itself."""
+    if tree is None:
+        return [expression.replace("\\.", ".")]
+    functions = [
+        name for name, module in FUNCTIONS.items() if family_of(tree) == "hf" and lookup(module, tree) is not False
+    ]
+    if found := [name for name in (*all_names(tree), *functions) if fits(expression, name)]:
+        return found
+    if family_of(tree) != "hf":
+        return []
+    roles = [role for role in ROLES if any(fits(expression, name) for name in (*role.legacy, *role.mcore))]
+    return list(dict.fromkeys(name for role in roles for name in _present(role, tree)))
+
+
 def nearest(pattern: str, tree: Tree, n: int = 3) -> list[str]:
     """Names of the layer that look most like the pattern."""
     wanted = ".".join(_plain_levels(pattern) or levels(pattern))

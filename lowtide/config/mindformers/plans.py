@@ -50,3 +50,5 @@ class Resolution:
     warnings: list[str]
     notes: list[str]
     """What has no effect here and why; nothing is wrong."""
+    prefetch_unit: str = "operators"
+    """What a prefetch distance counts: 'operators' of the backward pass, or 'layers'."""

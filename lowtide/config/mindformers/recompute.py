@@ -77,6 +77,8 @@ class Recompute:
     by_key: Mapping[str, dict[str, Selection]]
     """The four `select_*` keys: pattern -> where it applies."""
     removed: tuple[tuple[str, str], ...]
+    takes_modules: bool = False
+    """All keys take modules and act while swap is on, as in the newer schema."""
     """(key, pattern) that an exclude took out, in the order in which it happened."""
 
     def normalized(self) -> dict[str, Any]:
@@ -152,8 +154,9 @@ def is_foreign(key: object) -> bool:
 
 def unknown_key(key: str, keys: tuple[str, ...]) -> str:
     if key in ("mode", "full_recompute_layer", "select_module", "exclude_op", "enable"):
-        return "belongs to the newer schema of MindSpore Transformers, which is not read; known keys: " + ", ".join(
-            keys
+        return (
+            "belongs to the newer schema of MindSpore Transformers, below 'recompute' or 'swap'; known keys: "
+            + ", ".join(keys)
         )
     return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 
