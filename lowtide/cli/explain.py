@@ -51,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
-    print(_document(resolution, rows, notes) if args.json else "\n".join(_lines(resolution, rows, notes, sections)))
+    print(
+        _document(resolution, rows, notes)
+        if args.json
+        else "\n".join(_lines(resolution, rows, notes, sections)).lstrip()
+    )
     return 0
 
 
