@@ -142,19 +142,6 @@ def trained(model: nn.Module, budget: int | None) -> list[Tensor | None]:
     return [local(p.detach()) for p in model.parameters()]
 
 
-@pytest.mark.usefixtures("_group_of_one")
-def test_the_state_of_the_optimizer_is_that_of_the_shards() -> None:
-    model = net()
-    held = sum(local(p.detach()).untyped_storage().nbytes() for p in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):  # before and after it has a state
-        state = observe(model, (tokens(0),), optimizer=optimizer).state
-        num_counters = len(list(model.parameters()))
-        assert (state.parameters, state.gradients, state.optimizer) == (held, held, 2 * held + 4 * num_counters)
-        model(tokens(0)).backward()
-        optimizer.step()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What runs on each of two ranks. Seeds differ between ranks, so gradients are really exchanged.
 
@@ -305,6 +292,20 @@ def following(layer: nn.Module, forward: Callable, running: list[nn.Module]) -> 
     return around
 
 
+def state_bytes(rank: int) -> list[bool]:
+    """Shards, their gradients and their optimizer state; before the optimizer has a state, and after."""
+    model, found = net(), []
+    held = sum(local(p.detach()).untyped_storage().nbytes() for p in model.parameters())
+    num_counters = len(list(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        state = observe(model, (tokens(rank),), optimizer=optimizer).state
+        found.append((state.parameters, state.gradients, state.optimizer) == (held, held, 2 * held + 4 * num_counters))
+        model(tokens(rank)).backward()
+        optimizer.step()
+    return found
+
+
 def goes_on_after_an_error(rank: int, way: str) -> bool:
     truth, model = step(net(way), rank), net(way)
     with lowtide.optimize(model, budget="1GiB", engine="virtual:0"):
@@ -432,6 +433,7 @@ JOBS: list[two_ranks.Job] = [
     *(("follows", {"way": way, "config": config}) for way, config in FOLLOWED),
     *(("gathers", {"way": way, "flag": flag}) for way in GATHERING for flag in (None, True, False)),
     ("refusals", {}),
+    ("state_bytes", {}),
 ]
 
 
@@ -543,3 +545,8 @@ def test_parameters_of_recomputed_layers_are_gathered_again_or_not(answers: dict
     assert again["gathers"] - once["gathers"] == 2
     assert (again["held"], once["held"]) == (0, 2 * (3 * WIDTH * INNER + 2 * WIDTH) * 4)
     assert found[None][0] == (once if way == "gathered until backward" else again)
+
+
+@pytest.mark.slow
+def test_state_counts_as_shards(answers: dict) -> None:
+    assert answers["state_bytes"] == ([True, True], [True, True])
