@@ -44,8 +44,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        # With mixed precision FSDP2 casts the scale, in a hook; these casts are the module's own.
+        return x + (self.mlp(self.norm(x)) * scale.to(torch.float32)).to(x.dtype)
 
 
 class Net(nn.Module):
@@ -56,9 +57,9 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x, scale = self.embed(tokens), torch.linspace(0.5, 1.5, WIDTH)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, scale)
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
@@ -437,7 +438,7 @@ def refusals(rank: int) -> dict[str, str]:
         "other shards, by a file": lambda: lowtide.apply(parallel, config),
         "hooks": lambda: observe(hooked, (tokens(rank),)),
         "inside": lambda: inside(
-            inner, lambda: observe(inner.layers, lambda: inner.layers[0](torch.ones(1, WIDTH)).sum())
+            inner, lambda: observe(inner.layers, lambda: inner.layers[0](*torch.ones(2, 1, WIDTH)).sum())
         ),
     }.items():
         with pytest.raises(ConfigError) as caught:
