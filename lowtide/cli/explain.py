@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if settings is not None and args.num_layers is None and not args.no_bytes:
         profile = _traced(settings)
     resolution = _resolved(sections, profile, args)
-    rows, notes = rows_without_step(resolution), _notes_about_collectives(resolution)
+    rows = rows_without_step(resolution)
+    notes = (*_notes_about_collectives(resolution), *_notes_about_ranks(resolution))
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
@@ -64,6 +65,17 @@ def _notes_about_collectives(resolution: Resolution) -> tuple[str, ...]:
     if not layers:
         return ()
     return (f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version",)
+
+
+def _notes_about_ranks(resolution: Resolution) -> list[str]:
+    """What two flags will do to a model that several ranks share."""
+    notes = []
+    if resolution.gathers_again is not None and any(layer.full_recompute for layer in resolution.layers):
+        what = "gathered again in backward" if resolution.gathers_again else "kept whole from forward to backward"
+        notes.append(f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}")
+    if resolution.slices_inputs:
+        notes.append("recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers")
+    return notes
 
 
 def _traced(settings: RunConfig) -> Profile:

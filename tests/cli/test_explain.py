@@ -56,6 +56,19 @@ def test_a_file_of_upstream(upstream: str, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_flags_about_ranks_are_explained(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "{recompute: True, parallel_optimizer_comm_recompute: True, recompute_slice_activation: True}"
+    Path(upstream).write_text(f"model: {{model_config: {{num_layers: 2}}}}\nrecompute_config: {flags}\n")
+    assert main(["explain", upstream]) == 0
+    out = capsys.readouterr().out
+    assert "note: recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers" in out
+    said = "note: parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is"
+    assert f"{said} gathered again in backward" in out
+    Path(upstream).write_text(Path(upstream).read_text().replace("comm_recompute: True", "comm_recompute: False"))
+    assert main(["explain", upstream]) == 0
+    assert f"{said} kept whole from forward to backward" in capsys.readouterr().out
+
+
 def test_nothing_heavy_is_imported(upstream: str) -> None:
     path = str(Path(upstream).resolve())
     code = f"import sys; from lowtide.cli.main import main; main(['explain', {path!r}]); print('torch' in sys.modules)"

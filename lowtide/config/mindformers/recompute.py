@@ -112,7 +112,7 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         by_key[key] = reader.patterns(values[key], f"{ROOT}.{key}", defaults, by_index=swap and not is_exclude)
         if is_exclude and values[key] and not by_key[key]:
             issues.note(f"no effect: {ROOT}.{key}, because it names no op; write the names of ops to keep")
-    slices_inputs = _flags(values, issues)
+    slices_inputs = _flags(values, any(full.covers(layer) for layer in range(grid.num_layers)), issues)
     removed = [
         *_remove_excluded(by_key, "select_recompute", grid, issues),
         *_remove_excluded(by_key, "select_comm_recompute", grid, issues),
@@ -173,10 +173,10 @@ def unknown_key(key: str, keys: tuple[str, ...]) -> str:
     return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 
 
-def _flags(values: Mapping[str, Any], issues: Issues) -> bool:
-    """Notes about the flags; whether inputs of recomputed layers are sliced."""
+def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> bool:
+    """Notes about the flags; whether inputs of recomputed layers are sliced. `has_full`: there are such layers."""
     slices = bool(values["recompute_slice_activation"])
-    if not values["recompute"]:
+    if not has_full:
         for key in ("recompute_slice_activation", "parallel_optimizer_comm_recompute"):
             if values[key]:
                 issues.note(f"no effect: {ROOT}.{key}, because no layer is recomputed as a whole")
