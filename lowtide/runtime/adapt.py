@@ -21,9 +21,9 @@ Shapes: a plan is made for each shape class of the inputs and kept; going back t
 Ranks: all use the smallest budget; the first one's plan is the plan of all, and `apply` compares hashes.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: sharded parameters (DTensor), whose gradients are exchanged by hooks that an extra step would set off; what
-the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and
-the plan corrected, on the host it must fit beside the budget.
+Not covered: DTensor parameters that FSDP2 did not make (catalog/sharded.py has those that it did); what the caller does
+around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and the plan
+corrected, on the host it must fit beside the budget.
 """
 
 from __future__ import annotations
