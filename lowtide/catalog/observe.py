@@ -2,7 +2,8 @@
 
 What: a forward and a backward under an `Observer`. Gradients come from `torch.autograd.grad`, so `.grad` is not touched
 and no gradient hook of an optimizer fires; random state, buffers and the batch are as they were. Saved activations are
-parked (parking.py), so the observed step needs little more memory than the largest layer.
+parked (parking.py), so the observed step needs little more memory than the largest layer. Models that FSDP2 shards take
+a whole step, with all that they remember set aside (sharded.py).
 
 The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
 those of a first micro-batch: each is there from the operator that makes it.
