@@ -7,8 +7,8 @@ the plain peak, in a process of its own. Reported: seconds of the trace and of t
 (torch and transformers imported) and at its highest, operators and storages, and how far from optimal the plan may be.
 
 The numbers are of the planner on this machine's CPU; nothing of the model runs, and `--hardware` only says whose
-roofline gives the times in the plan. One sequence in bf16, AdamW, gradients accumulated; the whole model is planned for
-one device, which is what makes it large: a rank's slice is smaller.
+roofline gives the times in the plan. One sequence in bf16, gradients accumulated, the optimizer's
+state elsewhere; the whole model is planned for one device, which is what makes it large: a rank's slice is smaller.
 
 Cost: a minute or two. Not covered: imports (about three seconds), other budgets, and plans that the adaptive runtime
 makes from observed steps.
@@ -65,8 +65,6 @@ def config_of(name: str, tokens: int) -> Any:
 
 def plan_once(name: str, tokens: int, hardware_name: str) -> Row:
     """Trace and plan in this process."""
-    import torch
-
     from lowtide.catalog.fake import trace_config
     from lowtide.config.native import load_memory
     from lowtide.planner.autoplan import plan_profile, problem_of
@@ -78,7 +76,7 @@ def plan_once(name: str, tokens: int, hardware_name: str) -> Row:
     config = config_of(name, tokens)
     rest_bytes = _peak_resident_bytes()
     started = time.perf_counter()
-    profile = trace_config(config, tokens=tokens, hardware=device, optimizer=torch.optim.AdamW)
+    profile = trace_config(config, tokens=tokens, hardware=device)
     trace_seconds = time.perf_counter() - started
     # As from the second micro-batch on: else the gradients made at the end of the step are the peak, and no plan helps.
     problem = problem_of(profile, load_memory({"budget": 1}), has_gradients=True)
@@ -143,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
         title="How long does planning take as models grow?",
         kind="measured",
         command=command_of(args, "planning_time", argv),
-        settings={"tokens": args.tokens, "samples": 1, "dtype": "bfloat16", "optimizer": "AdamW", "has_gradients": True,
+        settings={"tokens": args.tokens, "samples": 1, "dtype": "bfloat16", "has_gradients": True,
                   "times_of": args.hardware},
         rows=[],
         notes=[

@@ -23,12 +23,12 @@ import dataclasses
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import Record, hardware
 from benchmarks.rows import Row, command_of, parser, run
+from benchmarks.steps import allocated_bytes, peak_bytes_of, timed
 
 if TYPE_CHECKING:
     import argparse
@@ -55,7 +55,7 @@ class Subject:
         self.min_bytes = args.min_bytes
         self.plain = _make(name, args).to(self.device, getattr(torch, args.dtype)).train()
         self.ids = torch.randint(256, (args.batch, args.sequence), device=self.device)
-        self.other_bytes = self._allocated_bytes()
+        self.other_bytes = allocated_bytes(self.device)
         self.planned = copy.deepcopy(self.plain)
         self.profile = lowtide.observe(self.planned, {"input_ids": self.ids, "labels": self.ids})
 
@@ -68,32 +68,14 @@ class Subject:
     def step(self, model: Any) -> float:
         """Seconds of one forward and backward."""
         model.zero_grad(set_to_none=True)
-        self.synchronize()
-        started = time.perf_counter()
-        self.loss(model).backward()
-        self.synchronize()
-        return time.perf_counter() - started
-
-    def synchronize(self) -> None:
-        import torch
-
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device.type).synchronize()
+        return timed(lambda: self.loss(model).backward(), self.device)
 
     def peak_bytes(self, tide: Any) -> int:
         """Of one planned step, with nothing left from an earlier one."""
-        import torch
-
         for model in (self.plain, self.planned):
             model.zero_grad(set_to_none=True)
         tide.settle()
-        if self.device.type == "cpu":
-            with tide.audit() as audit:
-                self.loss(self.planned).backward()
-            return int(audit.peak_bytes)
-        torch.accelerator.reset_peak_memory_stats(self.device)
-        self.loss(self.planned).backward()
-        return int(torch.accelerator.max_memory_allocated(self.device)) - self.other_bytes
+        return peak_bytes_of(lambda: self.loss(self.planned).backward(), self.planned, tide) - self.other_bytes
 
     def is_equal(self) -> bool:
         """Loss and gradients of one step of each, to the bit."""
@@ -107,11 +89,6 @@ class Subject:
             losses.append(loss.detach())
         pairs = zip(self.plain.parameters(), self.planned.parameters(), strict=True)
         return torch.equal(*losses) and all(_same(ours.grad, theirs.grad) for ours, theirs in pairs)
-
-    def _allocated_bytes(self) -> int:
-        import torch
-
-        return 0 if self.device.type == "cpu" else int(torch.accelerator.memory_allocated(self.device))
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -206,56 +183,6 @@ def measure_plan(subject: Subject, plan: lowtide.Plan, rounds: int) -> Row:
         "swapped_bytes": stats.swapped_bytes // rounds,
         "recomputed_bytes": stats.recomputed_bytes // rounds,
         "is_equal": is_equal,
-    }
-
-
-# -- what the rows say -------------------------------------------------------------------------------------------------
-
-
-def kendall_tau(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Pairs in the same order less those in the opposite one, over all pairs that differ in both (Kendall 1938).
-
-    1 is the same order, -1 the opposite; None where no pair differs.
-    """
-    signs = [
-        _sign(xs[i] - xs[j]) * _sign(ys[i] - ys[j])
-        for i in range(len(xs))
-        for j in range(i)
-        if xs[i] != xs[j] and ys[i] != ys[j]
-    ]
-    return sum(signs) / len(signs) if signs else None
-
-
-def _sign(number: float) -> int:
-    return (number > 0) - (number < 0)
-
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """One row a model: errors of peaks and times, and how well the order is predicted."""
-    good = [row for row in rows if not row.get("error")]
-    return [
-        _summary_of(name, [row for row in good if row["model"] == name])
-        for name in dict.fromkeys(row["model"] for row in good)
-    ]
-
-
-def _summary_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Row:
-    peaks = [100 * abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) for row in rows]
-    times = [100 * abs(row["predicted_ratio"] / row["ratio_median"] - 1) for row in rows]
-    measured = [row["ratio_median"] for row in rows]
-    return {
-        "model": name,
-        "num_plans": len(rows),
-        "peak_error_median_percent": statistics.median(peaks),
-        "peak_error_worst_percent": max(peaks),
-        "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in rows),
-        "time_error_median_percent": statistics.median(times),
-        "time_error_worst_percent": max(times),
-        "tau": kendall_tau([row["predicted_ratio"] for row in rows], measured),
-        "tau_of_measured_with_itself": kendall_tau(
-            [row["ratio_of_odd_rounds"] for row in rows], [row["ratio_of_even_rounds"] for row in rows]
-        ),
-        "is_equal": all(row["is_equal"] for row in rows),
     }
 
 
