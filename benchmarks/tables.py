@@ -16,15 +16,17 @@ from lowtide.planner.text import align
 from lowtide.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]
-_FIRST = ("model", "method", "piece", "setting", "ratio_median", "peak_bytes", "peak_resident_bytes")
-_THEN = ("seconds_median", "copied_bytes", "stall_seconds", "pinned_bytes")
-_LAST = ("is_equal", "package", "error")
+_NAMES = ("model", "num_devices", "method", "piece", "draw", "plan", "setting")
+_NUMBERS = ("ratio_median", "peak_bytes", "peak_resident_bytes", "seconds_median", "copied_bytes", "stall_seconds",
+            "pinned_bytes")  # fmt: skip
+_LAST = ("is_equal", "package", "outcome", "error")
 _LABELS = {
     "ratio_median": "x plain",
     "seconds_median": "seconds a step",
     "peak_bytes": "peak",
     "peak_resident_bytes": "peak resident",
     "is_equal": "equal",
+    "flops_per_second": "products",
 }
 _UNITS = ("_bytes_per_second", "_per_second", "_bytes", "_seconds", "_percent", "_share")
 _NOTHING = "-"
@@ -46,13 +48,11 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     stems = [key.removesuffix("_median") for key in keys if key.endswith("_median")]
     folded = {f"{stem}_{end}" for stem in stems for end in ("min", "max")}
     keys = [key for key in keys if key not in folded]
-    known = [key for key in (*_FIRST, *_THEN) if key in keys]
-    last = [key for key in _LAST if key in keys]
-    # Words that name a row stand before its numbers, also those that nobody knows here.
-    words = [key for key in keys if key not in (*known, *last) and _is_words(rows, key)]
-    names = [key for key in known if _is_words(rows, key)]
-    numbers = [key for key in known if key not in names]
-    rest = [key for key in keys if key not in (*known, *last, *words)]
+    names, numbers, last = ([key for key in known if key in keys] for known in (_NAMES, _NUMBERS, _LAST))
+    rest = [key for key in keys if key not in (*names, *numbers, *last)]
+    # Words say what a row is, also those that nobody knows here: they stand before its numbers.
+    words = [key for key in rest if _is_words(rows, key)]
+    rest = [key for key in rest if key not in words]
     return [_column(rows, key) for key in (*names, *words, *numbers, *rest, *last)]
 
 
@@ -107,6 +107,8 @@ def value_text(key: str, value: Any) -> str:
 def _number_text(key: str, value: float) -> str:
     if "bytes_per_second" in key:
         return f"{value / 1e9:.1f} GB/s"
+    if "flops" in key:
+        return f"{value / 1e9:,.0f} GFLOP/s"
     if "bytes" in key:
         return format_bytes(int(value))
     if "seconds" in key:
