@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.rows import Row
+from benchmarks.manners import Row
 
 
 def kendall_tau(xs: Sequence[float], ys: Sequence[float]) -> float | None:

@@ -24,27 +24,27 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
-from benchmarks.rows import Row, command_of, parser, run
 
 ON_HOST = ("hooks", "copy_size", "matmul_while_copying")
+_DEFAULTS = {"hidden": (256, 4096), "sequence": (256, 4096), "matrix": (512, 8192), "total_mib": (128, 4096)}
 PIECES = (*ON_HOST, "prefetch_lead", "issue", "pinned_memory", "fragmentation")
 
 
 def main(argv: Sequence[str]) -> int:
     options = parser("details", __doc__)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--total-mib", type=int, default=0, help="moved by each copy measurement; 0: 128, or 4096")
-    options.add_argument("--matrix", type=int, default=0, help="of the products; 0: 512, or 8192")
-    options.add_argument("--layers", type=int, default=4)
-    options.add_argument("--hidden", type=int, default=0, help="of the Llama; 0: 256, or 4096")
-    options.add_argument("--sequence", type=int, default=0, help="of the Llama; 0: 256, or 4096")
+    options.add_argument("--layers", type=int, default=4, help="of the Llama")
+    options.add_argument("--hidden", type=int, help="of the Llama; 256 on a CPU, else 4096")
+    options.add_argument("--sequence", type=int, help="of the Llama; 256 on a CPU, else 4096")
+    options.add_argument("--matrix", type=int, help="of the products; 512 on a CPU, else 8192")
+    options.add_argument("--total-mib", type=int, help="moved by each copy measurement; 128 on a CPU, else 4096")
     args = options.parse_args(argv)
     is_host = args.device == "cpu"
-    for name, small, large in (("total_mib", 128, 4096), ("matrix", 512, 8192), ("hidden", 256, 4096),
-                               ("sequence", 256, 4096)):  # fmt: skip
-        if not getattr(args, name):
-            setattr(args, name, small if is_host else large)
+    for key, (on_host, elsewhere) in _DEFAULTS.items():
+        if getattr(args, key) is None:
+            setattr(args, key, on_host if is_host else elsewhere)
     record = Record(
         question="details",
         title="What do hooks, copies and allocators cost?",

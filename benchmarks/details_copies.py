@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import Row
+from benchmarks.manners import Row
 from benchmarks.steps import synchronize
 from lowtide.runtime.engines.base import Engine, Lane, Slot
 

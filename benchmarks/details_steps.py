@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from benchmarks.rows import Row
+from benchmarks.manners import Row
 from benchmarks.steps import peak_bytes_of, synchronize, timed
 
 _WARM_STEPS = 3
@@ -74,7 +74,6 @@ def hooks(args: argparse.Namespace) -> list[Row]:
                 "plain_seconds": plain,
                 "hooked_seconds": hooked,
                 "added_per_tensor_seconds": (hooked - plain) / num_tensors,
-                "added_per_layer_seconds": (hooked - plain) / num_layers,
             }
         )
     return rows

@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
-from benchmarks.rows import Row, command_of, parser, run
 
 MODELS = ("gpt2_124m", "llama_1b", "llama_8b", "llama_70b", "mixtral_8x22b", "llama_405b", "deepseek_v3_671b")
 TINY = "tiny"

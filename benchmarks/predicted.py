@@ -26,8 +26,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
-from benchmarks.rows import Row, command_of, parser, run
 from benchmarks.steps import allocated_bytes, peak_bytes_of, timed
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     import lowtide
 
 MODELS = ("llama", "gpt2", "qwen3_moe")
+_DEFAULTS = {
+    "hidden": (256, 2048),
+    "sequence": (256, 2048),
+    "dtype": ("float32", "bfloat16"),
+    "min_bytes": (2**16, 2**20),
+}
 _SIZES = ("hidden", "layers", "sequence", "batch", "dtype", "min_bytes")
 
 
@@ -193,15 +199,18 @@ def main(argv: Sequence[str]) -> int:
     options = parser("predicted", __doc__)
     options.add_argument("--plans", type=int, default=10, help="of each model")
     options.add_argument("--rounds", type=int, default=6)
-    options.add_argument("--hidden", type=int, default=256)
     options.add_argument("--layers", type=int, default=4)
-    options.add_argument("--sequence", type=int, default=256)
+    options.add_argument("--hidden", type=int, help="256 on a CPU, else 2048")
+    options.add_argument("--sequence", type=int, help="256 on a CPU, else 2048")
     options.add_argument("--batch", type=int, default=4)
-    options.add_argument("--dtype", default="float32")
-    options.add_argument("--min-bytes", type=int, default=65536)
+    options.add_argument("--dtype", help="float32 on a CPU, else bfloat16")
+    options.add_argument("--min-bytes", type=int, help="65536 on a CPU, else 1048576")
     options.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as it takes")
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args(argv)
+    for key, (on_host, elsewhere) in _DEFAULTS.items():
+        if getattr(args, key) is None:
+            setattr(args, key, on_host if args.device == "cpu" else elsewhere)
     settings = {key: getattr(args, key) for key in (*_SIZES, "plans", "rounds", "seed")}
     record = Record(
         question="predicted",

@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.manners import Row, command_of, run
+from benchmarks.manners import parser as make_parser
 from benchmarks.record import Record, versions
-from benchmarks.rows import Row, command_of, run
-from benchmarks.rows import parser as make_parser
 from lowtide.planner.fate import Fate
 from lowtide.planner.solve import solve
 from lowtide.timeline.hardware import Hardware, load_hardware

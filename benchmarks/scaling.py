@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, versions
-from benchmarks.rows import Row, command_of, parser, run
 from lowtide.planner.fate import Fate
 
 if TYPE_CHECKING:

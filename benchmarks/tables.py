@@ -16,17 +16,20 @@ from lowtide.planner.text import align
 from lowtide.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]
-_NAMES = ("model", "num_devices", "method", "piece", "draw", "plan", "setting")
+_NAMES = ("model", "num_devices", "title", "method", "piece", "draw", "plan", "setting")
 _NUMBERS = ("ratio_median", "peak_bytes", "peak_resident_bytes", "seconds_median", "copied_bytes", "stall_seconds",
             "pinned_bytes")  # fmt: skip
 _LAST = ("is_equal", "package", "outcome", "error")
+_SAID_BY_TITLE = ("method", "setting")
 _LABELS = {
+    "title": "method",
     "ratio_median": "x plain",
     "seconds_median": "seconds a step",
     "peak_bytes": "peak",
     "peak_resident_bytes": "peak resident",
     "is_equal": "equal",
     "flops_per_second": "products",
+    "bytes_per_second": "copies",
 }
 _UNITS = ("_bytes_per_second", "_per_second", "_bytes", "_seconds", "_percent", "_share")
 _NOTHING = "-"
@@ -48,6 +51,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     stems = [key.removesuffix("_median") for key in keys if key.endswith("_median")]
     folded = {f"{stem}_{end}" for stem in stems for end in ("min", "max")}
     keys = [key for key in keys if key not in folded]
+    if "title" in keys:  # the two in words
+        keys = [key for key in keys if key not in _SAID_BY_TITLE]
     names, numbers, last = ([key for key in known if key in keys] for known in (_NAMES, _NUMBERS, _LAST))
     rest = [key for key in keys if key not in (*names, *numbers, *last)]
     # Words say what a row is, also those that nobody knows here: they stand before its numbers.
@@ -85,7 +90,7 @@ def label_of(key: str) -> str:
     key = key.removesuffix("_median").removeprefix("is_")
     for unit in _UNITS:
         if key.endswith(unit) and key != unit:
-            return key.removesuffix(unit).replace("_", " ") + (" /s" if unit.endswith("per_second") else "")
+            return key.removesuffix(unit).replace("_", " ")
     return key.removeprefix("num_").replace("_", " ")
 
 
@@ -109,7 +114,7 @@ def _number_text(key: str, value: float) -> str:
         return f"{value / 1e9:.1f} GB/s"
     if "flops" in key:
         return f"{value / 1e9:,.0f} GFLOP/s"
-    if "bytes" in key:
+    if "bytes" in key and not key.endswith("per_parameter"):
         return format_bytes(int(value))
     if "seconds" in key:
         return f"{value * 1e6:.3g} µs" if 0 < value < 1e-4 else format_seconds(value)
