@@ -28,7 +28,7 @@ from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
 
 ON_HOST = ("hooks", "copy_size", "matmul_while_copying")
-_DEFAULTS = {"hidden": (256, 4096), "sequence": (256, 4096), "matrix": (512, 8192), "total_mib": (128, 4096)}
+_DEFAULTS = {"hidden": (256, 4096), "sequence": (256, 4096), "matrix": (512, 8192), "total_mib": (128, 2048)}
 PIECES = (*ON_HOST, "prefetch_lead", "issue", "pinned_memory", "fragmentation")
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--hidden", type=int, help="of the Llama; 256 on a CPU, else 4096")
     options.add_argument("--sequence", type=int, help="of the Llama; 256 on a CPU, else 4096")
     options.add_argument("--matrix", type=int, help="of the products; 512 on a CPU, else 8192")
-    options.add_argument("--total-mib", type=int, help="moved by each copy measurement; 128 on a CPU, else 4096")
+    options.add_argument("--total-mib", type=int, help="moved by each copy measurement; 128 on a CPU, else 2048")
     args = options.parse_args(argv)
     is_host = args.device == "cpu"
     for key, (on_host, elsewhere) in _DEFAULTS.items():

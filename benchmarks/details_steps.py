@@ -180,15 +180,24 @@ def fragmentation(args: argparse.Namespace) -> list[Row]:
     device = torch.device(args.device)
     if device.type == "cpu":
         raise ValueError("main memory has no allocator that tells what it reserves")
+    rows = []
+    for name, memory in (("plain", None), *FATES.items()):
+        torch.accelerator.empty_cache()
+        rows.append({"setting": name, **_reserved(args, memory)})
+    return rows
+
+
+def _reserved(args: argparse.Namespace, memory: dict[str, Any] | None) -> Row:
+    subject = Subject(args)
 
     def measure(tide: Any) -> Row:
-        torch.accelerator.reset_peak_memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(subject.device)
         for _ in range(args.rounds):
             subject.step()
-        synchronize(device)
-        given = torch.accelerator.max_memory_allocated(device)
-        reserved = torch.accelerator.max_memory_reserved(device)
-        retries = torch.accelerator.memory_stats(device).get("num_alloc_retries")
+        synchronize(subject.device)
+        given = torch.accelerator.max_memory_allocated(subject.device)
+        reserved = torch.accelerator.max_memory_reserved(subject.device)
+        retries = torch.accelerator.memory_stats(subject.device).get("num_alloc_retries")
         return {
             "peak_bytes": given,
             "reserved_bytes": reserved,
@@ -196,12 +205,6 @@ def fragmentation(args: argparse.Namespace) -> list[Row]:
             "num_retries": retries,
         }
 
-    rows: list[Row] = []
-    for name, memory in (("plain", None), *FATES.items()):
-        torch.accelerator.empty_cache()
-        subject = Subject(args)
-        for _ in range(_WARM_STEPS):
-            subject.step()
-        row = measure(None) if memory is None else subject.under(memory, measure)
-        rows.append({"setting": name, **row})
-    return rows
+    for _ in range(_WARM_STEPS):
+        subject.step()
+    return measure(None) if memory is None else subject.under(memory, measure)

@@ -130,6 +130,7 @@ class Sheet:
                 return
         for piece in self._pieces:
             self._rows[_key(piece)] = [row for row in before.rows if piece.items() <= row.items()]
+        self._flatten()
 
     def is_done(self, piece: Mapping[str, Any]) -> bool:
         """It has rows, and none of them failed."""
@@ -139,9 +140,12 @@ class Sheet:
     def put(self, piece: Mapping[str, Any], rows: list[Row]) -> None:
         """Replace the rows of a piece, and write the file."""
         self._rows[_key(piece)] = rows
+        self._flatten()
+        write(self.record, self._folder)
+
+    def _flatten(self) -> None:
         flat = [row for piece_rows in self._rows.values() for row in piece_rows]
         self.record = dataclasses.replace(self.record, rows=flat)
-        write(self.record, self._folder)
 
     def error_of(self, piece: Mapping[str, Any]) -> str:
         """For the line of progress: nothing, or what went wrong."""

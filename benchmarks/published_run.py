@@ -189,6 +189,8 @@ def _capped(device: Any, cap_bytes: int | None) -> Iterator[None]:
         yield
         return
     module = torch.get_device_module(device.type)
+    gc.collect()  # what a method that failed has left behind
+    module.empty_cache()
     total = module.get_device_properties(device).total_memory
     module.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total))
     try:

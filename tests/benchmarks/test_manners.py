@@ -70,6 +70,15 @@ def test_an_interruption_leaves_what_is_done_and_resume_does_the_rest(tmp_path: 
     assert [row["model"] for row in rows(tmp_path)] == ["a", "b", "c"]
 
 
+def test_resume_of_a_whole_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    go(tmp_path, Recorder())
+    shown = capsys.readouterr().out
+    measure = Recorder()
+    assert go(tmp_path, measure, "--resume") == 0
+    assert measure.asked == []
+    assert capsys.readouterr().out == shown
+
+
 def test_resume_tries_again_what_failed(tmp_path: Path) -> None:
     go(tmp_path, Recorder(failing="a"))
     measure = Recorder()

@@ -88,3 +88,21 @@ def test_a_model_under_it_has_plain_gradients() -> None:
         assert tide.stats.swapped_bytes > 0
     model.layers[0].up.weight.grad[0, 0] += 1
     assert checksum(torch.zeros(()), model) != plain
+
+
+@pytest.mark.parametrize("policy", ["late", "early", 1, 2])
+def test_padding_keeps_the_order_of_an_accelerator(policy: str | int) -> None:
+    """Streams that run as late, as early, or as unevenly as they may."""
+    from lowtide.runtime.engines.accelerator import AcceleratorEngine
+    from tests import zoo
+    from tests.runtime.engines.sim_device import SimDevice
+
+    device = SimDevice(policy, computes_on_host=True)
+    inner = AcceleratorEngine(device.device, 512 * MIB, ops=device)
+    engine = ThrottledEngine(inner, inner.probe_bandwidth(64 * MIB).out_bytes_per_second / 3, device.device)
+    name = next(iter(zoo.CASES))
+    result, stats = zoo.lowtide_step(zoo.CASES[name], 3, {"swap": "all", "min_bytes": 0}, engine=engine, num_steps=2)
+    zoo.assert_same(result, zoo.plain_result(name, 3, num_steps=2))
+    assert stats.swapped_bytes > 0
+    assert engine.memory_in_use() == {"host": 0}
+    engine.close()
