@@ -1,6 +1,6 @@
 """Question d: are a plan's peak and step time what it says they are?
 
-    python -m benchmarks.predicted [--plans 10] [--rounds 6] [--device cuda --dtype bfloat16 --hidden 2048 ...]
+    python -m benchmarks.predicted [--plans 8] [--rounds 6] [--device cuda --dtype bfloat16 --hidden 2048 ...]
 
 Each of three models is observed once. Then come random plans: half of them are the solver's for a random budget between
 the floor and the plain peak, half are random fates, one drawn for each layer. Each is carried out by the runtime beside
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MODELS = ("llama", "gpt2", "qwen3_moe")
 _DEFAULTS = {
+    "batch": (2, 4),
     "hidden": (256, 2048),
     "sequence": (256, 2048),
     "dtype": ("float32", "bfloat16"),
@@ -197,12 +198,12 @@ def measure_plan(subject: Subject, plan: lowtide.Plan, rounds: int) -> Row:
 
 def main(argv: Sequence[str]) -> int:
     options = parser("predicted", __doc__)
-    options.add_argument("--plans", type=int, default=10, help="of each model")
+    options.add_argument("--plans", type=int, default=8, help="of each model")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--hidden", type=int, help="256 on a CPU, else 2048")
     options.add_argument("--sequence", type=int, help="256 on a CPU, else 2048")
-    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--batch", type=int, help="2 on a CPU, else 4")
     options.add_argument("--dtype", help="float32 on a CPU, else bfloat16")
     options.add_argument("--min-bytes", type=int, help="65536 on a CPU, else 1048576")
     options.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as it takes")
@@ -223,8 +224,9 @@ def main(argv: Sequence[str]) -> int:
             "Peaks on a CPU are counted byte by byte in a step of their own; on an accelerator they are the "
             "allocator's.",
             "Times are multiples of a plain step beside which each planned step ran. `tau` is the agreement of the "
-            "predicted with the measured order; `tau of measured with itself` is that of odd with even rounds: more "
-            "than this cannot be expected on this machine.",
+            "predicted with the measured order, `tau of clear pairs` the same for pairs predicted to be a twentieth of "
+            "a plain step apart or more; `tau of measured with itself` is that of odd with even rounds: more than this "
+            "cannot be expected on this machine.",
         ],
         hardware=hardware(args.device),
     )

@@ -122,6 +122,8 @@ def _number_text(key: str, value: float) -> str:
         return f"{value:.2f} %"
     if "share" in key:
         return f"{value:.1%}".replace("%", " %")
+    if key.startswith("tau"):
+        return f"{value:.2f}"
     if isinstance(value, int):
         return f"{value:,}"
     if "ratio" in key:

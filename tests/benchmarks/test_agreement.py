@@ -23,6 +23,8 @@ def test_tau_of_the_same_the_opposite_and_nothing() -> None:
     assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
     assert kendall_tau([1, 2, 3], [3, 2, 1]) == -1
     assert kendall_tau([1, 1], [1, 2]) is None
+    assert kendall_tau([1.0, 1.01, 1.2], [3, 2, 4]) == pytest.approx(1 / 3)
+    assert kendall_tau([1.0, 1.01, 1.2], [3, 2, 4], least=0.05) == 1
 
 
 def test_summary_of_a_model() -> None:
