@@ -30,7 +30,7 @@ _STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
-_GIB = 2**30
+_PANELS_A_ROW = 3
 Rows = Sequence[dict[str, Any]]
 
 
@@ -57,8 +57,13 @@ def _time_against_memory(figure: Figure, rows: Rows, record: Record) -> bool:
     models = list(dict.fromkeys(str(row.get("model")) for row in rows))
     if not models:
         return False
-    figure.set_size_inches(4.2 * len(models) + 1.5, 3.6)
-    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    num_columns = min(len(models), _PANELS_A_ROW)
+    num_rows = -(-len(models) // num_columns)
+    figure.set_size_inches(3.4 * num_columns + 1.8, 3.2 * num_rows)
+    panels = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for panel in panels[len(models) :]:
+        panel.remove()
+    panels = panels[: len(models)]
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     for panel, model in zip(panels, models, strict=True):
         for place, method in enumerate(methods):
@@ -70,8 +75,10 @@ def _time_against_memory(figure: Figure, rows: Rows, record: Record) -> bool:
             if points:
                 panel.plot(*zip(*points, strict=True), color=f"C{place % 10}", label=method,
                            marker="o" if place < 10 else "s")  # fmt: skip
-        panel.set(title=model, xlabel="activation memory, plain = 1")
-    panels[0].set_ylabel("time of a step, plain = 1")
+        panel.set(title=model)
+        panel.set_xlim(left=0)
+    figure.supxlabel("activation memory, plain = 1", fontsize=9)
+    figure.supylabel("time of a step, plain = 1", fontsize=9)
     figure.legend(*_entries(panels), loc="outside right upper")
     return True
 
@@ -162,14 +169,12 @@ def _details(figure: Figure, rows: Rows, record: Record) -> bool:
         return False
     figure.set_size_inches(6, 3.6)
     panel = figure.subplots()
+    sizes = [row["size_bytes"] / 2**20 for row in rows]
     for key in ("out_bytes_per_second", "in_bytes_per_second", "both_bytes_per_second"):
-        panel.plot(
-            [row["size_bytes"] / 2**20 for row in rows],
-            [row[key] / 1e9 for row in rows],
-            "o-",
-            label=key[:4].strip("_"),
-        )
+        panel.plot(sizes, [row[key] / 1e9 for row in rows], "o-", label=label_of(key))
     panel.set(xscale="log", xlabel="size of a copy, MiB", ylabel="GB/s", ylim=(0, None))
+    panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    panel.minorticks_off()
     panel.legend()
     return True
 

@@ -118,6 +118,8 @@ def test_the_questions_of_the_makefile_have_a_command_and_a_place() -> None:
     makefile = (report.README.parent / "Makefile").read_text(encoding="utf-8")
     (line,) = [line for line in makefile.splitlines() if line.startswith("QUESTIONS := ")]
     assert line.removeprefix("QUESTIONS := ").split() == list(report.QUESTIONS)
+    (line,) = [line for line in makefile.splitlines() if line.startswith("GPU_QUESTIONS := ")]
+    assert set(line.removeprefix("GPU_QUESTIONS := ").split()) < set(report.QUESTIONS)
 
 
 def test_views_of_details_and_of_a_real_published_run() -> None:
