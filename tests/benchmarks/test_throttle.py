@@ -86,8 +86,19 @@ def test_a_model_under_it_has_plain_gradients() -> None:
     with lowtide.apply(model, {"swap": "all", "min_bytes": 1024}, engine=engine) as tide:
         assert [step() for _ in range(3)] == [plain] * 3
         assert tide.stats.swapped_bytes > 0
-    model.layers[0].up.weight.grad[0, 0] += 1
-    assert checksum(torch.zeros(()), model) != plain
+
+
+def test_a_checksum_sees_a_bit_of_loss_and_gradients() -> None:
+    from benchmarks.steps import checksum
+
+    model = torch.nn.Linear(2, 2)
+    loss = model(torch.ones(2)).sum()
+    loss.backward()
+    before = checksum(loss, model)
+    assert checksum(loss, model) == before
+    assert checksum(torch.nextafter(loss, loss + 1), model) != before
+    model.bias.grad[1] = torch.nextafter(model.bias.grad[1], torch.tensor(2.0))
+    assert checksum(loss, model) != before
 
 
 @pytest.mark.parametrize("policy", ["late", "early", 1, 2])
