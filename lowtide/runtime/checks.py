@@ -20,7 +20,7 @@ from lowtide.config.native import load_memory
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan
-from lowtide.planner.rules import Rule, Rules, unmatched_error
+from lowtide.planner.rules import Rule, unmatched_error
 from lowtide.runtime.agree import gather
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.patch import patched_module
@@ -120,11 +120,6 @@ def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
         if not any(name.startswith(outer + ".") for outer in chosen):
             chosen.append(name)
     return chosen
-
-
-def without_recompute(rules: Rules) -> Rules:
-    """What the rules say about what a recomputed region must hold on to."""
-    return Rules(tuple(rule for rule in rules.rules if rule.fate is not Fate.RECOMPUTE))
 
 
 def agree_across_ranks(plan: Plan, group: Any = None) -> None:

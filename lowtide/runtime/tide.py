@@ -41,7 +41,6 @@ from lowtide.runtime.checks import (
     warn_about_checkpointing,
     warn_about_parts_of_recomputed_layers,
     warn_about_tiers,
-    without_recompute,
 )
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
@@ -293,7 +292,7 @@ class Tide:
         return Setting(
             model=self.model,
             rules=plan.rules,
-            stay_rules=without_recompute(plan.rules),
+            stay_rules=plan.rules.without_recompute(),
             min_bytes=plan.min_bytes,
             device_type=self.engine.device_type,
             mover=self._mover,

@@ -275,6 +275,20 @@ def test_evaluation_in_between_does_nothing() -> None:
         assert tide.stats is not None and tide.stats.num_divergences == 0
 
 
+@pytest.mark.parametrize("rule", [["model.model.layers.0"], "all"])
+def test_a_recompute_rule_beside_a_budget_is_carried_out_storage_by_storage(rule: Any) -> None:
+    case = zoo.CASES["llama"]
+    batches = [case.batch(number) for number in range(3)]
+    truth_model, model = Whole(case), Whole(case)
+    memory = {"min_bytes": MIN_BYTES, "recompute": rule}
+    with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
+        for batch in batches:
+            assert_same(step(model, **batch), step(truth_model, **batch))
+            assert tide.stats is not None
+            assert (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+            assert tide.stats.recomputed_bytes > 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
 
