@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +82,7 @@ def blank_record(
         question=question,
         title=title,
         kind="measured",
-        command=shlex.join(["python", "-m", f"benchmarks.{question}", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", f"benchmarks.{question}", *args.argv]),
         settings={"scale": args.scale, "dtype": args.dtype, "threads": args.threads, **settings},
         rows=[],
         notes=list(notes),
@@ -104,7 +103,7 @@ def run_case(
 ) -> None:
     """Fill `rows` with plain and `variants`. `fits_all`: budgets are four times plain's peak, whatever the setting.
 
-    Uses `args.rounds`, `args.together` and `args.limit`. An error of a variant is its row; an error of plain, everyone's.
+    Uses `args.rounds`, `args.together` and `args.limit`. An error of a variant is its row; one of plain, everyone's.
     """
     missing = [variant for variant in variants if not rows.has(**case.key(*variant))]
     if not missing and rows.has(**case.key("plain", None)):
@@ -114,13 +113,13 @@ def run_case(
     try:
         plain.start(args.limit)
         for first in range(0, len(missing), args.together):
-            _run_group(case, plain, missing[first : first + args.together], args, rows, fits_all)
+            _run_group(case, plain, missing[first : first + args.together], args, rows, fits_all=fits_all)
     finally:
         plain.stop()
 
 
 def _run_group(
-    case: Case, plain: Child, group: Sequence[Variant], args: argparse.Namespace, rows: Rows, fits_all: bool
+    case: Case, plain: Child, group: Sequence[Variant], args: argparse.Namespace, rows: Rows, *, fits_all: bool
 ) -> None:
     children: list[tuple[Variant, Child]] = []
     try:

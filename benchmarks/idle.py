@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 from benchmarks import subjects
 from benchmarks.children import prepare_server, say
@@ -39,13 +40,14 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help=f"of {', '.join(subjects.NAMES)}")
     parser.add_argument("--all", action="store_true", help="every model, on a CPU too")
     parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     fill_defaults(args)
     args.together = len(VARIANTS)
     rows = Rows(

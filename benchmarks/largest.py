@@ -2,10 +2,10 @@
 
     python -m benchmarks.largest [--only llama] [--methods lowtide plain] [--device cuda] [--resume]
 
-The budget is the peak of plain eager at the shape of the subject, so plain's answer is that shape. Every method is asked
-for more: a size fits if a step's measured peak (see worker.py) is within the budget. The peak is almost a line in the
-size, so the next size to try is guessed from the last two and then closed in on; each try is a real step in a child
-process. At the answer, loss and gradients are compared with plain's, where plain can run without the budget.
+The budget is the peak of plain eager at the shape of the subject, so plain's answer is that shape. Every method is
+asked for more: a size fits if a step's measured peak (see worker.py) is within the budget. The peak is almost a line
+in the size, so the next size to try is guessed from the last two and then closed in on; each try is a real step in a
+child process. At the answer, loss and gradients are compared with plain's, where plain can run without the budget.
 
 Reported: the size, its ratio to plain's, the peak there, the time of one step there, how many sizes were tried.
 Not covered: fragmentation (a real device may run out of memory below the budget); the driver's own memory.
@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import methods, subjects
@@ -168,7 +168,7 @@ def case_of(model: str, args: argparse.Namespace) -> Case:
     return Case(model, shape)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument(
@@ -181,7 +181,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--sequence", type=int)
-    args = parser.parse_args()
+    parser.set_defaults(limit=240)  # one order looks for a size: many steps
+    args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     fill_defaults(args)
     known = [name for name, _ in VARIANTS] + ["plain", "torch.compile budget"]
     asked = chosen(args.methods, known, "method")

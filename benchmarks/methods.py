@@ -12,7 +12,6 @@ a budget in bytes; for torch.compile the package's own `activation_memory_budget
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import os

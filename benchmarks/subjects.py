@@ -34,7 +34,7 @@ _TINY = {
     "min_bytes": 2**12,
 }
 
-# layers, hidden, heads, intermediate, batch, sequence; head sizes follow. Vision: batch and classes of 224-pixel images.
+# Head sizes follow. The sequence of vit is its number of patches: an image of 14 x 14 patches of 16 pixels has 196.
 _SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "llama": {
         "tiny": {**_TINY},
@@ -89,7 +89,7 @@ def shape(name: str, scale: str, overrides: Mapping[str, int | None] | None = No
 
 @dataclass(slots=True)
 class Subject:
-    """A model, its batch, and how a step of it is run. A method may replace `forward`, `around` and `around_forward`."""
+    """A model, its batch, and how its step is run. A method may replace `forward`, `around` and `around_forward`."""
 
     model: Any
     batch: dict[str, Any]

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 from benchmarks import methods, subjects
 from benchmarks.children import prepare_server, say
@@ -40,8 +41,8 @@ NOTES = (
     "The optimizers of torchao (CPU offload) and bitsandbytes (paged) move optimizer state: they belong to another "
     "question.",
     "save_on_cpu moves nothing on a CPU: what it saves is there already.",
-    "torch.compile's peak on a CPU is counted from the allocator's own events and includes temporaries inside operators; "
-    "the others' is an audit of live tensors.",
+    "torch.compile's peak on a CPU is counted from the allocator's own events and includes temporaries inside "
+    "operators; the others' is an audit of live tensors.",
 )
 
 
@@ -59,7 +60,7 @@ def variants_of(model: str, args: argparse.Namespace) -> list[Variant]:
     return [variant for variant in found if not args.methods or variant[0] in args.methods]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help=f"of {', '.join(subjects.NAMES)}")
@@ -73,14 +74,15 @@ def main() -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--sequence", type=int)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     fill_defaults(args)
     args.together = args.together or (6 if args.device == "cpu" else 1)
     chosen(args.methods, list(methods.METHODS), "method")
     notes = list(NOTES)
     if args.device == "cpu" and not args.all:
         notes.append(
-            "For time, models other than llama are asked at two shares and not under torch.compile; --all runs everything."
+            "For time, models other than llama are asked at two shares and not under torch.compile; --all asks all."
         )
     rows = Rows(
         blank_record(args, question=QUESTION, title=TITLE, notes=notes, num_rounds=args.rounds),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import methods, subjects, worker
-from benchmarks.children import CannotRunError, say, one_line
+from benchmarks.children import CannotRunError, one_line, say
 from benchmarks.largest import find_largest
 
 

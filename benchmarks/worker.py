@@ -197,7 +197,7 @@ def allocated_peak_bytes(step: Callable[[], Any]) -> int:
 
 
 def device_memory(subject: Subject) -> dict[str, Any]:
-    """An accelerator's figures after a step: the allocator's peak, what it reserves, the driver's view, pinned bytes."""
+    """An accelerator after a step: the allocator's peak, what it reserves, the driver's view, pinned bytes."""
     import torch
 
     module = torch.get_device_module(subject.device)
