@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=float, default=120, help="seconds that one child may take to prepare, or a step"
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows that the result file has; run the others")
-    parser.add_argument("--folder", type=Path, help="where results go; default: benchmarks/results")
+    parser.add_argument("--folder", "--out", type=Path, help="where results go; default: benchmarks/results")
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
 
 
@@ -174,6 +174,8 @@ def finished_row(
         "seconds_median": median_of(child, "seconds"),
         "seconds_min": min(seconds, default=None),
         "seconds_max": max(seconds, default=None),
+        "cpu_seconds_median": median_of(child, "cpu_seconds"),
+        "cpu_ratio_median": ratios(child, plain, offset, "cpu_seconds").get("ratio_median"),
         "peak_bytes": peak,
         "saved_bytes": plain.ready["peak_bytes"] - child.ready["peak_bytes"],
         "activation_bytes": plain.ready["saved_bytes"],

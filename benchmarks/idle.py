@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help=f"of {', '.join(subjects.NAMES)}")
     parser.add_argument("--all", action="store_true", help="every model, on a CPU too")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     fill_defaults(args)
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         blank_record(args, question=QUESTION, title=TITLE, notes=NOTES, num_rounds=args.rounds),
         folder=args.folder,
         resumes=args.resume,
+        only=args.only,
     )
     prepare_server()
     try:

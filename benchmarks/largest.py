@@ -194,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = ["llama"]
         notes.append("For time, on a CPU one model is asked; --only names others.")
     rows = Rows(
-        blank_record(args, question=QUESTION, title=TITLE, notes=notes), folder=args.folder, resumes=args.resume
+        blank_record(args, question=QUESTION, title=TITLE, notes=notes),
+        folder=args.folder,
+        resumes=args.resume,
+        only=args.only,
     )
     prepare_server()
     try:

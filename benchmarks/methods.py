@@ -147,6 +147,9 @@ def _sac_graph(subject: Subject) -> tuple[Any, Any]:
     from torch.distributed._tools.runtime_estimator import RuntimeEstimator
     from torch.distributed._tools.sac_estimator import SACEstimator
 
+    with FakeTensorMode(), RuntimeEstimator()("operator-level-cost-model"):
+        # Its errors come out of one product as exceptions; out of a model some end the process.
+        torch.ones(2, 2) @ torch.ones(2, 2)
     with FakeTensorMode():
         fake = subject.rebuild()
         model, batch = fake.model, fake.batch

@@ -14,25 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.children import say
 from benchmarks.record import RESULTS, Record
 
 KEYS = ("model", "batch", "sequence", "method", "setting", "measure")
 """What tells one row from another; a row need not have all."""
 
 
-class OtherSettingsError(ValueError):
-    """The file that a run wants to resume was made with other settings."""
+_WORTH_ANOTHER_TRY = ("TimeoutError", "the process ended", "plain could not run")
+"""Errors that may be the machine's, not the method's: a run that resumes tries those rows again."""
 
 
 class Rows:
-    """The rows of `start`, a record without rows, in `folder` (default: `benchmarks/results`)."""
+    """The rows of `start`, a record without rows, in `folder` (default: `benchmarks/results`).
 
-    def __init__(self, start: Record, *, folder: Path | None = None, resumes: bool = False) -> None:
+    `resumes` keeps the rows of the file that is there, and `only` (models) those of other models; neither does if
+    settings or versions are not the same.
+    """
+
+    def __init__(
+        self, start: Record, *, folder: Path | None = None, resumes: bool = False, only: Sequence[str] | None = None
+    ) -> None:
         self._record = start
         self._folder = folder
         self.path = (folder or RESULTS) / start.hardware["folder"] / f"{start.question}.json"
-        if resumes and self.path.exists():
-            self._take_over(record.read(self.path))
+        if self.path.exists() and (resumes or only):
+            self._take_over(record.read(self.path), keeps_all=resumes, only=only or ())
 
     @property
     def record(self) -> Record:
@@ -45,8 +52,9 @@ class Rows:
         return self._record.rows
 
     def has(self, **key: Any) -> bool:
-        """Whether there is a row with these values; `key` takes some of `KEYS`."""
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self._record.rows)
+        """Whether there is a row with these values that need not be tried again; `key` takes some of `KEYS`."""
+        found = [row for row in self._record.rows if all(row.get(name) == value for name, value in key.items())]
+        return any(not str(row.get("error") or "").startswith(_WORTH_ANOTHER_TRY) for row in found)
 
     def add(self, row: dict[str, Any]) -> None:
         """Put `row` in the place of one with the same key, or at the end, and write the file."""
@@ -57,21 +65,17 @@ class Rows:
             self._record.rows.append(row)
         record.write(self._record, self._folder)
 
-    def note(self, sentence: str) -> None:
-        """Add a sentence for the report, once."""
-        if sentence not in self._record.notes:
-            self._record.notes.append(sentence)
-
-    def _take_over(self, before: Record) -> None:
-        for name, value in self._record.settings.items():
-            if before.settings.get(name, value) != value:
-                raise OtherSettingsError(
-                    f"{self.path}: its rows have {name} = {before.settings[name]}, this run has {value}; "
-                    "leave out --resume to begin anew, or give another --folder"
-                )
-        self._record = dataclasses.replace(
-            self._record, rows=list(before.rows), notes=list(dict.fromkeys([*before.notes, *self._record.notes]))
-        )
+    def _take_over(self, before: Record, *, keeps_all: bool, only: Sequence[str]) -> None:
+        now = self._record
+        for what, ours, theirs in (
+            ("settings", now.settings, before.settings),
+            ("versions", now.versions, before.versions),
+        ):
+            if ours != theirs:
+                say(f"{self.path}: made with other {what}; begun anew")
+                return
+        rows = [row for row in before.rows if keeps_all or row.get("model") not in only]
+        self._record = dataclasses.replace(now, rows=rows, notes=list(dict.fromkeys([*before.notes, *now.notes])))
 
 
 def _key(row: dict[str, Any]) -> tuple:

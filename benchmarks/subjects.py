@@ -38,7 +38,7 @@ _TINY = {
 _SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "llama": {
         "tiny": {**_TINY},
-        "small": {"layers": 6, "hidden": 512, "heads": 8, "intermediate": 1376, "batch": 4, "sequence": 512},
+        "small": {"layers": 6, "hidden": 512, "heads": 8, "intermediate": 1376, "batch": 2, "sequence": 512},
         "large": {"layers": 6, "hidden": 4096, "heads": 32, "intermediate": 11008, "batch": 1, "sequence": 4096},
     },
     "gpt2": {
@@ -69,7 +69,7 @@ _SHAPES: dict[str, dict[str, dict[str, int]]] = {
     },
     "vit": {
         "tiny": {**_TINY},
-        "small": {"layers": 4, "hidden": 384, "heads": 6, "intermediate": 1536, "batch": 6, "sequence": 196},
+        "small": {"layers": 4, "hidden": 384, "heads": 6, "intermediate": 1536, "batch": 4, "sequence": 196},
         "large": {"layers": 24, "hidden": 1024, "heads": 16, "intermediate": 4096, "batch": 64, "sequence": 196},
     },
     "t5": {

@@ -37,6 +37,7 @@ _CHEAP: list[Variant] = [
 ]
 _OFTEN = ("llama",)
 """Models that are asked at more shares, and under torch.compile, on a CPU too."""
+_LENGTHS = {("llama", "large"): (4096, 8192, 32768)}
 NOTES = (
     "The optimizers of torchao (CPU offload) and bitsandbytes (paged) move optimizer state: they belong to another "
     "question.",
@@ -69,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--shares", type=float, nargs="+", help="of the activations; default: 0.7 0.5 0.3 0.1, fewer on a CPU"
     )
     parser.add_argument("--all", action="store_true", help="everything for every model, on a CPU too")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--together", type=int, help="variants alive beside plain; default: 6 on a CPU, 1 elsewhere")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--sequence", type=int)
+    parser.add_argument("--sequence", type=int, nargs="+", help="tokens; default for llama on a device: 4k, 8k, 32k")
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     fill_defaults(args)
@@ -88,13 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         blank_record(args, question=QUESTION, title=TITLE, notes=notes, num_rounds=args.rounds),
         folder=args.folder,
         resumes=args.resume,
+        only=args.only,
     )
     prepare_server()
     try:
         for model in chosen(args.only, subjects.NAMES, "model"):
-            overrides = {"layers": args.layers, "batch": args.batch, "sequence": args.sequence}
-            case = Case(model, subjects.shape(model, args.scale, overrides))
-            run_case(case, variants_of(model, args), args, rows)
+            for length in args.sequence or _LENGTHS.get((model, args.scale), (None,)):
+                overrides = {"layers": args.layers, "batch": args.batch, "sequence": length}
+                case = Case(model, subjects.shape(model, args.scale, overrides))
+                run_case(case, variants_of(model, args), args, rows)
     except KeyboardInterrupt:
         say(f"interrupted; {len(rows.rows)} rows are in {rows.path}; go on with --resume")
         return 130

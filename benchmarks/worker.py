@@ -5,7 +5,7 @@ What: `start(arguments)` is what children.py calls; it returns the orders that t
 - `ready`: one plain step for reference, the method put in force, its warm-up, a check of loss and gradients against the
   reference, and one step whose peak is measured;
 - `step`: one timed step with the method's own counters;
-- `finish`: whether loss and gradients are still plain's after all those steps.
+- `finish`: whether loss and gradients of the last of those steps are still plain's.
 
 The peak on an accelerator is the allocator's own, of every step. On a CPU it is an audit of every live byte
 (`lowtide.catalog.live.LiveBytes`) in a step of its own before the clock runs; for compiled code, whose buffers no
@@ -61,10 +61,10 @@ class Worker:
         started = time.perf_counter()
         self.running = self._method.prepare(subject, arguments.get("setting"), arguments.get("budget_bytes"))
         for _ in range(self.running.warm_up_steps):
-            subject.step()
+            loss = subject.step()
         subject.synchronize()
         answer["prepare_seconds"] = time.perf_counter() - started
-        answer |= compare(reference, take_gradients(subject, subject.step()))
+        answer |= compare(reference, take_gradients(subject, loss))
         self._reference_digest = digest(*reference) if reference is not None else None
         del reference
         answer["peak_bytes"] = peak_bytes(subject, self.running)
@@ -89,12 +89,14 @@ class Worker:
             torch.accelerator.reset_peak_memory_stats(subject.device)
         reset_resident_peak()
         subject.synchronize()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         loss = subject.step()
         subject.synchronize()
-        seconds = time.perf_counter() - started
-        answer = {"seconds": seconds, "peak_resident_bytes": resident_peak_bytes(), "copied_bytes": self._copied_bytes}
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        answer |= {"peak_resident_bytes": resident_peak_bytes(), "copied_bytes": self._copied_bytes}
         answer |= {**running.counters(), "loss": loss.item()}
+        self._loss = loss
         if not self._is_cpu:
             answer |= device_memory(subject)
         return answer
@@ -102,9 +104,7 @@ class Worker:
     def finish(self) -> dict[str, Any]:
         if self._reference_digest is None:
             return {"is_equal": None}
-        gradients = take_gradients(self.subject, self.subject.step())
-        self.running.close()
-        return {"is_equal": digest(*gradients) == self._reference_digest}
+        return {"is_equal": digest(*take_gradients(self.subject, self._loss)) == self._reference_digest}
 
 
 def set_up_process(arguments: Mapping[str, Any]) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.record import Record, read
-from benchmarks.rows import OtherSettingsError, Rows
+from benchmarks.rows import Rows
 
 
 def blank(notes: list[str] | None = None, **settings: Any) -> Record:
@@ -50,12 +48,26 @@ def test_without_resume_a_run_begins_anew(tmp_path: Path) -> None:
     assert not Rows(blank(), folder=tmp_path).has(model="llama")
 
 
-def test_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+def test_rows_of_other_settings_are_not_mixed(tmp_path: Path, capsys: Any) -> None:
     first = Rows(blank(dtype="float32"), folder=tmp_path)
     first.add({"model": "llama"})
-    with pytest.raises(OtherSettingsError) as caught:
-        Rows(blank(dtype="bfloat16"), folder=tmp_path, resumes=True)
-    assert str(caught.value) == (
-        f"{first.path}: its rows have dtype = float32, this run has bfloat16; "
-        "leave out --resume to begin anew, or give another --folder"
-    )
+    again = Rows(blank(dtype="bfloat16"), folder=tmp_path, resumes=True)
+    assert not again.rows
+    assert capsys.readouterr().err.endswith(f"{first.path}: made with other settings; begun anew\n")
+
+
+def test_one_model_alone_keeps_the_rows_of_the_others(tmp_path: Path) -> None:
+    first = Rows(blank(), folder=tmp_path)
+    for model in ("llama", "gpt2"):
+        first.add({"model": model, "method": "plain"})
+    again = Rows(blank(), folder=tmp_path, only=["gpt2"])
+    assert [row["model"] for row in again.rows] == ["llama"]
+
+
+def test_what_the_machine_may_be_to_blame_for_is_tried_again(tmp_path: Path) -> None:
+    rows = Rows(blank(), folder=tmp_path)
+    rows.add({"method": "a", "error": "TimeoutError: 'step' took more than 1 s"})
+    rows.add({"method": "b", "error": "ImportError: not here"})
+    again = Rows(blank(), folder=tmp_path, resumes=True)
+    assert not again.has(method="a")
+    assert again.has(method="b")
