@@ -68,10 +68,10 @@ class Worker:
         self._reference_digest = digest(*reference) if reference is not None else None
         del reference
         answer["peak_bytes"] = peak_bytes(subject, self.running)
-        if not self._is_cpu and "copied_bytes" not in self.running.counters():
+        self._copied_bytes: int | None = None
+        # Compiled code would be compiled anew under a dispatch mode, and has no copies to count.
+        if not self._is_cpu and "copied_bytes" not in self.running.counters() and not self.running.allocates_outside:
             self._copied_bytes = counted_copies(subject)
-        else:
-            self._copied_bytes = None
         return {**answer, **self.running.facts()}
 
     def _profile(self) -> dict[str, Any]:
@@ -104,7 +104,9 @@ class Worker:
     def finish(self) -> dict[str, Any]:
         if self._reference_digest is None:
             return {"is_equal": None}
-        return {"is_equal": digest(*take_gradients(self.subject, self._loss)) == self._reference_digest}
+        answer = {"is_equal": digest(*take_gradients(self.subject, self._loss)) == self._reference_digest}
+        self.running.close()
+        return answer
 
 
 def set_up_process(arguments: Mapping[str, Any]) -> None:
