@@ -8,8 +8,10 @@ Cost: one `all_gather_object` a call. Not covered: ranks that do not come to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lowtide.errors import BudgetError
@@ -37,6 +39,14 @@ def smallest(budget_bytes: int, group: Any) -> int:
 def any_rank(flag: bool, group: Any) -> bool:
     """Whether it is so on any rank."""
     return any(gather(flag, group))
+
+
+def true_on_all(flag: bool, group_names: Sequence[str], device: torch.device) -> bool:
+    """Whether it is so on every rank of these process groups, which torch knows by name."""
+    seen = torch.tensor(1 if flag else 0, dtype=torch.int32, device=device)
+    for name in group_names:
+        seen = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(seen, "min", name))
+    return bool(seen)
 
 
 def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:

@@ -4,8 +4,8 @@ What: `follow` is for files of MindSpore Transformers what `optimize` is for a b
 first forward pass of each shape is observed (one extra step that leaves no trace), which shows what every op saves and
 how it is made again; planner/sections.py then says the fates, and the runtime carries them out.
 Why to observe: single operators are named (`flash_attention`, `feed_forward.mul`) that are no modules.
-Cost: that of the autopilot, without its solver. Not covered: collectives (`select_comm_recompute`,
-`recompute_slice_activation`, `parallel_optimizer_comm_recompute`), which are named in a line; sharded parameters.
+Cost: that of the autopilot, without its solver. Not covered: `recompute_slice_activation` and
+`parallel_optimizer_comm_recompute`, which are named in a line; sharded parameters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import nn
 from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
-from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
+from lowtide.planner.collectives import with_own_groups
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
 from lowtide.runtime.adapt import AutoTide
@@ -94,7 +94,7 @@ class WrittenTide(AutoTide):
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self.written.notes]
+        notes = [*self.resolution.notes, *self.written.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),
@@ -102,18 +102,12 @@ class WrittenTide(AutoTide):
             *table(self.written.rows),
         ]:
             self._say_once(line)
-        return agreed(self.written.plan, None, self._group)
+        return with_own_groups(agreed(self.written.plan, None, self._group), profile)
 
     def _say_once(self, line: str) -> None:
         if line not in self._has_said:
             self._has_said.add(line)
             self._say(line)
-
-    def _notes_about_collectives(self) -> list[str]:
-        layers = [layer.index for layer in self.resolution.layers if layer.comm_recompute_ops]
-        if not layers:
-            return []
-        return [f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version"]
 
     def _guard_limit(self, plan: Plan) -> int | None:
         return None  # as written, and nothing else

@@ -59,6 +59,8 @@ class LayerPlan:
     """Part -> why it is not swapped although a rule says so: it is recomputed."""
     why: dict[str, str] = field(default_factory=dict)
     """Recomputed or swapped part, or `<layer>` -> the rule that decides, and where it was written."""
+    comm_why: dict[str, str] = field(default_factory=dict)
+    """The same for the operators of `comm_recompute_ops`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +196,10 @@ class _Work:
             why[LAYER] = self.issues.where(self.recompute.full.path)
         ops: list[str] = []
         comm: list[str] = []
+        comm_why: dict[str, str] = {}
         if not is_full:
             ops = self._select("select_recompute", index, why)
-            comm = self._select("select_comm_recompute", index, {})
+            comm = self._select("select_comm_recompute", index, comm_why)
         kept: list[str] = []
         comm_kept: list[str] = []
         if not self.swap.is_on:
@@ -230,6 +233,7 @@ class _Work:
             swap_stays=stays,
             swap_lost=lost,
             why=why,
+            comm_why=comm_why,
         )
 
     def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
