@@ -110,8 +110,9 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         yield from _sparse_parts(tensor)
     elif is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # a DTensor's mesh is an attribute of its own
+                yield from plain_parts(part)
     elif tensor.layout is torch.strided:
         yield tensor
 

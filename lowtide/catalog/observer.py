@@ -382,7 +382,8 @@ class Observer(Recorder):
         assert self._num_forward_ops is not None
         nodes = [node for node in self.saves.nodes.values() if node.reads]
         nodes += [node for index, node in self._caught.items() if index not in self.saves.nodes]
-        made = [self.find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
+        local = [inside(grad) for grad in gradients if grad is not None]
+        made = [self.find(grad) for grad in local if is_plain_or_fake(grad)]
         # What goes from here on is no part of the step.
         self._live.clear()
         for record in self.storages:

@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide.catalog.layers import find_layers, named_layers
 from lowtide.catalog.site import Profile
+from lowtide.catalog.wrappers import is_fully_sharded
 from lowtide.config.mindformers import Resolution, Sections
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
@@ -48,7 +49,7 @@ def follow(
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if is_fully_sharded(model):
         raise ConfigError(
             "lowtide.apply: this model's parameters are sharded (DTensor), which recompute_config and swap_config "
             "cannot act on in this version; write what you want into the section 'memory'"
