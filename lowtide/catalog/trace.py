@@ -25,6 +25,7 @@ from lowtide.catalog.wrappers import inside, is_desugared
 
 # A fresh storage that is still a parameter: autocast makes these. (Views of a parameter share its storage anyway.)
 CASTS = frozenset({"to"})
+PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _SHORT_NAMES = {
     "to_copy": "to",
     "native_layer_norm": "layer_norm",
@@ -128,7 +129,7 @@ def _ordered_storage_keys(tree: Any) -> list[int]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """A dense, strided tensor with real storage, of no subclass but Parameter."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 def storage_keys(module: nn.Module) -> set[int]:

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.catalog.activations import leads_to_parameter
-from lowtide.catalog.trace import Recorder, is_plain, storage_keys
+from lowtide.catalog.trace import PLAIN_TYPES, Recorder, is_plain, storage_keys
 from lowtide.catalog.wrappers import arrived, inside, is_desugared
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
@@ -43,7 +43,6 @@ from lowtide.runtime.weaver import Node, Weaver
 from lowtide.runtime.wrapped import Wrapped
 
 _MAX_RELEARNED = 3
-_Tensor = torch.Tensor
 
 
 class Scope:
@@ -133,7 +132,7 @@ class Scope:
 
     def pack(self, tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> Any:
         """The handle that autograd keeps instead of `tensor`. `wrapper`: what autograd saves, around `tensor`."""
-        if type(tensor) is not _Tensor and wrapper is None and is_desugared((type(tensor),)):
+        if type(tensor) not in PLAIN_TYPES and wrapper is None and is_desugared((type(tensor),)):
             return self._pack_wrapped(tensor)
         grad_fn = tensor.grad_fn if wrapper is None else wrapper.grad_fn
         position = self.position
