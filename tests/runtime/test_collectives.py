@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parallel_llama import BATCH, TOKENS, WIDTH
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
@@ -484,3 +485,48 @@ def test_files_on_distributed_tensors(ranks: Ranks) -> None:
         assert gathers["again"] == {GATHERS: num_gathers}
         assert gathers["saved"] == gathers["plain"]
         assert mixed["swapped"] > 0 and mixed["recomputed"] > 0
+
+
+class _Writes(torch.nn.Module):
+    """Adds to a distributed tensor in place, and saves it before, after, or both."""
+
+    def __init__(self, mesh: Any, *, saves_before: bool) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.saves_before = saves_before
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(self.layers[0](x), self.mesh, [Shard(0)]) * 2
+        before = whole.sin() if self.saves_before else whole * 1
+        whole = whole.add_(1)
+        return self.layers[1]((whole.cos() + before).to_local()).sum()
+
+
+def write_into_distributed_tensors(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    answers = []
+    for plan in (None, {"swap": ["*"], "min_bytes": 1}):
+        for saves_before in (False, True):
+            torch.manual_seed(0)
+            model = _Writes(mesh, saves_before=saves_before)
+            tide = lowtide.apply(model, plan, engine="virtual:3") if plan else None
+            for _ in range(2):
+                model.zero_grad()
+                loss = model(torch.arange(8.0).view(2, 4))
+                try:
+                    loss.backward()
+                    answers.append([parameter.grad.tolist() for parameter in model.parameters()])
+                except RuntimeError as error:
+                    answers.append(str(error).split(", which is")[0])
+            if tide:
+                tide.remove()
+    return answers
+
+
+def test_in_place_writes_to_distributed_tensors_are_noticed(ranks: Ranks) -> None:
+    for answers in ranks.run(write_into_distributed_tensors):
+        plain, ours = answers[:4], answers[4:]
+        assert ours == plain
+        assert isinstance(plain[0], list)
+        assert "modified by an inplace operation" in plain[2]
