@@ -3,8 +3,8 @@
 Why: the fate is that of the bytes, which are inside (this rank's part of a distributed tensor, what a collective gave
 out), while autograd wants back what it saved, and counts in-place writes on the wrapper alone.
 
-Cost: some 30 us a distributed tensor and 50 us a result of a collective, forward and backward. Not covered: wrappers that were written into before they were saved;
-those stay as plain autograd has them (runtime/hooks.py).
+Cost: some 30 us a distributed tensor and 50 us a result of a collective, forward and backward. Not covered: wrappers
+that were written into before they were saved; those stay as plain autograd has them (runtime/hooks.py).
 """
 
 from __future__ import annotations
