@@ -50,7 +50,8 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
         call.seconds = trace.op_seconds[call.index]
     alone = build_recipes(trace.calls, targets)
     together = build_collective_recipes(trace.calls, targets, alone)
-    recipes = Recipes(_unambiguous(alone, trace.ambiguous), _unambiguous(together, trace.ambiguous))
+    alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
+    recipes = Recipes(alone, together)
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.anchor is None]
     kept = {node.storage.index for node in pending}
@@ -70,6 +71,31 @@ def _unambiguous(recipes: Mapping[int, Recipe | str], ambiguous: set[str]) -> Ma
         index: "input of ambiguous name" if isinstance(recipe, Recipe) and ambiguous & {*recipe.nodes} else recipe
         for index, recipe in recipes.items()
     }
+
+
+def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mapping[int, Recipe | str]:
+    """Without the recipes that read a sharded parameter at a time when it is not there as a whole.
+
+    A node is made when autograd reads it, or when a node is made whose recipe starts from it.
+    """
+    gathered = {storage.name: storage.index for storage in trace.storages if storage.is_gathered}
+    if not gathered:
+        return recipes
+    allowed = dict(recipes)
+    there = {node.name: node.gathered for node in trace.nodes}
+    for node in reversed(trace.nodes):  # what starts from a node comes after it
+        recipe = allowed.get(node.storage.index)
+        if not isinstance(recipe, Recipe):
+            continue
+        needed = {
+            gathered[entry.name] for entry in recipe.inputs if entry.kind == "parameter" and entry.name in gathered
+        }
+        if not needed <= there[node.name]:
+            allowed[node.storage.index] = "parameter sharded when it is read"
+            continue
+        for name in recipe.nodes:
+            there[name] &= there[node.name]
+    return allowed
 
 
 def profile_of(
@@ -104,6 +130,7 @@ def profile_of(
         nodes=sites,
         staying=_staying(trace, {site.name for site in sites}, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
+        num_collectives=sum(call.is_collective for call in trace.calls),
     )
 
 
@@ -175,6 +202,9 @@ def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
             continue
         changes[max(0, storage.born)] += storage.nbytes
         changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    for start, stop, nbytes in trace.gathered:
+        changes[start] += nbytes
+        changes[stop] -= nbytes
     for index, release in trace.never_read:
         storage = trace.storages[index]
         dies = end if storage.dies is None else min(end, storage.dies)

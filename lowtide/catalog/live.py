@@ -25,6 +25,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from lowtide.catalog.sharded import gathered_storages
+
 
 class LiveBytes(TorchDispatchMode):
     """`with LiveBytes(model=model, optimizer=optimizer) as live: step()`, then `live.peak_bytes`.
@@ -51,6 +53,8 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref, int]] = {}
         # Filled by finalizers, which may run in any thread and at any point: they only append.
         self._dead: deque[tuple[int, Any]] = deque()
+        # Emptied and filled without an operator, so they are looked at with each one.
+        self._resized = [] if model is None else gathered_storages(model)
         if model is not None:
             self.add_all([*model.parameters(), *model.buffers()])
             self.add_all(p.grad for p in model.parameters() if p.grad is not None)
@@ -97,6 +101,8 @@ class LiveBytes(TorchDispatchMode):
                 self._now_bytes -= self._live.pop(key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for storage in self._resized:
+            self.add(storage)
         out = func(*args, **(kwargs or {}))
         # Inputs too: what something else made is counted from the first time that it is seen.
         self.add_all(leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))

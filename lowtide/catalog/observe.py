@@ -28,6 +28,7 @@ from lowtide.catalog.layers import find_layers
 from lowtide.catalog.observer import Observer
 from lowtide.catalog.parking import FilePark, HostPark, Park
 from lowtide.catalog.recorded import Trace
+from lowtide.catalog.sharded import at_rest, fsdp_modules, is_sharded, local_part, refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.catalog.state_bytes import state_bytes
 from lowtide.errors import ConfigError
@@ -62,6 +63,8 @@ def observe(
     if engine is not None and engine.device_type != device.type:
         raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
+    is_sharded_model = bool(fsdp_modules(model))
+    refuse_other_shards(model, "observe", allows_tensor_parallel=True)
     names = find_layers(model) if layers is None else layers
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
@@ -71,15 +74,18 @@ def observe(
         observer = Observer(device=device, clock=clock, park=park, layers=names)
         try:
             step = (model, batch, observer, loss)
-            with untouched(model, tensors, device):
+            with untouched(model, tensors, device), at_rest(model) as gathered:
+                for name, parameter in gathered.items():
+                    observer.enroll_gathered(parameter, name)
                 return record_step(*step, needs_scalar=needs_scalar, accumulates=accumulates), observer.batch
         finally:
             park.close()
 
     try:
-        trace, shapes = run(accumulates=False)
+        # FSDP2 reduces what reaches `.grad`, and only that.
+        trace, shapes = run(accumulates=is_sharded_model)
     except RuntimeError as error:
-        if not wants_accumulation(error):
+        if is_sharded_model or not wants_accumulation(error):
             raise
         trace, shapes = run(accumulates=True)
     nodes, recipes = with_recipes(trace)
@@ -129,8 +135,10 @@ def record_step(
 ) -> Trace:
     """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    has_shards = bool(fsdp_modules(model))
     for name, parameter in model.named_parameters():
-        observer.enroll(parameter, "parameter", name)
+        is_shard = has_shards and is_sharded(parameter)
+        observer.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
     for name, buffer in model.named_buffers():
         observer.enroll(buffer, "buffer", name)
     for tensor in inputs:
@@ -148,7 +156,8 @@ def record_step(
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
-            return observer.finish(grads[: len(trained) - len(differentiated)])
+            made = grads[: len(trained) - len(differentiated)]
+            return observer.finish([None if grad is None else local_part(grad) for grad in made])
 
 
 def _forward(

@@ -35,6 +35,7 @@ from lowtide.catalog.operators import writes_unsaid
 from lowtide.catalog.parking import Park
 from lowtide.catalog.recorded import Node, Span, Trace
 from lowtide.catalog.saving import Saves, is_parameter
+from lowtide.catalog.sharded import is_fsdp
 from lowtide.catalog.site import Anchor
 from lowtide.catalog.trace import CASTS, Recorder, op_name
 from lowtide.catalog.wrappers import inside, is_desugared
@@ -62,6 +63,7 @@ class Observer(Recorder):
         self._op_sequences: list[int] = []
         self._num_forward_ops: int | None = None
         self._live: dict[int, tuple[weakref.ref, Storage]] = {}
+        self._gathered: list[_Gathered] = []
         self.named: dict[int, str] = {}
         self._caught: dict[int, Node] = {}
         self._is_silent = False
@@ -103,6 +105,17 @@ class Observer(Recorder):
         if not is_plain_or_fake(tensor):
             return None
         return self.find(tensor) or self.register(tensor, kind, name, -1)
+
+    def enroll_gathered(self, parameter: torch.Tensor, name: str) -> None:
+        """Put a parameter on record that FSDP2 gathers in one storage from time to time."""
+        record = self.enroll(parameter, "parameter", name)
+        if record is not None and not record.is_gathered:
+            record.is_gathered = True
+            self._gathered.append(_Gathered(record, parameter))
+
+    def gathered_now(self) -> frozenset[int]:
+        """Indices of the gathered parameters that are there."""
+        return frozenset(entry.record.index for entry in self._gathered if entry.storage.nbytes())
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """The record of the tensor's storage."""
@@ -148,6 +161,8 @@ class Observer(Recorder):
         if self._is_silent or func is _DETACH or func.namespace == "prim":
             return func(*args, **kwargs)
         index = self.num_ops
+        for entry in self._gathered:
+            entry.look(index)
         call = Call(
             index=index,
             func=func,
@@ -173,6 +188,9 @@ class Observer(Recorder):
         inputs = {value.storage.index: value.storage for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
         leaves = tree_leaves(out)
         written = _written(call) or self._written_unsaid(call, leaves)
+        if any(storage.is_gathered for storage in written):
+            # FSDP2 fills a parameter, with what is in it at any other time: no write that a recipe must know of.
+            call.args, call.kwargs, written = (), {}, []
         for storage in written:
             storage.num_writes += 1
             storage.last_write = call.index
@@ -284,7 +302,8 @@ class Observer(Recorder):
         """Know which module runs, and what goes into and comes out of it."""
         hooks = []
         for name, module in model.named_modules(prefix=prefix):
-            hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=True, with_kwargs=True))
+            first = not is_fsdp(module)
+            hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=first, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._exit(name), always_call=True))
         try:
             yield
@@ -367,6 +386,10 @@ class Observer(Recorder):
             # A recipe would look a buffer up by its name, and find what has replaced it.
             if record.kind == "buffer" and id(record) not in now:
                 record.kind = "replaced"
+        for entry in self._gathered:
+            # FSDP2 leaves the version as it is, so somebody else has written to the parameter.
+            if entry.parameter._version != entry.version:
+                entry.record.kind = "replaced"
         self._num_forward_ops = self.num_ops
         self._end_sequence = torch.autograd._get_sequence_nr()
         held = {tensor.untyped_storage()._cdata for tensor in [*results, *model.buffers()] if is_plain_or_fake(tensor)}
@@ -384,6 +407,8 @@ class Observer(Recorder):
         nodes += [node for index, node in self._caught.items() if index not in self.saves.nodes]
         local = [inside(grad) for grad in gradients if grad is not None]
         made = [self.find(grad) for grad in local if is_plain_or_fake(grad)]
+        for entry in self._gathered:
+            entry.close(self.num_ops)
         # What goes from here on is no part of the step.
         self._live.clear()
         for record in self.storages:
@@ -405,7 +430,39 @@ class Observer(Recorder):
             hidden=[record for record in self._hidden if record.index not in self.off_device],
             spans=self._spans,
             start_sequence=self.start_sequence,
+            gathered=[span for entry in self._gathered for span in entry.spans],
         )
+
+
+class _Gathered:
+    """A parameter that is there as a whole only now and then, and when that was."""
+
+    __slots__ = ("_now", "_start", "parameter", "record", "spans", "storage", "version")
+
+    def __init__(self, record: Storage, parameter: torch.Tensor) -> None:
+        self.record = record
+        self.parameter = parameter
+        self.version = parameter._version
+        self.storage = parameter.untyped_storage()
+        self.spans: list[tuple[int, int, int]] = []
+        """(start, end, bytes) of each time that it was there, in operators."""
+        self._now = self._start = 0
+
+    def look(self, index: int) -> None:
+        """Before operator `index`: is it as large as it was?"""
+        self._turn(index, self.storage.nbytes())
+
+    def close(self, index: int) -> None:
+        """Operator `index` is past the end of the step."""
+        self.look(index)
+        self._turn(index, 0)
+
+    def _turn(self, index: int, nbytes: int) -> None:
+        if nbytes == self._now:
+            return
+        if self._now:
+            self.spans.append((self._start, index, self._now))
+        self._now, self._start = nbytes, index
 
 
 _NOWHERE = Storage(index=-1, nbytes=0, dtype=torch.uint8, name="", kind="unknown")

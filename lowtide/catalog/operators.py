@@ -30,6 +30,9 @@ _RUNNING_STATISTICS = slice(3, 5)
 _TRAINING = 5
 # Size-like by type, but right for every shape.
 _NO_SIZES = frozenset({("embedding", "padding_idx")})
+# Their sizes are those of their weight, which no batch changes if it is a parameter.
+_SIZED_BY_WEIGHT = frozenset({"native_layer_norm", "_fused_rms_norm"})
+_NORMALIZED_SHAPE, _WEIGHT = (1, "normalized_shape"), (2, "weight")
 
 
 # Collectives that give out one new tensor and name their group by a string.
@@ -197,10 +200,19 @@ def has_sizes(call: Call, known_sizes: frozenset[int]) -> bool:
         return any(output is not None and output.size for output in call.outputs)
     sizes, scalars = _size_arguments(call.func)
     given = [*enumerate(call.args), *call.kwargs.items()]
+    if _is_sized_by_parameter(call):
+        sizes -= frozenset(_NORMALIZED_SHAPE)
     if any(key in sizes and arg is not None and not _is_empty_list(arg) for key, arg in given):
         return True
     numbers = [abs(arg) for key, arg in given if key in scalars and type(arg) in (int, float)]
     return any(_is_size(number, known_sizes) for number in numbers)
+
+
+def _is_sized_by_parameter(call: Call) -> bool:
+    if packet_name(call) not in _SIZED_BY_WEIGHT:
+        return False
+    weight = next((arg for key, arg in [*enumerate(call.args), *call.kwargs.items()] if key in _WEIGHT), None)
+    return isinstance(weight, Value) and weight.storage.kind == "parameter"
 
 
 def _is_size(number: float, known_sizes: frozenset[int]) -> bool:

@@ -43,6 +43,7 @@ class _Parked:
 
     def open(self) -> torch.UntypedStorage:
         self.node.reads.append(self.observer.num_ops)
+        self.node.gathered &= self.observer.gathered_now()
         if self.back is None:
             self.back = self.saves.bring_back(self)
         return self.back
@@ -167,6 +168,7 @@ class Saves:
             stride=tuple(tensor.stride()),
             offset=int(tensor.storage_offset()),
             dtype=tensor.dtype,
+            gathered=self._observer.gathered_now(),
         )
 
     def repark(self, written: list[Storage]) -> None:

@@ -213,6 +213,8 @@ class Profile:
     """What autograd saves beyond the sites."""
     hidden: tuple[HiddenBytes, ...] = ()
     """What lives from forward to backward although no hook saw it."""
+    num_collectives: int = 0
+    """Calls in the forward pass that wait for other ranks."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -228,6 +230,18 @@ class Profile:
         """The same step in so much of the time."""
         seconds = tuple(seconds * share for seconds in self.op_seconds)
         return dataclasses.replace(self, op_seconds=seconds, nodes=tuple(_faster(node, share) for node in self.nodes))
+
+    def without_sizes(self) -> Profile:
+        """The same step without the recipes that hold for its shapes only."""
+
+        def free(node: Site) -> Site:
+            if node.collective_recipe is not None and not node.collective_recipe.is_shape_free:
+                return dataclasses.replace(node, collective_recipe=None)
+            if node.recipe is None or node.recipe.is_shape_free:
+                return node
+            return dataclasses.replace(node, recipe=None, why_no_recipe="holds for one shape only")
+
+        return dataclasses.replace(self, nodes=tuple(map(free, self.nodes)))
 
     def to_json(self) -> str:
         """JSON text; `Profile.from_json` gives back an equal profile."""

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowtide.catalog.sharded import is_fsdp
 from lowtide.catalog.wrappers import inside, is_desugared
 
 # A fresh storage that is still a parameter: autocast makes these. (Views of a parameter share its storage anyway.)
@@ -98,7 +99,8 @@ class Recorder(TorchDispatchMode):
         """Know which module of `model` is running, through ordinary hooks that are gone afterwards."""
         hooks = []
         for name, module in model.named_modules(prefix=prefix):
-            hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            # What FSDP2 does before a module runs belongs to its caller, as it does when the model itself begins.
+            hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=not is_fsdp(module)))
             hooks.append(module.register_forward_hook(self._leaving, always_call=True))
         self._path = [prefix]
         try:
@@ -110,6 +112,8 @@ class Recorder(TorchDispatchMode):
     def _entering(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             self._path.append(name)
+            if is_fsdp(module):
+                self.parameter_keys |= storage_keys(module)
 
         return enter
 

@@ -16,12 +16,10 @@ Cost: two comparisons of strings for a tensor that is not plain; none for one th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 _DISTRIBUTED = ("torch.distributed.tensor", "DTensor")
@@ -37,12 +35,6 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether this is a distributed tensor: the part of one rank, and where the others are."""
     kind = type(tensor)
     return (kind.__module__, kind.__name__) == _DISTRIBUTED
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether parameters are gathered for the time of their use (FSDP2), as those of tensor parallelism are not."""
-    found = sys.modules.get("torch.distributed.fsdp")
-    return found is not None and any(isinstance(module, found.FSDPModule) for module in model.modules())
 
 
 def is_desugared(types: Iterable[type]) -> bool:

@@ -145,10 +145,13 @@ class _Writer:
     empty: dict[str, list[int]] = field(default_factory=dict)
     bare: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """(part, why) -> layers in which no collective at that part can be issued again."""
+    names: dict[int, str] = field(default_factory=dict)
     by_layer: dict[int, list[Site]] = field(default_factory=dict)
 
     def written(self) -> Written:
-        self.by_layer = {index: self._nodes_of(index) for index in range(len(self.profile.layers))}
+        numbers = [layer.index for layer in self.resolution.layers]  # a stage of a pipeline does not start at 0
+        self.names = dict(zip(numbers, self.profile.layers, strict=True))
+        self.by_layer = {index: self._nodes_of(name) for index, name in self.names.items()}
         for layer in self.resolution.layers:
             self._swap(layer)
             self._recompute(layer)
@@ -168,19 +171,18 @@ class _Writer:
         return Written(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
 
     def _layer_rule(self, layer: LayerPlan) -> Rule:
-        pattern = Pattern.parse(self.profile.layers[layer.index])
+        pattern = Pattern.parse(self.names[layer.index])
         return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
 
-    def _nodes_of(self, index: int) -> list[Site]:
-        prefix = f"{self.profile.layers[index]}."
-        return [node for node in self.profile.nodes if node.name.startswith(prefix)]
+    def _nodes_of(self, name: str) -> list[Site]:
+        return [node for node in self.profile.nodes if node.name.startswith(f"{name}.")]
 
     def _within(self, layer: LayerPlan, part: str) -> list[Site]:
         """The nodes that a part of a layer produces."""
         nodes = self.by_layer[layer.index]
         if part == LAYER:
             return nodes
-        start = len(self.profile.layers[layer.index]) + 1
+        start = len(self.names[layer.index]) + 1
         found = [node for node in nodes if _is_of(node.name[start:], part)]
         if found or part != _KERNEL:
             return found
@@ -235,7 +237,7 @@ class _Writer:
 
     def _recompute_collectives(self, layer: LayerPlan) -> None:
         nodes = [node for node in self.by_layer[layer.index] if node.anchor is None]
-        start = len(self.profile.layers[layer.index]) + 1
+        start = len(self.names[layer.index]) + 1
         for part in layer.comm_recompute_ops:
             found = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
             for node in found:

@@ -203,7 +203,14 @@ class StateLink:
         self.shape = shape
 
     def open(self) -> torch.Tensor:
-        return self.shape.over(self.tensor.untyped_storage())
+        storage = self.tensor.untyped_storage()
+        if self.shape.end_bytes() > storage.nbytes():
+            raise RuntimeError(
+                f"lowtide: parameter '{self.name}' is sharded at this moment of the backward pass, but something that "
+                "was dropped is to be made from it. The step is not the one that the plan was made for; plan again, or "
+                "give it the fate keep or swap."
+            )
+        return self.shape.over(storage)
 
     def peek(self, trial: Trial) -> torch.Tensor:
         return self.open()

@@ -36,6 +36,7 @@ from lowtide.runtime.cells import KeptInCell, Made
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
 from lowtide.runtime.kept import KeptOnTape, KeptSiteOnTape
 from lowtide.runtime.recompute import Call, Dropped, RegionRun, Rerun, RerunView, top_hooks, without_cache
+from lowtide.runtime.slices import Parts
 from lowtide.runtime.state import RandomState
 from lowtide.runtime.tables import Entry, Region, Setting, is_same_producer
 from lowtide.runtime.tape import Copy, Site, Tape
@@ -68,6 +69,7 @@ class Scope:
         self._pending_sequence = -1
         # Copies that must be gone when the forward reaches a sequence number, next one first.
         self._deadlines: list[tuple[int, int, Copy]] = []
+        self._parts: Parts = {}
         self._recorded_keys: dict[int, StorageWeakRef] = {}
         self._parameter_keys: set[int] | None = None
         self.weaver: Weaver | None = None
@@ -437,16 +439,25 @@ class Scope:
 
     def checkpointed(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a recomputed region (see runtime/recompute.py)."""
-        return self._run_region(self._new_region(module, forward, args, kwargs))
+        pack = self.pack if self.setting.slices is None else self._pack_input
+        return self._run_region(self._new_region(module, forward, args, kwargs), pack)
+
+    def _pack_input(self, tensor: torch.Tensor) -> Any:
+        """The handle on an input of a recomputed layer, of which each tensor-parallel rank may keep a slice only."""
+        handle, slices = self.pack(tensor), self.setting.slices
+        assert slices is not None and self.region is not None
+        where, is_first = self.region.name, self.recorder is not None
+        with _disable_current_modes() if is_first else contextlib.nullcontext():
+            return slices.instead_of(handle, tensor, self._parts, where, self.counters, compares=is_first)
 
     def _new_region(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
         call = Call(module, forward, *without_cache(module, args, kwargs))
         return RegionRun(call, Dropped(self.counters, self.setting.ledger, self._note_dropped))
 
-    def _run_region(self, region: RegionRun) -> Any:
+    def _run_region(self, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
         changers = self.setting.input_changers
         module = region.call.module
-        output = region.run(self.pack, may_change_inputs=self.recorder is not None or module in changers)
+        output = region.run(pack, may_change_inputs=self.recorder is not None or module in changers)
         if region.has_changed_inputs:
             changers.add(module)
         return output
@@ -471,7 +482,7 @@ class Scope:
         """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
         region = self._new_region(module, forward, args, kwargs)
         random = RandomState(region.call.tensors)
-        output = self._run_region(region)
+        output = self._run_region(region, self.pack)
         if region.has_changed_inputs or not self._is_droppable(output, region.input_keys):
             return output
         storage = output.untyped_storage()
@@ -493,6 +504,7 @@ class Scope:
                 self.mover.land(copy)
         self._deadlines.clear()
         self.reruns.clear()
+        self._parts.clear()
         if self.weaver is not None:
             self.weaver.close()
             self.tape.arrange()

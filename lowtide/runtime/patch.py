@@ -47,6 +47,21 @@ class ForwardPatch:
         else:
             self.module.__dict__["forward"] = self._own_before
 
+    def again(self) -> ForwardPatch:
+        """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
+        way has looked `forward` up before its hooks ran."""
+        if self._is_in_the_way():
+            return ForwardPatch(self.module, self.around)
+        self.__init__(self.module, self.around)  # type: ignore[misc]
+        return self
+
+    def _is_in_the_way(self) -> bool:
+        """Somebody has wrapped this wrapper, so it never came off."""
+        below = self.module.__dict__.get("forward")
+        while below is not None and below is not self:
+            below = getattr(below, "__wrapped__", None)
+        return below is self
+
     def __reduce__(self) -> tuple:
         if self._own_before is not None:
             return (_same, (self._own_before,))

@@ -264,17 +264,17 @@ def train_where_one_rank_fails(rank: int) -> dict[str, Any]:
     truth = [parallel_llama.step(plain, seed) for seed in range(3)]
     model = parallel_llama.build(rank)
     with follow(model, sections_in(recompute(select_comm_recompute=True)), engine="virtual:7") as tide:
-        make = tide._make_plan
+        make = tide._agreed_plan
 
-        def make_and_break(profile: Any, budget_bytes: int) -> Any:
-            plan = make(profile, budget_bytes)
+        def make_and_break(*args: Any, **how: Any) -> Any:
+            plan = make(*args, **how)
             if rank == 0:
                 return plan
             return plan.with_sites(
                 _broken(site) if site.name == "layers.1.mlp.all_gather_into_tensor" else site for site in plan.sites
             )
 
-        tide._make_plan = make_and_break
+        tide._agreed_plan = make_and_break
         is_same = []
         for seed, (loss, gradients) in enumerate(truth):
             with Collectives() as seen:

@@ -298,3 +298,20 @@ def test_default_lists_of_a_family(kind: str) -> None:
             assert all(row.nbytes for row in tide.written.rows)
             parts[config_name] = {row.part for row in tide.written.rows}
     assert parts == {"default ops": DEFAULTS[kind], "swap by default": {"self_attn.sdpa"}}
+
+
+def test_flags_about_shards_say_where_they_have_no_effect() -> None:
+    from lowtide.runtime.written import follow, sections_in
+
+    lines: list[str] = []
+    config = {"recompute_config": {"recompute": [1], "parallel_optimizer_comm_recompute": True}}
+    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+        step(model, 0)
+    text = "no effect: parallel_optimizer_comm_recompute; no parameters are sharded by FSDP2 in this model"
+    assert lines.count(f"note: {text}") == 1
+    config["recompute_config"]["recompute"] = False
+    lines.clear()
+    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+        step(model, 0)
+    key = "recompute_config.parallel_optimizer_comm_recompute"
+    assert lines.count(f"note: no effect: {key}, because no layer is recomputed as a whole") == 1

@@ -68,8 +68,12 @@ class Sections:
         offset: object = None,
         names: Names | None = None,
         compat: bool | None = None,
+        held: range | None = None,
     ) -> Resolution:
-        """What the sections mean for a model. Raises `ConfigError` with `file:line:column`."""
+        """What the sections mean for a model, or for the layers `held` by one stage of it.
+
+        Raises `ConfigError` with `file:line:column`.
+        """
         issues = Issues(compat=self.compat if compat is None else compat, places=self.places)
         issues.foreign += self.foreign
         issues.notes += self.notes
@@ -90,6 +94,7 @@ class Sections:
             offset=self.offset if offset is None else offset,
             names=names,
             issues=issues,
+            held=held,
         )
 
 

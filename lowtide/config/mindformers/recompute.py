@@ -77,6 +77,10 @@ class Recompute:
     """The four `select_*` keys: pattern -> where it applies."""
     removed: tuple[tuple[str, str], ...]
     """(key, pattern) that an exclude took out, in the order in which it happened."""
+    gathers_again: bool | None = None
+    """`parallel_optimizer_comm_recompute`; None: not written."""
+    slices_inputs: bool = False
+    """`recompute_slice_activation`, where it has an effect."""
 
     def normalized(self) -> dict[str, Any]:
         tables: dict[str, Any] = {"layer_recompute": self.full.shown}
@@ -103,7 +107,7 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         is_exclude = key.endswith("_exclude")
         defaults = () if is_exclude else _DEFAULT_COMM_OPS if "comm" in key else _DEFAULT_OPS[family]
         by_key[key] = reader.patterns(values[key], f"{ROOT}.{key}", defaults, by_index=swap and not is_exclude)
-    _note_flags(values, issues)
+    slices_inputs = _flags(values, issues)
     removed = [
         *_remove_excluded(by_key, "select_recompute", grid, issues),
         *_remove_excluded(by_key, "select_comm_recompute", grid, issues),
@@ -116,7 +120,15 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
                 meaning="it only takes patterns out of the selection, as upstream does",
                 fix=f"remove it and list in {key.removesuffix('_exclude')} only what is to be recomputed",
             )
-    return Recompute(full=full, by_key=by_key, removed=tuple(removed))
+    key = "parallel_optimizer_comm_recompute"
+    is_written = isinstance(config, Mapping) and key in config
+    return Recompute(
+        full=full,
+        by_key=by_key,
+        removed=tuple(removed),
+        gathers_again=values[key] if is_written else None,
+        slices_inputs=slices_inputs,
+    )
 
 
 def _values(config: object, issues: Issues) -> dict[str, Any]:
@@ -155,16 +167,20 @@ def unknown_key(key: str, keys: tuple[str, ...]) -> str:
     return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 
 
-def _note_flags(values: Mapping[str, Any], issues: Issues) -> None:
-    reasons = {
-        "recompute_slice_activation": "activations are not sliced across ranks here",
-        "parallel_optimizer_comm_recompute": "sharded parameters are gathered by the sharding library, not by lowtide",
-    }
-    for key, reason in reasons.items():
-        if values[key]:
-            issues.note(f"no effect: {ROOT}.{key}, because {reason}")
+def _flags(values: Mapping[str, Any], issues: Issues) -> bool:
+    """Notes about the flags; whether inputs of recomputed layers are sliced."""
+    slices = bool(values["recompute_slice_activation"])
+    if not values["recompute"]:
+        for key in ("recompute_slice_activation", "parallel_optimizer_comm_recompute"):
+            if values[key]:
+                issues.note(f"no effect: {ROOT}.{key}, because no layer is recomputed as a whole")
+        slices = False
+    elif slices and issues.compat and values["recompute"] is not True:
+        issues.note(f"no effect: {ROOT}.recompute_slice_activation, because upstream drops it unless recompute is true")
+        slices = False
     if not values["mp_comm_recompute"]:
         issues.note(f"no effect: {ROOT}.mp_comm_recompute, because upstream does not apply it to these layers either")
+    return slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,10 +72,15 @@ class Resolution:
     normalized: dict[str, Any]
     """Counts `[chunk][stage]`; with swap on, layer indices or `True`."""
     layers: list[LayerPlan]
+    """Of the whole model, or of one stage of it."""
     log_lines: list[str]
     warnings: list[str]
     notes: list[str]
     """What has no effect here and why; nothing is wrong."""
+    gathers_again: bool | None = None
+    """Sharded parameters of recomputed layers are gathered again in backward; None: the file does not say."""
+    slices_inputs: bool = False
+    """Recomputed layers keep a slice of their inputs on each tensor-parallel rank."""
 
 
 def resolve(
@@ -118,18 +123,22 @@ def resolve_sections(
     offset: object,
     names: Names | None,
     issues: Issues,
+    held: range | None = None,
 ) -> Resolution:
-    """`resolve` for values whose places are known to `issues`."""
+    """`resolve` for values whose places are known to `issues`. `held`: only these layers, those of one stage."""
     grid = make_grid(num_layers, pipeline_stage, pp_interleave_num, offset, issues)
     trees = trees_of(names, num_layers, issues)
     families = {family_of(tree) for tree in trees}
     family = "mcore" if families == {"mcore"} else "legacy"
     swap = read_swap(swap_config, num_layers, family=family, issues=issues)
     recompute = read_recompute(recompute_config, grid, swap=swap.is_on, family=family, issues=issues)
-    work = _Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues)
+    indices = range(num_layers) if held is None else held
+    work = _Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
     work.check_patterns()
-    layers = [work.layer(index) for index in range(num_layers)]
+    layers = [work.layer(index) for index in indices]
     work.report()
+    if held is not None:
+        _note_other_split(grid, held, issues)
     issues.note_foreign()
     return Resolution(
         num_layers_per_stage=grid.table(),
@@ -138,7 +147,21 @@ def resolve_sections(
         log_lines=[*work.head_lines(), *work.lines],
         warnings=issues.warnings,
         notes=issues.notes,
+        gathers_again=recompute.gathers_again,
+        slices_inputs=recompute.slices_inputs,
     )
+
+
+def _note_other_split(grid: Grid, held: range, issues: Issues) -> None:
+    """Counts are of the file's stages; say so where the module at hand is not one of them."""
+    chunk, stage = grid.locate(held[0])
+    first = grid.starts[chunk][stage]
+    written = range(first, first + grid.sizes[chunk][stage])
+    if held != written and grid.num_stages * grid.num_chunks > 1:
+        issues.note(
+            f"this module holds {layers_text(held)}, but by the file stage {stage} of chunk {chunk} holds "
+            f"{layers_text(written)}; counts are read by the file"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +173,7 @@ class _Work:
     recompute: Recompute
     swap: Swap
     issues: Issues
+    last_layer: int
     lines: list[str] = field(default_factory=list)
     found: dict[tuple[str, int], Found] = field(default_factory=dict)
     asked: dict[tuple[str, str], list[Found]] = field(default_factory=dict)
@@ -377,7 +401,7 @@ class _Work:
     def _next_recomputes(self, index: int) -> bool:
         """Does the next layer recompute what reads its input?"""
         following = index + 1
-        if following >= self.grid.num_layers:
+        if following > self.last_layer:
             return False
         if self.recompute.full.covers(following):
             return True
