@@ -2,7 +2,8 @@
 
 What: a forward and a backward under an `Observer`. Gradients come from `torch.autograd.grad`, so `.grad` is not touched
 and no gradient hook of an optimizer fires; random state, buffers and the batch are as they were. Saved activations are
-parked (parking.py), so the observed step needs little more memory than the largest layer.
+parked (parking.py), so the observed step needs little more memory than the largest layer. Models that FSDP2 shards take
+a whole step, with all that they remember set aside (sharded.py).
 
 The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
 those of a first micro-batch: each is there from the operator that makes it.
@@ -46,12 +47,14 @@ def observe(
     optimizer: torch.optim.Optimizer | None = None,
     layers: tuple[str, ...] | None = None,
     needs_scalar: bool = True,
+    holds_casts: bool = False,
 ) -> Profile:
     """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
 
     `batch` is a mapping (`model(**batch)`), a tuple (`model(*batch)`) or a function without arguments that returns the
     loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
     exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
+    `holds_casts`: what autocast makes of parameters lives until the forward is over, as with its cache, which is off.
 
     Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
     """
@@ -71,7 +74,7 @@ def observe(
     def run(accumulates: bool) -> tuple[Trace, str]:
         clock: Clock = DeviceClock(device) if is_accelerator else HostClock()
         park: Park = HostPark() if is_accelerator else FilePark()
-        observer = Observer(device=device, clock=clock, park=park, layers=names)
+        observer = Observer(device=device, clock=clock, park=park, layers=names, holds_casts=holds_casts)
         try:
             step = (model, batch, observer, loss)
             with untouched(model, tensors, device), at_rest(model) as gathered:

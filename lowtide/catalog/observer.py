@@ -49,8 +49,14 @@ OUTSIDE = "outside"
 class Observer(Recorder):
     """One step. Use: `with observer.following(model), observer: ...`, `observer.hooks()` around the forward."""
 
-    def __init__(self, *, device: torch.device, clock: Clock, park: Park, layers: tuple[str, ...]) -> None:
+    def __init__(
+        self, *, device: torch.device, clock: Clock, park: Park, layers: tuple[str, ...], holds_casts: bool = False
+    ) -> None:
         super().__init__(set())
+        # As autocast's cache would: it is off while this step runs, but on in those that follow.
+        self._holds_casts = holds_casts
+        self._held_casts: list[Any] = []
+        self._is_autocast = False
         self.device = device
         self.storages: list[Storage] = []
         self.off_device: set[int] = set()
@@ -180,9 +186,19 @@ class Observer(Recorder):
             self.failed_at = self.failed_at or f"{func.overloadpacket} in {self._path[-1] or 'the model'}"
             raise
         self._note_call(call, out)
+        if self._holds_casts and self._is_autocast and self._num_forward_ops is None:
+            self._hold_cast(func, args, out)
         self._marks.append(self._clock.seconds(mark, call))
         self._op_names.append(call.name)
         return out
+
+    def _hold_cast(self, func: Any, args: tuple, out: Any) -> None:
+        """Autocast remembers what it makes of leaves that need gradients, until its context is left."""
+        source = args[0] if args else None
+        if op_name(func.overloadpacket.__name__) not in CASTS or not isinstance(source, torch.Tensor):
+            return
+        if source.is_leaf and source.requires_grad and out.dtype != source.dtype:
+            self._held_casts.append(out)
 
     def _note_call(self, call: Call, out: Any) -> None:
         inputs = {value.storage.index: value.storage for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
@@ -316,6 +332,7 @@ class Observer(Recorder):
             if not name and self._num_forward_ops is None:
                 self._enter_root(args, kwargs)
             self._path.append(name)
+            self._is_autocast = torch.is_autocast_enabled(self.device.type)
             self._module_calls[name] = self._module_calls.get(name, -1) + 1
             if name in self._layers and self.is_inside:
                 now = torch.autograd._get_sequence_nr()
@@ -381,6 +398,7 @@ class Observer(Recorder):
 
     def begin_backward(self, results: list[torch.Tensor], model: nn.Module) -> None:
         """The forward is over. `results` are what is held on purpose: the loss."""
+        self._held_casts.clear()
         now = {id(self.find(buffer)) for buffer in model.buffers() if is_plain_or_fake(buffer)}
         for record in self.storages:
             # A recipe would look a buffer up by its name, and find what has replaced it.

@@ -46,12 +46,28 @@ def run(args: argparse.Namespace) -> int:
     if settings is not None and args.num_layers is None and not args.no_bytes:
         profile = _traced(settings)
     resolution = _resolved(sections, profile, args)
-    rows, notes = rows_without_step(resolution), tuple[str, ...]()
+    rows = rows_without_step(resolution)
+    notes = tuple(_notes_about_ranks(resolution))
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
-        rows, notes = written.rows, written.notes
-    print(_document(resolution, rows, notes) if args.json else "\n".join(_lines(resolution, rows, notes, sections)))
+        rows, notes = written.rows, (*notes, *written.notes)
+    print(
+        _document(resolution, rows, notes)
+        if args.json
+        else "\n".join(_lines(resolution, rows, notes, sections)).lstrip()
+    )
     return 0
+
+
+def _notes_about_ranks(resolution: Resolution) -> list[str]:
+    """What two flags will do to a model that several ranks share."""
+    notes = []
+    if resolution.gathers_again is not None and any(layer.full_recompute for layer in resolution.layers):
+        what = "gathered again in backward" if resolution.gathers_again else "kept whole from forward to backward"
+        notes.append(f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}")
+    if resolution.slices_inputs:
+        notes.append("recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers")
+    return notes
 
 
 def _traced(settings: RunConfig) -> Profile:

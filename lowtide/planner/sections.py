@@ -18,6 +18,7 @@ Cost: names times parts of a layer. Not covered: names (the resolution has the m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,6 +50,7 @@ class Row:
     nbytes: int | None
     """Bytes that leave the device between forward and backward: freed or moved. None: no step was looked at."""
     prefetch: int | None = None
+    prefetch_unit: str = "operators"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     has_bytes = any(row.nbytes is not None for row in rows)
     cells = [("layer", "op", "fate", *(["bytes"] if has_bytes else []), "why")]
     for row in rows:
-        fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}"
+        unit = "" if row.prefetch_unit == "operators" else " layer" if row.prefetch == 1 else " layers"
+        fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}{unit}"
         size = [format_bytes(row.nbytes or 0)] if has_bytes else []
         cells.append((str(row.layer), row.part, fate, *size, row.why))
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]) - 1)]
@@ -102,7 +105,9 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
                 continue
             distance = prefetch_of(written)
             why = layer.why[part]
-            rows.append(Row(layer=layer.index, part=part, fate="swap", why=why, nbytes=None, prefetch=distance))
+            unit = resolution.prefetch_unit
+            row = Row(layer=layer.index, part=part, fate="swap", why=why, nbytes=None, prefetch=distance)
+            rows.append(dataclasses.replace(row, prefetch_unit=unit))
         for part, why in layer.swap_lost.items():
             rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=None))
     return tuple(rows)
@@ -200,12 +205,20 @@ class _Writer:
             if not nodes:
                 self.empty.setdefault(part, []).append(layer.index)
             for node in nodes:
-                fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], prefetch)
+                distance = self._distance(node, layer.index, prefetch)
+                fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], distance)
                 if node.nbytes < (self.memory.min_bytes if self.memory else 1):
                     fate = _Fate(Fate.KEEP, None, "smaller than min_bytes")
                 elif node.reads and node.dies >= node.reads[0]:
                     fate = _Fate(Fate.KEEP, (layer.index, part), "something else holds it until backward")
                 self.fates[node.name] = fate
+
+    def _distance(self, node: Site, index: int, prefetch: int) -> int:
+        """Operators ahead of the first reader. In layers: from where backward first reads something of that layer."""
+        if self.resolution.prefetch_unit == "operators":
+            return prefetch
+        ahead = self.by_layer.get(index + prefetch) or self.profile.sites  # of another stage: as early as there is
+        return max(1, max(site.last_sequence for site in ahead if site.anchor is None) - node.last_sequence)
 
     def _recompute(self, layer: LayerPlan) -> None:
         if _runs_again(layer):
@@ -379,7 +392,8 @@ class _Writer:
             asked = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
             for part, fate in asked:
                 nbytes = sizes.get((layer.index, part, fate), 0)
-                rows.append(_row(layer, part, fate, nbytes, reasons.get((layer.index, part))))
+                row = _row(layer, part, fate, nbytes, reasons.get((layer.index, part)))
+                rows.append(dataclasses.replace(row, prefetch_unit=self.resolution.prefetch_unit))
             for part in layer.comm_recompute_ops:
                 made = issued.get((layer.index, part))
                 if made:

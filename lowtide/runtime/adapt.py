@@ -18,9 +18,9 @@ decision together; after that each rank plans for itself (agree.py). A new shape
 model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: sharded parameters (DTensor), whose gradients are exchanged by hooks that an extra step would set off; what
-the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and
-the plan corrected, on the host it must fit beside the budget.
+Not covered: DTensor parameters that FSDP2 did not make (catalog/sharded.py has those that it did); what the caller does
+around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and the plan
+corrected, on the host it must fit beside the budget.
 """
 
 from __future__ import annotations

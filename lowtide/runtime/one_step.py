@@ -28,9 +28,15 @@ def is_training() -> bool:
 
 def observe_call(model: nn.Module, args: tuple, kwargs: dict, optimizer: torch.optim.Optimizer | None) -> Profile:
     """The profile of the step that `model(*args, **kwargs)` begins. Raises what the model raises."""
+    has_cache = torch.is_autocast_cache_enabled()
     with _autocast_cache_left_alone():
         return observe(
-            model, lambda: model(*args, **kwargs), loss=_loss_or_all, needs_scalar=False, optimizer=optimizer
+            model,
+            lambda: model(*args, **kwargs),
+            loss=_loss_or_all,
+            needs_scalar=False,
+            optimizer=optimizer,
+            holds_casts=has_cache,
         )
 
 

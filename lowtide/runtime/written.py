@@ -227,17 +227,20 @@ def sections_in(memory: Any) -> Sections | None:
     """The two sections, if that is what `memory` is: a file with one of them, a mapping with them, or `Sections`."""
     from lowtide.config.mindformers import has_sections, read_sections
     from lowtide.config.mindformers.file import SECTIONS
+    from lowtide.config.mindformers.newer import is_newer
     from lowtide.config.source import read_yaml
 
     if isinstance(memory, Sections):
         return memory
     if isinstance(memory, Mapping):
-        if not any(key in SECTIONS for key in memory):
+        newer = {key: value for key, value in memory.items() if is_newer(key, value)}
+        if not newer and not any(key in SECTIONS for key in memory):
             return None
-        unknown = [key for key in memory if key not in (*SECTIONS, "compat")]
+        unknown = [key for key in memory if key not in (*(newer or SECTIONS), "compat")]
         if unknown:
-            raise ConfigError(f"{unknown[0]}: cannot stand beside recompute_config and swap_config")
+            raise ConfigError(f"{unknown[0]}: cannot stand beside {' and '.join(newer or SECTIONS)}")
         return Sections(
+            newer=newer or None,
             recompute_config=memory.get("recompute_config"),
             swap_config=memory.get("swap_config"),
             compat=bool(memory.get("compat", False)),

@@ -343,6 +343,31 @@ def test_what_is_refused_at_once() -> None:
     assert str(caught.value) == "lowtide.optimize: expected a torch.nn.Module, not function"
 
 
+def test_a_wrapper_of_somebody_else_stays_where_it_is_when_the_plan_changes() -> None:
+    model, truth, num_calls = net(), net(), 0
+    with optimize(model, 10**9) as tide:
+        step(model, rows())
+        below = model.forward
+
+        def counted(*args: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return below(*args)
+
+        model.forward = counted
+        for num_rows in (32, 64, 32):
+            torch.manual_seed(num_rows)
+            step(model, rows(num_rows))
+        assert [event.why for event in tide.events] == ["first step", "new shape", "known shape", "known shape"]
+    assert num_calls >= 3
+    assert model.forward is counted
+    for each in (model, truth):
+        torch.manual_seed(0)
+        each.zero_grad()
+        each(rows()).backward()
+    assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
+
+
 @pytest.fixture
 def _group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

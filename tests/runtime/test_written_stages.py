@@ -124,6 +124,22 @@ def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
         tide.remove()
 
 
+def test_the_newer_schema_on_stages() -> None:
+    newer = {
+        "recompute": {"mode": "select", "full_recompute_layer": ["1", "6"], "select_module": {"mlp": ["0", "4-5"]}},
+        "swap": {"enable": True, "default_prefetch": 1, "layer_swap": [{"layers": ["2-4"]}]},
+    }
+    tides = on_stages(Sections(newer=newer, num_layers=NUM_LAYERS), stages := both_stages())
+    assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
+    done = [{(row.layer, row.fate) for row in tide.written.rows if row.nbytes} for tide in tides]
+    assert done == [
+        {(0, "recompute"), (1, "recompute"), (2, "swap"), (3, "swap")},
+        {(4, "recompute"), (4, "swap"), (5, "recompute"), (6, "recompute")},
+    ]
+    for tide in tides:
+        tide.remove()
+
+
 @pytest.mark.parametrize(
     ("first_layer", "message"),
     [
