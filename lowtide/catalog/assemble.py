@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.catalog.graph import Storage
-from lowtide.catalog.recipes import Target, build_recipes
+from lowtide.catalog.recipes import COLLECTIVE, Target, build_collective_recipes, build_recipes
 from lowtide.catalog.recorded import Node, Trace
 from lowtide.catalog.site import HiddenBytes, Profile, Recipe, Site, StateBytes, StayingBytes
 
 _STATE = frozenset({"parameter", "buffer", "replaced", "input"})
 
 
-def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
-    """The nodes worth keeping on record, and the recipe of each (or why not), by storage index."""
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """How each node is made again (or why not), by storage index: by one rank alone, and by all together."""
+
+    alone: Mapping[int, Recipe | str]
+    together: Mapping[int, Recipe | str]
+    """Only of nodes that one rank cannot make alone because of a collective."""
+
+
+def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
+    """The nodes worth keeping on record, and their recipes."""
     targets = [
         Target(
             storage=node.storage,
@@ -38,13 +48,17 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
     ]
     for call in trace.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.op_seconds[call.index]
-    recipes = _while_gathered(_unambiguous(build_recipes(trace.calls, targets), trace.ambiguous), trace)
+    alone = build_recipes(trace.calls, targets)
+    together = build_collective_recipes(trace.calls, targets, alone)
+    alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
+    recipes = Recipes(alone, together)
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.anchor is None]
     kept = {node.storage.index for node in pending}
     while pending:
-        recipe = recipes.get(pending.pop().storage.index)
-        for name in recipe.nodes if isinstance(recipe, Recipe) else ():
+        index = pending.pop().storage.index
+        found = (recipes.alone.get(index), recipes.together.get(index))
+        for name in [name for recipe in found if isinstance(recipe, Recipe) for name in recipe.nodes]:
             node = by_name[name]
             if node.storage.index not in kept:
                 kept.add(node.storage.index)
@@ -87,7 +101,7 @@ def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mappin
 def profile_of(
     trace: Trace,
     nodes: Sequence[Node],
-    recipes: Mapping[int, Recipe | str],
+    recipes: Recipes,
     *,
     model: str,
     device: str,
@@ -98,7 +112,7 @@ def profile_of(
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.op_names)
-    sites = tuple(_site(node, recipes.get(node.storage.index, "unknown producer"), layers, end) for node in nodes)
+    sites = tuple(_site(node, recipes, layers, end) for node in nodes)
     called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
     return Profile(
         model=model,
@@ -120,8 +134,12 @@ def profile_of(
     )
 
 
-def _site(node: Node, recipe: Recipe | str, layers: tuple[str, ...], end: int) -> Site:
+def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Site:
     storage = node.storage
+    recipe = recipes.alone.get(storage.index, "unknown producer")
+    together = recipes.together.get(storage.index)
+    if recipe == COLLECTIVE and isinstance(together, str):
+        recipe = together  # it says which one
     return Site(
         name=node.name,
         layer=layer_of(node.name, layers),
@@ -138,6 +156,7 @@ def _site(node: Node, recipe: Recipe | str, layers: tuple[str, ...], end: int) -
         last_sequence=node.last_sequence,
         recipe=recipe if isinstance(recipe, Recipe) else None,
         why_no_recipe=recipe if isinstance(recipe, str) else "",
+        collective_recipe=together if isinstance(together, Recipe) else None,
     )
 
 

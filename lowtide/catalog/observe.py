@@ -67,7 +67,7 @@ def observe(
         raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
     is_sharded_model = bool(fsdp_modules(model))
-    refuse_other_shards(model, "observe")
+    refuse_other_shards(model, "observe", allows_tensor_parallel=True)
     names = find_layers(model) if layers is None else layers
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
@@ -138,8 +138,10 @@ def record_step(
 ) -> Trace:
     """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    has_shards = bool(fsdp_modules(model))
     for name, parameter in model.named_parameters():
-        observer.enroll(local_part(parameter), "parameter", f"{name} (shard)" if is_sharded(parameter) else name)
+        is_shard = has_shards and is_sharded(parameter)
+        observer.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
     for name, buffer in model.named_buffers():
         observer.enroll(buffer, "buffer", name)
     for tensor in inputs:

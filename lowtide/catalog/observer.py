@@ -31,12 +31,14 @@ from lowtide.catalog.activations import describe, is_plain_or_fake
 from lowtide.catalog.clock import Clock
 from lowtide.catalog.graph import Call, Storage, Value
 from lowtide.catalog.live import plain_parts
+from lowtide.catalog.operators import writes_unsaid
 from lowtide.catalog.parking import Park
 from lowtide.catalog.recorded import Node, Span, Trace
 from lowtide.catalog.saving import Saves, is_parameter
 from lowtide.catalog.sharded import is_fsdp
 from lowtide.catalog.site import Anchor
 from lowtide.catalog.trace import CASTS, Recorder, op_name
+from lowtide.catalog.wrappers import inside, is_desugared
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _DETACH = torch.ops.aten.detach.default
@@ -105,6 +107,7 @@ class Observer(Recorder):
 
     def enroll(self, tensor: torch.Tensor, kind: str, name: str) -> Storage | None:
         """Put a storage that was there before the step on record; None if there is nothing to record."""
+        tensor = inside(tensor)
         if not is_plain_or_fake(tensor):
             return None
         return self.find(tensor) or self.register(tensor, kind, name, -1)
@@ -156,6 +159,8 @@ class Observer(Recorder):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self._is_silent and is_desugared(types):
+            return NotImplemented
         kwargs = kwargs or {}
         # Torch detaches what it hands to saved-tensor hooks (an alias, and none of the step's own work), and asks fake
         # tensors for their device.
@@ -197,16 +202,16 @@ class Observer(Recorder):
 
     def _note_call(self, call: Call, out: Any) -> None:
         inputs = {value.storage.index: value.storage for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
-        written = _written(call)
+        leaves = tree_leaves(out)
+        written = _written(call) or self._written_unsaid(call, leaves)
         if any(storage.is_gathered for storage in written):
             # FSDP2 fills a parameter, with what is in it at any other time: no write that a recipe must know of.
             call.args, call.kwargs, written = (), {}, []
         for storage in written:
             storage.num_writes += 1
             storage.last_write = call.index
-        leaves = tree_leaves(out)
         call.outputs = tuple(self._output(leaf, call) for leaf in leaves)
-        outputs = {value.storage.index: value.storage for value in call.outputs if value is not None}
+        outputs = {value.storage.index: value.storage for value in call.outputs if value is not None and _is(value)}
         fresh = [s for s in outputs.values() if call.func._schema.is_mutable or s.index not in inputs]
         if self._num_forward_ops is not None:
             call.name = self._backward_name()
@@ -224,6 +229,14 @@ class Observer(Recorder):
                 storage.is_parameter_cast = True
         self._note_sequence(call.name)
         self.saves.repark(written)
+
+    def _written_unsaid(self, call: Call, leaves: list[Any]) -> list[Storage]:
+        """Collectives of the older interface write into tensors that they are given, which their schemas do not say."""
+        if not writes_unsaid(call):
+            return []
+        given = {value.storage.index for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
+        found = (self.find(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain_or_fake(leaf))
+        return [*{record.index: record for record in found if record and record.index in given}.values()]
 
     def _view_name(self, op: str) -> str:
         path = self._path[-1]
@@ -368,7 +381,8 @@ class Observer(Recorder):
         """Remember which tensors an ordinary hook on this module could hold on to."""
         if not self.is_inside or self._is_silent or name in self.skipped:
             return
-        for number, leaf in enumerate(tree_leaves(tree)):
+        for number, given in enumerate(tree_leaves(tree)):
+            leaf = inside(given) if isinstance(given, torch.Tensor) else None
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not is_plain_or_fake(leaf):
                 continue
             record = self.find(leaf)
@@ -409,7 +423,8 @@ class Observer(Recorder):
         assert self._num_forward_ops is not None
         nodes = [node for node in self.saves.nodes.values() if node.reads]
         nodes += [node for index, node in self._caught.items() if index not in self.saves.nodes]
-        made = [self.find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
+        local = [inside(grad) for grad in gradients if grad is not None]
+        made = [self.find(grad) for grad in local if is_plain_or_fake(grad)]
         for entry in self._gathered:
             entry.close(self.num_ops)
         # What goes from here on is no part of the step.

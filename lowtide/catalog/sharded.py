@@ -7,7 +7,7 @@ the gathered parameters (each module is gathered and resharded once); inside, a 
 hooks and collectives; afterwards gradients, partial sums and the state of every module are what they were.
 
 Collective: all ranks come to it together, and run the same step inside.
-Cost: one more all-gather of each parameter. Not covered: DTensors that are not FSDP2's (tensor parallelism), float8 and
+Cost: one more all-gather of each parameter. Not covered: DTensors of tensor parallelism in the same model, float8 and
 other parameters that bring an all-gather of their own, parameters with gradient hooks, which the step would set off.
 
 FSDP2 has no public way to ask whether a forward pass is under way, or for gradients that it has not reduced yet; those
@@ -52,15 +52,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def refuse_other_shards(model: nn.Module, call: str) -> None:
-    """Raise ConfigError if a parameter is a DTensor and is not FSDP2's alone."""
+def refuse_other_shards(model: nn.Module, call: str, *, allows_tensor_parallel: bool = False) -> None:
+    """Raise ConfigError if a parameter is a DTensor and is not FSDP2's alone.
+
+    `allows_tensor_parallel`: not if FSDP2 has no part in this model.
+    """
+    if allows_tensor_parallel and not fsdp_modules(model):
+        return
     inside = {id(parameter) for module in fsdp_modules(model) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         if not is_sharded(parameter) or (id(parameter) in inside and _is_of_data_parallel(parameter)):
             continue
         raise ConfigError(
             f"{call}: '{name}' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not make, or not "
-            "alone; tensor-parallel DTensors cannot be observed in this version. Use lowtide.apply with rules"
+            "alone; tensor-parallel DTensors beside FSDP2, or under a budget, are not covered in this version. Use "
+            "lowtide.apply with rules"
         )
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.waiting import Waiting
 from lowtide.config.mindformers import Resolution, Sections, read_sections
 from lowtide.config.mindformers.aliases import layer_tree
-from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.run import RunConfig, load_run
 from lowtide.config.source import read_yaml
 from lowtide.planner.sections import Row, layer_sums, names_of_layers, plan_sections, rows_without_step, table
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         profile = _traced(settings)
     resolution = _resolved(sections, profile, args)
     rows = rows_without_step(resolution)
-    notes = (*_notes_about_collectives(resolution), *_notes_about_ranks(resolution))
+    notes = tuple(_notes_about_ranks(resolution))
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
@@ -58,13 +57,6 @@ def run(args: argparse.Namespace) -> int:
         else "\n".join(_lines(resolution, rows, notes, sections)).lstrip()
     )
     return 0
-
-
-def _notes_about_collectives(resolution: Resolution) -> tuple[str, ...]:
-    layers = [layer.index for layer in resolution.layers if layer.comm_recompute_ops]
-    if not layers:
-        return ()
-    return (f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version",)
 
 
 def _notes_about_ranks(resolution: Resolution) -> list[str]:

@@ -7,11 +7,13 @@ every node its fate:
 - a recomputed op's own output is dropped, and made again by its recipe; an anchor that this needs is held;
 - a swapped op's outputs that backward reads are sent away, and fetched the written number of operators before the first
   reader; a whole layer, or a module, is everything that is produced in it;
-- recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device.
+- recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device;
+- where the collectives at an op are recomputed, what they give out is dropped, and they are issued again in backward
+  (planner/collectives.py).
 
 Why from a profile: a default file names the attention kernel and the product of the gated MLP, which are no modules;
 and only a step shows what is saved, how large it is, and who reads it.
-Cost: names times parts of a layer. Not covered: names (the resolution has the model's own), collectives.
+Cost: names times parts of a layer. Not covered: names (the resolution has the model's own).
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lowtide.catalog.site import Profile, Site
+from lowtide.catalog.site import Profile, Recipe, Site
 from lowtide.config.mindformers import LayerPlan, Resolution
 from lowtide.config.mindformers.flow import LAYER
 from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.native import MemoryConfig
+from lowtide.planner.collectives import is_at, made_again
 from lowtide.planner.fate import Fate
 from lowtide.planner.pattern import Pattern, base_op
 from lowtide.planner.plan import Plan, SiteDecision
@@ -91,6 +94,9 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
     for layer in resolution.layers:
         for part in [LAYER] if layer.full_recompute else layer.recompute_ops:
             rows.append(Row(layer=layer.index, part=part, fate="recompute", why=layer.why[part], nbytes=None))
+        for part in layer.comm_recompute_ops:
+            why = f"{layer.comm_why[part]} (its collectives are made again)"
+            rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=None))
         for part, written in layer.swap_ops.items():
             reader = layer.swap_stays.get(part)
             if reader is not None:
@@ -124,6 +130,14 @@ class _Fate:
     reason: str
     prefetch: int | None = None
     runs_with_layer: bool = False
+    is_collective: bool = False
+    """Made again by all ranks together."""
+
+    def recipe_of(self, node: Site) -> Recipe | None:
+        """How the node is made again under this fate; None where it is not, or with its layer."""
+        if self.fate is not Fate.RECOMPUTE or self.runs_with_layer:
+            return None
+        return node.collective_recipe if self.is_collective else node.recipe
 
 
 @dataclass(slots=True)
@@ -134,6 +148,8 @@ class _Writer:
     fates: dict[str, _Fate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     empty: dict[str, list[int]] = field(default_factory=dict)
+    bare: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """(part, why) -> layers in which no collective at that part can be issued again."""
     names: dict[int, str] = field(default_factory=dict)
     by_layer: dict[int, list[Site]] = field(default_factory=dict)
 
@@ -144,6 +160,7 @@ class _Writer:
         for layer in self.resolution.layers:
             self._swap(layer)
             self._recompute(layer)
+            self._recompute_collectives(layer)
         self._keep_what_is_read()
         self._note_distances()
         plan = Plan(
@@ -231,6 +248,19 @@ class _Writer:
                 else:
                     self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[part])
 
+    def _recompute_collectives(self, layer: LayerPlan) -> None:
+        nodes = [node for node in self.by_layer[layer.index] if node.anchor is None]
+        start = len(self.names[layer.index]) + 1
+        for part in layer.comm_recompute_ops:
+            found = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
+            for node in found:
+                why = layer.comm_why[part]
+                self.fates[node.name] = _Fate(Fate.RECOMPUTE, (layer.index, part), why, is_collective=True)
+            if not found:
+                others = {node.why_no_recipe for node in nodes if node.collective_recipe is None}
+                why = "; ".join(sorted(other for other in others if other.startswith("collective")))
+                self.bare.setdefault((part, why), []).append(layer.index)
+
     def _read_outside(self, index: int) -> set[str]:
         """Nodes of a layer that something outside of it starts from: its outputs."""
         own = {node.name for node in self.by_layer[index]}
@@ -241,9 +271,10 @@ class _Writer:
         """What something recomputed starts from stays on the device, as the documents say."""
         for node in self.profile.nodes:
             fate = self.fates.get(node.name)
-            if fate is None or fate.fate is not Fate.RECOMPUTE or node.recipe is None:
+            recipe = fate.recipe_of(node) if fate is not None and not fate.runs_with_layer else node.recipe
+            if fate is None or fate.fate is not Fate.RECOMPUTE or recipe is None:
                 continue
-            for name in node.recipe.nodes:
+            for name in recipe.nodes:
                 source = self.fates.get(name)
                 if source is not None and source.fate is Fate.SWAP:
                     reader = self._named(fate)
@@ -276,6 +307,25 @@ class _Writer:
                 else f"backward reads no output of '{part}'"
             )
             self.notes.append(f"no effect: {what} in {layers_text(indices)}")
+        self._note_collectives()
+
+    def _note_collectives(self) -> None:
+        for (part, why), indices in self.bare.items():
+            if self.profile.is_fake:
+                self.notes.append(
+                    f"select_comm_recompute at '{part}' in {layers_text(indices)}: a step that is traced in one "
+                    "process has no collectives, so they are not in the table"
+                )
+                continue
+            what = "backward reads no result of a functional collective there"
+            reason = f" ({why})" if why else ""
+            self.notes.append(f"no effect: select_comm_recompute at '{part}' in {layers_text(indices)}: {what}{reason}")
+        excluded = [x.index for x in self.resolution.layers if x.full_recompute and x.comm_recompute_exclude_ops]
+        if excluded:
+            self.notes.append(
+                f"no effect: select_comm_recompute_exclude in {layers_text(excluded)}: what is recomputed there is the "
+                "layer, not a collective"
+            )
 
     # ---- what comes out
 
@@ -286,7 +336,7 @@ class _Writer:
             if node.anchor is not None and node.name not in needed:
                 continue
             fate = self.fates.get(node.name) or _Fate(Fate.KEEP, None, "no rule names it")
-            is_made = fate.fate is Fate.RECOMPUTE and not fate.runs_with_layer
+            recipe = fate.recipe_of(node)
             result.append(
                 SiteDecision(
                     name=node.name,
@@ -296,8 +346,8 @@ class _Writer:
                     fate=fate.fate,
                     prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
                     anchor=node.anchor,
-                    recipe=node.recipe if is_made else None,
-                    cost_seconds=node.recipe.seconds if is_made and node.recipe else 0.0,
+                    recipe=recipe,
+                    cost_seconds=recipe.seconds if recipe else 0.0,
                     reason=fate.reason,
                 )
             )
@@ -307,18 +357,18 @@ class _Writer:
         """Anchors that a recipe starts from, directly or through other anchors that are made again."""
         by_name = {node.name: node for node in self.profile.nodes}
 
-        def is_made(name: str) -> bool:
+        def recipe_of(name: str) -> Recipe | None:
             fate = self.fates.get(name)
-            return fate is not None and fate.fate is Fate.RECOMPUTE and not fate.runs_with_layer
+            return fate.recipe_of(by_name[name]) if fate is not None else None
 
-        open_names = [node.name for node in self.profile.sites if is_made(node.name)]
+        open_names = [node.name for node in self.profile.sites if recipe_of(node.name) is not None]
         needed: set[str] = set()
         while open_names:
-            recipe = by_name[open_names.pop()].recipe
+            recipe = recipe_of(open_names.pop())
             for name in recipe.nodes if recipe else ():
                 if by_name[name].anchor is not None and name not in needed:
                     needed.add(name)
-                    if is_made(name):
+                    if recipe_of(name) is not None:
                         open_names.append(name)
         return needed
 
@@ -326,9 +376,13 @@ class _Writer:
         rows = []
         sizes: dict[tuple[int, str, Fate], int] = {}
         reasons: dict[tuple[int, str], str] = {}
+        issued: dict[tuple[int, str], list[Site]] = {}
         for node in self.profile.sites:
             found = self.fates.get(node.name)
             if found is None or found.part is None:
+                continue
+            if found.is_collective:
+                issued.setdefault(found.part, []).append(node)
                 continue
             sizes[(*found.part, found.fate)] = sizes.get((*found.part, found.fate), 0) + node.nbytes
             if found.fate is Fate.KEEP:
@@ -340,6 +394,11 @@ class _Writer:
                 nbytes = sizes.get((layer.index, part, fate), 0)
                 row = _row(layer, part, fate, nbytes, reasons.get((layer.index, part)))
                 rows.append(dataclasses.replace(row, prefetch_unit=self.resolution.prefetch_unit))
+            for part in layer.comm_recompute_ops:
+                made = issued.get((layer.index, part))
+                if made:
+                    nbytes, why = sum(node.nbytes for node in made), f"{layer.comm_why[part]} ({made_again(made)})"
+                    rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=nbytes))
             for part, why in layer.swap_lost.items():
                 rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=0))
         return rows

@@ -7,7 +7,8 @@ meets a new shape when the others do not, and a collective would wait for ever. 
 process group, each with the name of what it wants to decide; if one does not come in time, nobody waits any longer,
 now or later, and from then on each decides for itself.
 
-Why that is safe: a solved plan has no collective in any recipe, so two ranks may follow different plans.
+Why that is safe: a solved plan has no collective in any recipe, so two ranks may follow different plans. (One that was
+written by name may have some: between ranks that meet the same shapes, since the model's own collectives match.)
 Cost: one `all_gather_object` a call; a meeting is a few messages to the store, and happens only when something is to be
 decided. Not covered: a job that fails on one rank alone ends the others as it would without lowtide.
 """
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from lowtide.errors import BudgetError
@@ -88,6 +91,14 @@ class Council:
 def any_rank(flag: bool, group: Any) -> bool:
     """Whether it is so on any rank."""
     return any(gather(flag, group))
+
+
+def true_on_all(flag: bool, group_names: Sequence[str], device: torch.device) -> bool:
+    """Whether it is so on every rank of these process groups, which torch knows by name."""
+    seen = torch.tensor(1 if flag else 0, dtype=torch.int32, device=device)
+    for name in group_names:
+        seen = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(seen, "min", name))
+    return bool(seen)
 
 
 def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:

@@ -188,14 +188,18 @@ class Link:
 
 
 class StateLink:
-    """One input of a recipe: a parameter or a buffer, as it was in the forward."""
+    """One input of a recipe: a parameter or a buffer, as it was in the forward.
 
-    __slots__ = ("name", "shape", "tensor", "version")
+    `counter` has the version: the tensor itself, or the distributed one around it.
+    """
 
-    def __init__(self, name: str, tensor: torch.Tensor, shape: Shape) -> None:
+    __slots__ = ("counter", "name", "shape", "tensor", "version")
+
+    def __init__(self, name: str, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.version = tensor._version
+        self.counter = counter
+        self.version = counter._version
         self.shape = shape
 
     def open(self) -> torch.Tensor:
@@ -212,7 +216,7 @@ class StateLink:
         return self.open()
 
     def is_intact(self) -> bool:
-        return self.tensor._version == self.version
+        return self.counter._version == self.version
 
 
 class MadeCell:
@@ -350,7 +354,7 @@ class MadeCell:
             return self.source
         alive = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata) or trial.get(id(self))
         if alive is None:
-            if len(trial) >= _MAX_TRIED:
+            if len(trial) >= _MAX_TRIED or self.program.has_collectives:
                 raise TrialError
             alive = trial[id(self)] = self.try_out(self.links, trial)
         return alive

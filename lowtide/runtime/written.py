@@ -4,8 +4,8 @@ What: `follow` is for files of MindSpore Transformers what `optimize` is for a b
 first forward pass of each shape is observed (one extra step that leaves no trace), which shows what every op saves and
 how it is made again; planner/sections.py then says the fates, and the runtime carries them out.
 Why to observe: single operators are named (`flash_attention`, `feed_forward.mul`) that are no modules.
-Cost: that of the autopilot, without its solver. Not covered: `select_comm_recompute`, which is named in a line; DTensor
-parameters that FSDP2 did not make.
+Cost: that of the autopilot, without its solver. Not covered: DTensor parameters of FSDP2 and of tensor parallelism in
+one model.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lowtide.config.mindformers import Resolution, Sections
 from lowtide.config.mindformers.issues import Issues, layers_text
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
+from lowtide.planner.collectives import with_own_groups
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
 from lowtide.runtime import slices
@@ -58,7 +59,7 @@ def follow(
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    refuse_other_shards(model, "lowtide.apply")
+    refuse_other_shards(model, "lowtide.apply", allows_tensor_parallel=True)
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     if first_layer is None:
@@ -180,8 +181,7 @@ class WrittenTide(AutoTide):
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self._resharding.notes]
-        notes += [*self._notes_about_slices, *self.written.notes]
+        notes = [*self.resolution.notes, *self._resharding.notes, *self._notes_about_slices, *self.written.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),
@@ -190,6 +190,10 @@ class WrittenTide(AutoTide):
         ]:
             self._say_once(line)
         return self.written.plan
+
+    def _agreed_plan(self, profile: Profile, budget_bytes: int, *, is_joint: bool) -> Plan:
+        """The first rank's, with this rank's own process groups in it."""
+        return with_own_groups(super()._agreed_plan(profile, budget_bytes, is_joint=is_joint), profile)
 
     def _use(self, key: ShapeClass, *, why: str = "", seconds: float = 0.0) -> None:
         super()._use(key, why=why, seconds=seconds)
@@ -200,12 +204,6 @@ class WrittenTide(AutoTide):
         if line not in self._has_said:
             self._has_said.add(line)
             self._say(line)
-
-    def _notes_about_collectives(self) -> list[str]:
-        layers = [layer.index for layer in self.resolution.layers if layer.comm_recompute_ops]
-        if not layers:
-            return []
-        return [f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version"]
 
     def _guard_limit(self, plan: Plan) -> int | None:
         return None  # as written, and nothing else

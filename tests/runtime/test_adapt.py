@@ -399,7 +399,8 @@ def test_sharded_parameters_are_refused() -> None:
         lowtide.optimize(model, budget="1GiB")
     assert str(caught.value) == (
         "lowtide.optimize: 'layers.0.0.weight' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not "
-        "make, or not alone; tensor-parallel DTensors cannot be observed in this version. Use lowtide.apply with rules"
+        "make, or not alone; tensor-parallel DTensors beside FSDP2, or under a budget, are not covered in this "
+        "version. Use lowtide.apply with rules"
     )
 
 

@@ -263,10 +263,10 @@ def test_lines_name_what_has_no_effect() -> None:
     with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
         step(model, 0)
         step(model, 1)
-    assert (
-        "note: no effect: select_comm_recompute in layer 0; collectives are kept in this version" in lines
-        and "note: no effect: backward reads no output of 'self_attn.k_proj' in layer 1" in lines
-    )
+    for part in ("input_layernorm", "post_attention_layernorm"):
+        nothing = "backward reads no result of a functional collective there"
+        assert f"note: no effect: select_comm_recompute at '{part}' in layer 0: {nothing}" in lines
+    assert "note: no effect: backward reads no output of 'self_attn.k_proj' in layer 1" in lines
     early = "note: backward_prefetch 100000 reaches past the start of backward in layer 3"
     assert lines.count(f"{early}: fetched as early as possible there") == 1
 

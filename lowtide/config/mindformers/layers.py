@@ -79,9 +79,10 @@ class Work:
             why[LAYER] = self.issues.where(self.recompute.full.path)
         ops: list[str] = []
         comm: list[str] = []
+        comm_why: dict[str, str] = {}
         if not is_full:
             ops = self._select("select_recompute", index, why)
-            comm = self._select("select_comm_recompute", index, {})
+            comm = self._select("select_comm_recompute", index, comm_why)
         kept: list[str] = []
         comm_kept: list[str] = []
         if not self.swap.is_on or self.recompute.takes_modules:
@@ -115,6 +116,7 @@ class Work:
             swap_stays=stays,
             swap_lost=lost,
             why=why,
+            comm_why=comm_why,
         )
 
     def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:

@@ -34,6 +34,8 @@ class LayerPlan:
     """Part -> why it is not swapped although a rule says so: it is recomputed."""
     why: dict[str, str] = field(default_factory=dict)
     """Recomputed or swapped part, or `<layer>` -> the rule that decides, and where it was written."""
+    comm_why: dict[str, str] = field(default_factory=dict)
+    """The same for the operators of `comm_recompute_ops`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
