@@ -3,17 +3,21 @@
 #   make test     the whole suite
 #   make check    what to run before a commit: format, lint, types, quick tests
 #   make demo     train a small model with and without a plan, and compare
-#   make gpu      the GPU tests and the GPU benchmark, with the Python that is there; installs nothing
+#   make bench    every benchmark that runs on a CPU, then the report; `make bench-QUESTION` runs one
+#   make gpu      the GPU tests and benchmarks, with the Python that is there; installs nothing. `make gpu-tests` and
+#                 `make gpu-QUESTION` run one piece, and go on where it was cut short
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# All variants stay on the device side by side, so the stack is a few layers of the size of Llama-7B's.
-GPU_BUDGET := --device cuda --dtype bfloat16 --layers 6 --hidden 4096 --intermediate 11008 --batch 1 --check 0
+BENCH_STAMP := $(VENV)/.installed-bench
+QUESTIONS := time_against_memory largest idle predicted planning_time published_setting scaling details
+GPU_QUESTIONS := details predicted time_against_memory idle largest published_setting
+DEVICE ?= cuda
 SOURCES := lowtide tests examples benchmarks docs
 
-.PHONY: test check demo gpu format clean
+.PHONY: test check demo bench report gpu gpu-tests format clean
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --timeout=300
@@ -27,11 +31,32 @@ check: $(STAMP)
 demo: $(STAMP)
 	$(PY) examples/demo.py
 
+# One question that fails does not stop the others; an interruption does.
+bench: $(BENCH_STAMP)
+	@failed=; for question in $(QUESTIONS); do \
+	  echo "== $$question"; $(PY) -m benchmarks.$$question || \
+	  { status=$$?; test $$status -ne 130 || exit 130; failed="$$failed $$question"; }; \
+	done; \
+	$(PY) -m benchmarks.report || failed="$$failed report"; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+bench-%: $(BENCH_STAMP)
+	$(PY) -m benchmarks.$* --resume
+
+report: $(BENCH_STAMP)
+	$(PY) -m benchmarks.report
+
 gpu:
+	@failed=; for piece in tests $(GPU_QUESTIONS); do \
+	  $(MAKE) --no-print-directory gpu-$$piece || failed="$$failed $$piece"; \
+	done; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+gpu-tests:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
-	PYTHONPATH=. $(PYTHON) -m benchmarks.budget $(GPU_BUDGET) --sequence 4096 --out benchmarks/results/gpu/budget_4k.json
-	PYTHONPATH=. $(PYTHON) -m benchmarks.budget $(GPU_BUDGET) --sequence 8192 --out benchmarks/results/gpu/budget_8k.json
+
+gpu-%:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.$* --device $(DEVICE) --resume
 
 format: $(STAMP)
 	$(PY) -m ruff format $(wildcard $(SOURCES))
@@ -45,3 +70,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
 	touch $(STAMP)
+
+$(BENCH_STAMP): $(STAMP)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[train,dev,bench]'
+	touch $(BENCH_STAMP)

@@ -21,17 +21,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.interleave import Variant, median, ratio, run_interleaved, serve
+from benchmarks.record import Record, write
 
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 MIB = 2**20
+NOTES = (
+    "`plain_default` is plain with the C library's own thresholds, what a user has today; all others run with those "
+    "that lowtide sets. `keep` is lowtide with an empty plan.",
+    "Peak resident is the kernel's own (VmHWM); `above rest` is the part above program, weights and gradients. `saved "
+    "of resident` is the share of plain's that a method takes away, `saved of live` the same against the bytes of live "
+    "activations, which plain exceeds.",
+)
 
 
 def memory_kib(key: str) -> int:
@@ -150,6 +156,36 @@ def table(rows: dict) -> str:
     return "\n".join(lines)
 
 
+def _record(args: argparse.Namespace, variants: list[Variant], rows: dict) -> Record:
+    shape = {key: getattr(args, key) for key in ("layers", "hidden", "batch", "sequence", "threads", "rounds")}
+    return Record(
+        question="host_swap",
+        title="What does swapping everything cost and save on a machine without an accelerator?",
+        kind="measured",
+        command=f"python -m benchmarks.host_swap --rounds {args.rounds}",
+        settings={**shape, "dtype": "float32", "rest_bytes": int(variants[0].ready["rest_mib"] * MIB)},
+        rows=[_flat(name, row) for name, row in rows.items()],
+        notes=list(NOTES),
+    )
+
+
+def _flat(name: str, row: dict) -> dict[str, Any]:
+    if "error" in row:
+        return {"method": name, "error": row["error"]}
+    sizes = {"peak_resident_bytes": "peak_mib", "above_rest_bytes": "above_rest_mib", "copied_bytes": "copied_out_mib"}
+    return {
+        "method": name,
+        **{f"ratio_{key}": value for key, value in row["ratio"].items()},
+        **{key: int(row[old] * MIB) if row.get(old) is not None else None for key, old in sizes.items()},
+        "saved_of_resident_share": row["saved_share"],
+        "saved_of_live_share": row["saved_share_of_live"],
+        "seconds_median": row["seconds"],
+        "cpu_seconds": row["cpu_seconds"],
+        "stall_seconds": row["stall_seconds"],
+        "is_equal": row["is_equal"],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -162,7 +198,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--modes", default="plain,plain_default,keep,checkpoint,recompute,swap")
     parser.add_argument("--check", type=int, default=1, help="hash every gradient after every step (0 = do not)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write the record under this folder")
     args = parser.parse_args()
     if args.child:
         serve(lambda: make_step(args))
@@ -176,16 +212,7 @@ def main() -> int:
     rows = report(variants)
     print(table(rows))
     if args.out is not None:
-        document = {
-            "question": "host_swap",
-            "command": "python -m benchmarks.host_swap " + " ".join(sys.argv[1:]),
-            "machine": {"processor": platform.processor() or platform.machine(), "threads": args.threads},
-            "shape": {key: getattr(args, key) for key in ("layers", "hidden", "batch", "sequence")},
-            "versions": variants[0].ready,
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+        write(_record(args, variants, rows), args.out)
     return 0
 
 

@@ -54,6 +54,9 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
+    group: Any = None,
+    first_layer: int | None = None,
+    tp_group: Any = None,
 ) -> Tide | WrittenTide:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
@@ -61,7 +64,10 @@ def apply(
     file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
     are the same to the bit; `state_dict` does not change.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` is followed as written; the
-    first forward pass is then observed (one extra step that leaves no trace).
+    first forward pass is then observed (one extra step that leaves no trace). Where `model` is one stage of a pipeline,
+    `first_layer` is the number that its first layer has in the whole model, from 0.
+    `group`: the ranks that train these same layers and must have one plan. Absent: all ranks; of a stage, no other.
+    `tp_group`, the tensor-parallel process group, is for their `recompute_slice_activation`.
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
     from lowtide.runtime.tide import apply as apply_plan
@@ -69,8 +75,26 @@ def apply(
 
     sections = sections_in(memory)
     if sections is not None:
-        return follow(model, sections, optimizer=optimizer, engine=engine)
-    return apply_plan(model, memory, optimizer=optimizer, engine=engine)
+        return follow(
+            model,
+            sections,
+            optimizer=optimizer,
+            engine=engine,
+            group=group,
+            first_layer=first_layer,
+            tp_group=tp_group,
+        )
+    _refuse_without_sections(first_layer, tp_group)
+    return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
+
+
+def _refuse_without_sections(first_layer: int | None, tp_group: Any) -> None:
+    from lowtide.errors import ConfigError
+
+    if first_layer is not None:
+        raise ConfigError("lowtide.apply: first_layer goes with a file that has recompute_config or swap_config only")
+    if tp_group is not None:
+        raise ConfigError("lowtide.apply: tp_group is for recompute_slice_activation of recompute_config; leave it out")
 
 
 def plan(

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import zoo
 from torch import Tensor, nn
 from zoo import same_bits
 
 import lowtide
+from lowtide.catalog.live import LiveBytes
 from lowtide.catalog.observe import observe
 from lowtide.config.native import load_memory
 from lowtide.planner.autoplan import plan_profile, problem_of
 from lowtide.planner.solve import floor
+from lowtide.runtime.one_step import observe_call
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
 
@@ -190,3 +193,39 @@ def run_plan(
         if engine.startswith("virtual"):
             assert tide.engine.violations == []
         return audit.peak_bytes, result
+
+
+@pytest.mark.parametrize("name", ["llama_bf16", "gpt2_dropout", "deepseek_v3", "unet", "tied", "lora_autocast"])
+def test_the_peak_is_exact_when_gradients_accumulate(name: str) -> None:
+    """A new gradient lives beside the older one until autograd has added it, which is not at once."""
+    case = zoo.CASES[name]
+    model, batch = case.build(0), case.batch(0)
+    profile = observe(model, lambda: case.loss(model, batch))
+    memory = load_memory({"budget": "1TiB", "min_bytes": 1})
+    for has_gradients in (False, True):
+        with LiveBytes(model=model) as live:
+            case.loss(model, batch).backward()
+        predicted = plan_profile(profile, memory, link=LINKS[0], has_gradients=has_gradients).predicted
+        assert predicted is not None
+        assert predicted.plain_peak_bytes == live.peak_bytes
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_casts_that_autocast_remembers_are_in_the_prediction(is_frozen: bool) -> None:
+    """Autograd saves neither the first layer's weight, since its input needs no gradient, nor any bias. Of parameters
+    that are not trained autocast remembers nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    if is_frozen:
+        model.requires_grad_(False)
+        model[0].bias.requires_grad_()
+    x = torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        profile = observe_call(model, (x,), {}, None)
+        torch.set_autocast_cache_enabled(False)
+        without = observe_call(model, (x,), {}, None)
+        torch.set_autocast_cache_enabled(True)
+    last = next(index for index, name in enumerate(profile.op_names) if name.startswith("3.addmm"))
+    # Without a cache the last layer's own bias is there too while it is added.
+    casts_bytes = 2 * 64 if is_frozen else 2 * (64 * 64 + 3 * 64)
+    assert profile.op_bytes[last] - without.op_bytes[last] == casts_bytes

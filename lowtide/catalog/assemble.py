@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.catalog.graph import Storage
-from lowtide.catalog.recipes import Target, build_recipes
+from lowtide.catalog.recipes import COLLECTIVE, Target, build_collective_recipes, build_recipes
 from lowtide.catalog.recorded import Node, Trace
 from lowtide.catalog.site import HiddenBytes, Profile, Recipe, Site, StateBytes, StayingBytes
 
 _STATE = frozenset({"parameter", "buffer", "replaced", "input"})
 
 
-def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
-    """The nodes worth keeping on record, and the recipe of each (or why not), by storage index."""
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """How each node is made again (or why not), by storage index: by one rank alone, and by all together."""
+
+    alone: Mapping[int, Recipe | str]
+    together: Mapping[int, Recipe | str]
+    """Only of nodes that one rank cannot make alone because of a collective."""
+
+
+def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
+    """The nodes worth keeping on record, and their recipes."""
     targets = [
         Target(
             storage=node.storage,
@@ -38,13 +48,17 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Mapping[int, Recipe | str]]:
     ]
     for call in trace.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.op_seconds[call.index]
-    recipes = _unambiguous(build_recipes(trace.calls, targets), trace.ambiguous)
+    alone = build_recipes(trace.calls, targets)
+    together = build_collective_recipes(trace.calls, targets, alone)
+    alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
+    recipes = Recipes(alone, together)
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.anchor is None]
     kept = {node.storage.index for node in pending}
     while pending:
-        recipe = recipes.get(pending.pop().storage.index)
-        for name in recipe.nodes if isinstance(recipe, Recipe) else ():
+        index = pending.pop().storage.index
+        found = (recipes.alone.get(index), recipes.together.get(index))
+        for name in [name for recipe in found if isinstance(recipe, Recipe) for name in recipe.nodes]:
             node = by_name[name]
             if node.storage.index not in kept:
                 kept.add(node.storage.index)
@@ -59,10 +73,35 @@ def _unambiguous(recipes: Mapping[int, Recipe | str], ambiguous: set[str]) -> Ma
     }
 
 
+def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mapping[int, Recipe | str]:
+    """Without the recipes that read a sharded parameter at a time when it is not there as a whole.
+
+    A node is made when autograd reads it, or when a node is made whose recipe starts from it.
+    """
+    gathered = {storage.name: storage.index for storage in trace.storages if storage.is_gathered}
+    if not gathered:
+        return recipes
+    allowed = dict(recipes)
+    there = {node.name: node.gathered for node in trace.nodes}
+    for node in reversed(trace.nodes):  # what starts from a node comes after it
+        recipe = allowed.get(node.storage.index)
+        if not isinstance(recipe, Recipe):
+            continue
+        needed = {
+            gathered[entry.name] for entry in recipe.inputs if entry.kind == "parameter" and entry.name in gathered
+        }
+        if not needed <= there[node.name]:
+            allowed[node.storage.index] = "parameter sharded when it is read"
+            continue
+        for name in recipe.nodes:
+            there[name] &= there[node.name]
+    return allowed
+
+
 def profile_of(
     trace: Trace,
     nodes: Sequence[Node],
-    recipes: Mapping[int, Recipe | str],
+    recipes: Recipes,
     *,
     model: str,
     device: str,
@@ -73,7 +112,7 @@ def profile_of(
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.op_names)
-    sites = tuple(_site(node, recipes.get(node.storage.index, "unknown producer"), layers, end) for node in nodes)
+    sites = tuple(_site(node, recipes, layers, end) for node in nodes)
     called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
     return Profile(
         model=model,
@@ -91,11 +130,16 @@ def profile_of(
         nodes=sites,
         staying=_staying(trace, {site.name for site in sites}, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
+        num_collectives=sum(call.is_collective for call in trace.calls),
     )
 
 
-def _site(node: Node, recipe: Recipe | str, layers: tuple[str, ...], end: int) -> Site:
+def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Site:
     storage = node.storage
+    recipe = recipes.alone.get(storage.index, "unknown producer")
+    together = recipes.together.get(storage.index)
+    if recipe == COLLECTIVE and isinstance(together, str):
+        recipe = together  # it says which one
     return Site(
         name=node.name,
         layer=layer_of(node.name, layers),
@@ -112,6 +156,7 @@ def _site(node: Node, recipe: Recipe | str, layers: tuple[str, ...], end: int) -
         last_sequence=node.last_sequence,
         recipe=recipe if isinstance(recipe, Recipe) else None,
         why_no_recipe=recipe if isinstance(recipe, str) else "",
+        collective_recipe=together if isinstance(together, Recipe) else None,
     )
 
 
@@ -157,6 +202,9 @@ def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
             continue
         changes[max(0, storage.born)] += storage.nbytes
         changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    for start, stop, nbytes in trace.gathered:
+        changes[start] += nbytes
+        changes[stop] -= nbytes
     for index, release in trace.never_read:
         storage = trace.storages[index]
         dies = end if storage.dies is None else min(end, storage.dies)

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowtide.catalog.assemble import profile_of, with_recipes
+from lowtide.catalog.assemble import Recipes, profile_of, with_recipes
 from lowtide.catalog.cost import op_seconds
 from lowtide.catalog.expand import Expanded, expand
 from lowtide.catalog.graph import Call
@@ -99,7 +99,7 @@ def trace(
     return profile_of(
         expanded.trace,
         expanded.nodes,
-        expanded.recipes,
+        Recipes(expanded.recipes, {}),  # a trace on one process sees no collective
         model=type(model).__name__,
         device=hardware.name,
         is_fake=True,
@@ -250,7 +250,7 @@ def _trace(
                 raise _depends_on_data(observer, error.__cause__) from error
             raise
     nodes, recipes = with_recipes(recorded)
-    return expand(recorded, nodes, recipes, setting.runs), observer.batch
+    return expand(recorded, nodes, recipes.alone, setting.runs), observer.batch
 
 
 @contextlib.contextmanager

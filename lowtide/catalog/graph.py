@@ -40,6 +40,8 @@ class Storage:
     """Index of the last operator that wrote into it in place; -1 for none."""
     is_parameter_cast: bool = False
     """A cast or copy of parameters only: not an activation."""
+    is_gathered: bool = False
+    """A parameter that FSDP2 gathers for a while: the storage is empty at other times."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,9 +1,10 @@
 """Which modules of a model are its layers: the repeated blocks that plans speak of.
 
 A layer is a child of a `ModuleList` or `Sequential` in which at least two children share a class and hold parameters,
-or the only such child of a `ModuleList` (a model of one layer, or one that calls its layer several times). The
-outermost such container wins: what repeats inside a layer (experts, heads) belongs to that layer. Layers whose classes
-differ within one list (dense and MoE blocks) are layers all the same, as long as the list repeats something.
+or the only such child of a `ModuleList` (a model of one layer, or one that calls its layer several times). A
+`ModuleDict` whose keys are numbers, as pipeline stages have, counts as a `ModuleList`. The outermost such container
+wins: what repeats inside a layer (experts, heads) belongs to that layer. Layers whose classes differ within one list
+(dense and MoE blocks) are layers all the same, as long as the list repeats something.
 
 Cost: one walk over the modules. Not covered: blocks held in plain attributes (`self.down1`, `self.down2`), which the
 user names with `layers:`.
@@ -41,9 +42,14 @@ def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def is_numbered(module: nn.Module) -> bool:
+    """Is it a dictionary of modules whose keys are numbers: those that layers have in the whole model?"""
+    return isinstance(module, nn.ModuleDict) and len(module) > 0 and all(key.isdecimal() for key in module)
+
+
 def _walk(module: nn.Module, prefix: str, names: list[str]) -> None:
     children = list(module.named_children())
-    if isinstance(module, nn.ModuleList | nn.Sequential) and _repeats(module):
+    if (isinstance(module, nn.ModuleList | nn.Sequential) or is_numbered(module)) and _repeats(module):
         names.extend(f"{prefix}{name}" for name, child in children if _has_parameters(child))
         return
     for name, child in children:
@@ -54,7 +60,7 @@ def _repeats(container: nn.Module) -> bool:
     classes = Counter(type(child) for child in container.children() if _has_parameters(child))
     if not classes:
         return False
-    is_single = isinstance(container, nn.ModuleList) and classes.total() == 1
+    is_single = not isinstance(container, nn.Sequential) and classes.total() == 1
     return is_single or classes.most_common(1)[0][1] >= 2
 
 

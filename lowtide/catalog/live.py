@@ -10,7 +10,7 @@ bytes are, whoever holds them, and clears weak references only when they are fre
 Addresses are reused by the next storage, so a death is settled before an address is looked up again.
 
 Cost: about 6 us an operator. Not covered: memory inside an operator that is freed before it returns, and what an
-allocator keeps beyond live tensors.
+allocator keeps beyond live tensors; parameters that FSDP2 gathers for the first time inside (they count from then on).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from lowtide.catalog.sharded import gathered_storages
 
 
 class LiveBytes(TorchDispatchMode):
@@ -51,6 +53,8 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref, int]] = {}
         # Filled by finalizers, which may run in any thread and at any point: they only append.
         self._dead: deque[tuple[int, Any]] = deque()
+        # Emptied and filled without an operator, so they are looked at with each one.
+        self._resized = [] if model is None else gathered_storages(model)
         if model is not None:
             self.add_all([*model.parameters(), *model.buffers()])
             self.add_all(p.grad for p in model.parameters() if p.grad is not None)
@@ -97,6 +101,8 @@ class LiveBytes(TorchDispatchMode):
                 self._now_bytes -= self._live.pop(key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for storage in self._resized:
+            self.add(storage)
         out = func(*args, **(kwargs or {}))
         # Inputs too: what something else made is counted from the first time that it is seen.
         self.add_all(leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))
@@ -110,8 +116,9 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         yield from _sparse_parts(tensor)
     elif is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # a DTensor's mesh is an attribute of its own
+                yield from plain_parts(part)
     elif tensor.layout is torch.strided:
         yield tensor
 

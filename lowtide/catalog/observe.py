@@ -2,7 +2,8 @@
 
 What: a forward and a backward under an `Observer`. Gradients come from `torch.autograd.grad`, so `.grad` is not touched
 and no gradient hook of an optimizer fires; random state, buffers and the batch are as they were. Saved activations are
-parked (parking.py), so the observed step needs little more memory than the largest layer.
+parked (parking.py), so the observed step needs little more memory than the largest layer. Models that FSDP2 shards take
+a whole step, with all that they remember set aside (sharded.py).
 
 The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
 those of a first micro-batch: each is there from the operator that makes it.
@@ -28,6 +29,7 @@ from lowtide.catalog.layers import find_layers
 from lowtide.catalog.observer import Observer
 from lowtide.catalog.parking import FilePark, HostPark, Park
 from lowtide.catalog.recorded import Trace
+from lowtide.catalog.sharded import at_rest, fsdp_modules, is_sharded, local_part, refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.catalog.state_bytes import state_bytes
 from lowtide.errors import ConfigError
@@ -45,12 +47,14 @@ def observe(
     optimizer: torch.optim.Optimizer | None = None,
     layers: tuple[str, ...] | None = None,
     needs_scalar: bool = True,
+    holds_casts: bool = False,
 ) -> Profile:
     """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
 
     `batch` is a mapping (`model(**batch)`), a tuple (`model(*batch)`) or a function without arguments that returns the
     loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
     exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
+    `holds_casts`: what autocast makes of parameters lives until the forward is over, as with its cache, which is off.
 
     Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
     """
@@ -62,24 +66,29 @@ def observe(
     if engine is not None and engine.device_type != device.type:
         raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
+    is_sharded_model = bool(fsdp_modules(model))
+    refuse_other_shards(model, "observe", allows_tensor_parallel=True)
     names = find_layers(model) if layers is None else layers
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
     def run(accumulates: bool) -> tuple[Trace, str]:
         clock: Clock = DeviceClock(device) if is_accelerator else HostClock()
         park: Park = HostPark() if is_accelerator else FilePark()
-        observer = Observer(device=device, clock=clock, park=park, layers=names)
+        observer = Observer(device=device, clock=clock, park=park, layers=names, holds_casts=holds_casts)
         try:
             step = (model, batch, observer, loss)
-            with untouched(model, tensors, device):
+            with untouched(model, tensors, device), at_rest(model) as gathered:
+                for name, parameter in gathered.items():
+                    observer.enroll_gathered(parameter, name)
                 return record_step(*step, needs_scalar=needs_scalar, accumulates=accumulates), observer.batch
         finally:
             park.close()
 
     try:
-        trace, shapes = run(accumulates=False)
+        # FSDP2 reduces what reaches `.grad`, and only that.
+        trace, shapes = run(accumulates=is_sharded_model)
     except RuntimeError as error:
-        if not wants_accumulation(error):
+        if is_sharded_model or not wants_accumulation(error):
             raise
         trace, shapes = run(accumulates=True)
     nodes, recipes = with_recipes(trace)
@@ -129,8 +138,10 @@ def record_step(
 ) -> Trace:
     """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    has_shards = bool(fsdp_modules(model))
     for name, parameter in model.named_parameters():
-        observer.enroll(parameter, "parameter", name)
+        is_shard = has_shards and is_sharded(parameter)
+        observer.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
     for name, buffer in model.named_buffers():
         observer.enroll(buffer, "buffer", name)
     for tensor in inputs:
@@ -148,7 +159,8 @@ def record_step(
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
-            return observer.finish(grads[: len(trained) - len(differentiated)])
+            made = grads[: len(trained) - len(differentiated)]
+            return observer.finish([None if grad is None else local_part(grad) for grad in made])
 
 
 def _forward(

@@ -31,11 +31,14 @@ from lowtide.catalog.activations import describe, is_plain_or_fake
 from lowtide.catalog.clock import Clock
 from lowtide.catalog.graph import Call, Storage, Value
 from lowtide.catalog.live import plain_parts
+from lowtide.catalog.operators import writes_unsaid
 from lowtide.catalog.parking import Park
 from lowtide.catalog.recorded import Node, Span, Trace
 from lowtide.catalog.saving import Saves, is_parameter
+from lowtide.catalog.sharded import is_fsdp
 from lowtide.catalog.site import Anchor
 from lowtide.catalog.trace import CASTS, Recorder, op_name
+from lowtide.catalog.wrappers import inside, is_desugared
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _DETACH = torch.ops.aten.detach.default
@@ -46,8 +49,14 @@ OUTSIDE = "outside"
 class Observer(Recorder):
     """One step. Use: `with observer.following(model), observer: ...`, `observer.hooks()` around the forward."""
 
-    def __init__(self, *, device: torch.device, clock: Clock, park: Park, layers: tuple[str, ...]) -> None:
+    def __init__(
+        self, *, device: torch.device, clock: Clock, park: Park, layers: tuple[str, ...], holds_casts: bool = False
+    ) -> None:
         super().__init__(set())
+        # As autocast's cache would: it is off while this step runs, but on in those that follow.
+        self._holds_casts = holds_casts
+        self._held_casts: list[Any] = []
+        self._is_autocast = False
         self.device = device
         self.storages: list[Storage] = []
         self.off_device: set[int] = set()
@@ -60,6 +69,7 @@ class Observer(Recorder):
         self._op_sequences: list[int] = []
         self._num_forward_ops: int | None = None
         self._live: dict[int, tuple[weakref.ref, Storage]] = {}
+        self._gathered: list[_Gathered] = []
         self.named: dict[int, str] = {}
         self._caught: dict[int, Node] = {}
         self._is_silent = False
@@ -97,9 +107,21 @@ class Observer(Recorder):
 
     def enroll(self, tensor: torch.Tensor, kind: str, name: str) -> Storage | None:
         """Put a storage that was there before the step on record; None if there is nothing to record."""
+        tensor = inside(tensor)
         if not is_plain_or_fake(tensor):
             return None
         return self.find(tensor) or self.register(tensor, kind, name, -1)
+
+    def enroll_gathered(self, parameter: torch.Tensor, name: str) -> None:
+        """Put a parameter on record that FSDP2 gathers in one storage from time to time."""
+        record = self.enroll(parameter, "parameter", name)
+        if record is not None and not record.is_gathered:
+            record.is_gathered = True
+            self._gathered.append(_Gathered(record, parameter))
+
+    def gathered_now(self) -> frozenset[int]:
+        """Indices of the gathered parameters that are there."""
+        return frozenset(entry.record.index for entry in self._gathered if entry.storage.nbytes())
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """The record of the tensor's storage."""
@@ -137,12 +159,16 @@ class Observer(Recorder):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self._is_silent and is_desugared(types):
+            return NotImplemented
         kwargs = kwargs or {}
         # Torch detaches what it hands to saved-tensor hooks (an alias, and none of the step's own work), and asks fake
         # tensors for their device.
         if self._is_silent or func is _DETACH or func.namespace == "prim":
             return func(*args, **kwargs)
         index = self.num_ops
+        for entry in self._gathered:
+            entry.look(index)
         call = Call(
             index=index,
             func=func,
@@ -160,19 +186,32 @@ class Observer(Recorder):
             self.failed_at = self.failed_at or f"{func.overloadpacket} in {self._path[-1] or 'the model'}"
             raise
         self._note_call(call, out)
+        if self._holds_casts and self._is_autocast and self._num_forward_ops is None:
+            self._hold_cast(func, args, out)
         self._marks.append(self._clock.seconds(mark, call))
         self._op_names.append(call.name)
         return out
 
+    def _hold_cast(self, func: Any, args: tuple, out: Any) -> None:
+        """Autocast remembers what it makes of leaves that need gradients, until its context is left."""
+        source = args[0] if args else None
+        if op_name(func.overloadpacket.__name__) not in CASTS or not isinstance(source, torch.Tensor):
+            return
+        if source.is_leaf and source.requires_grad and out.dtype != source.dtype:
+            self._held_casts.append(out)
+
     def _note_call(self, call: Call, out: Any) -> None:
         inputs = {value.storage.index: value.storage for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
-        written = _written(call)
+        leaves = tree_leaves(out)
+        written = _written(call) or self._written_unsaid(call, leaves)
+        if any(storage.is_gathered for storage in written):
+            # FSDP2 fills a parameter, with what is in it at any other time: no write that a recipe must know of.
+            call.args, call.kwargs, written = (), {}, []
         for storage in written:
             storage.num_writes += 1
             storage.last_write = call.index
-        leaves = tree_leaves(out)
         call.outputs = tuple(self._output(leaf, call) for leaf in leaves)
-        outputs = {value.storage.index: value.storage for value in call.outputs if value is not None}
+        outputs = {value.storage.index: value.storage for value in call.outputs if value is not None and _is(value)}
         fresh = [s for s in outputs.values() if call.func._schema.is_mutable or s.index not in inputs]
         if self._num_forward_ops is not None:
             call.name = self._backward_name()
@@ -190,6 +229,14 @@ class Observer(Recorder):
                 storage.is_parameter_cast = True
         self._note_sequence(call.name)
         self.saves.repark(written)
+
+    def _written_unsaid(self, call: Call, leaves: list[Any]) -> list[Storage]:
+        """Collectives of the older interface write into tensors that they are given, which their schemas do not say."""
+        if not writes_unsaid(call):
+            return []
+        given = {value.storage.index for value in tree_leaves((call.args, call.kwargs)) if _is(value)}
+        found = (self.find(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain_or_fake(leaf))
+        return [*{record.index: record for record in found if record and record.index in given}.values()]
 
     def _view_name(self, op: str) -> str:
         path = self._path[-1]
@@ -271,7 +318,8 @@ class Observer(Recorder):
         """Know which module runs, and what goes into and comes out of it."""
         hooks = []
         for name, module in model.named_modules(prefix=prefix):
-            hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=True, with_kwargs=True))
+            first = not is_fsdp(module)
+            hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=first, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._exit(name), always_call=True))
         try:
             yield
@@ -284,6 +332,7 @@ class Observer(Recorder):
             if not name and self._num_forward_ops is None:
                 self._enter_root(args, kwargs)
             self._path.append(name)
+            self._is_autocast = torch.is_autocast_enabled(self.device.type)
             self._module_calls[name] = self._module_calls.get(name, -1) + 1
             if name in self._layers and self.is_inside:
                 now = torch.autograd._get_sequence_nr()
@@ -332,7 +381,8 @@ class Observer(Recorder):
         """Remember which tensors an ordinary hook on this module could hold on to."""
         if not self.is_inside or self._is_silent or name in self.skipped:
             return
-        for number, leaf in enumerate(tree_leaves(tree)):
+        for number, given in enumerate(tree_leaves(tree)):
+            leaf = inside(given) if isinstance(given, torch.Tensor) else None
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not is_plain_or_fake(leaf):
                 continue
             record = self.find(leaf)
@@ -348,11 +398,16 @@ class Observer(Recorder):
 
     def begin_backward(self, results: list[torch.Tensor], model: nn.Module) -> None:
         """The forward is over. `results` are what is held on purpose: the loss."""
+        self._held_casts.clear()
         now = {id(self.find(buffer)) for buffer in model.buffers() if is_plain_or_fake(buffer)}
         for record in self.storages:
             # A recipe would look a buffer up by its name, and find what has replaced it.
             if record.kind == "buffer" and id(record) not in now:
                 record.kind = "replaced"
+        for entry in self._gathered:
+            # FSDP2 leaves the version as it is, so somebody else has written to the parameter.
+            if entry.parameter._version != entry.version:
+                entry.record.kind = "replaced"
         self._num_forward_ops = self.num_ops
         self._end_sequence = torch.autograd._get_sequence_nr()
         held = {tensor.untyped_storage()._cdata for tensor in [*results, *model.buffers()] if is_plain_or_fake(tensor)}
@@ -368,7 +423,10 @@ class Observer(Recorder):
         assert self._num_forward_ops is not None
         nodes = [node for node in self.saves.nodes.values() if node.reads]
         nodes += [node for index, node in self._caught.items() if index not in self.saves.nodes]
-        made = [self.find(grad) for grad in gradients if grad is not None and is_plain_or_fake(grad)]
+        local = [inside(grad) for grad in gradients if grad is not None]
+        made = [self.find(grad) for grad in local if is_plain_or_fake(grad)]
+        for entry in self._gathered:
+            entry.close(self.num_ops)
         # What goes from here on is no part of the step.
         self._live.clear()
         for record in self.storages:
@@ -390,7 +448,39 @@ class Observer(Recorder):
             hidden=[record for record in self._hidden if record.index not in self.off_device],
             spans=self._spans,
             start_sequence=self.start_sequence,
+            gathered=[span for entry in self._gathered for span in entry.spans],
         )
+
+
+class _Gathered:
+    """A parameter that is there as a whole only now and then, and when that was."""
+
+    __slots__ = ("_now", "_start", "parameter", "record", "spans", "storage", "version")
+
+    def __init__(self, record: Storage, parameter: torch.Tensor) -> None:
+        self.record = record
+        self.parameter = parameter
+        self.version = parameter._version
+        self.storage = parameter.untyped_storage()
+        self.spans: list[tuple[int, int, int]] = []
+        """(start, end, bytes) of each time that it was there, in operators."""
+        self._now = self._start = 0
+
+    def look(self, index: int) -> None:
+        """Before operator `index`: is it as large as it was?"""
+        self._turn(index, self.storage.nbytes())
+
+    def close(self, index: int) -> None:
+        """Operator `index` is past the end of the step."""
+        self.look(index)
+        self._turn(index, 0)
+
+    def _turn(self, index: int, nbytes: int) -> None:
+        if nbytes == self._now:
+            return
+        if self._now:
+            self.spans.append((self._start, index, self._now))
+        self._now, self._start = nbytes, index
 
 
 _NOWHERE = Storage(index=-1, nbytes=0, dtype=torch.uint8, name="", kind="unknown")

@@ -1,8 +1,9 @@
 """What an operator reads, writes and is told: facts about recorded calls that their schemas say, or hide.
 
 Why: a recipe may run an operator again only if everything that it reads can be given to it and everything that it
-writes is the recipe's own. Two things are not in a schema: batch norms update running statistics although they do not
-say so, and freshly allocated memory (`empty`) holds nothing until somebody has written all of it.
+writes is the recipe's own. Three things are not in a schema: batch norms update running statistics, the older kind of
+collectives (`c10d`) writes into what it is given, and freshly allocated memory (`empty`) holds nothing until somebody
+has written all of it.
 
 Cost: a walk over the arguments of one call. Not covered: side effects outside of tensors.
 """
@@ -29,6 +30,33 @@ _RUNNING_STATISTICS = slice(3, 5)
 _TRAINING = 5
 # Size-like by type, but right for every shape.
 _NO_SIZES = frozenset({("embedding", "padding_idx")})
+# Their sizes are those of their weight, which no batch changes if it is a parameter.
+_SIZED_BY_WEIGHT = frozenset({"native_layer_norm", "_fused_rms_norm"})
+_NORMALIZED_SHAPE, _WEIGHT = (1, "normalized_shape"), (2, "weight")
+
+
+# Collectives that give out one new tensor and name their group by a string.
+_REPEATABLE = frozenset(
+    {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"}
+)
+WAIT = "_c10d_functional.wait_tensor.default"
+"""What stands between a functional collective and its first reader."""
+
+
+def is_repeatable(call: Call) -> bool:
+    """Whether a recipe can issue this collective again."""
+    is_functional = call.func.namespace == "_c10d_functional" and not call.func._schema.is_mutable
+    return is_functional and packet_name(call) in _REPEATABLE
+
+
+def writes_unsaid(call: Call) -> bool:
+    """Whether the call writes into those tensors that it also gives out, although its schema does not say so."""
+    return call.func.namespace == "c10d"
+
+
+def is_wait(call: Call) -> bool:
+    """Whether the call waits for a functional collective. It gives out the tensor that it was given."""
+    return str(call.func) == WAIT
 
 
 def packet_name(call: Call) -> str:
@@ -78,7 +106,12 @@ def written_values(call: Call) -> list[Value]:
     """The tensors that the operator writes into in place."""
     if _updates_statistics(call):
         return [value for value in call.args[_RUNNING_STATISTICS] if value is not None]
-    if not isinstance(call.func, OpOverload) or not call.func._schema.is_mutable:
+    if not isinstance(call.func, OpOverload):
+        return []
+    if writes_unsaid(call):
+        given_out = {value.storage.index for value in call.outputs if value is not None}
+        return [value for value in read_values(call) if value.storage.index in given_out]
+    if not call.func._schema.is_mutable:
         return []
     written: list[Value] = []
     for position, argument in enumerate(call.func._schema.arguments):
@@ -167,10 +200,19 @@ def has_sizes(call: Call, known_sizes: frozenset[int]) -> bool:
         return any(output is not None and output.size for output in call.outputs)
     sizes, scalars = _size_arguments(call.func)
     given = [*enumerate(call.args), *call.kwargs.items()]
+    if _is_sized_by_parameter(call):
+        sizes -= frozenset(_NORMALIZED_SHAPE)
     if any(key in sizes and arg is not None and not _is_empty_list(arg) for key, arg in given):
         return True
     numbers = [abs(arg) for key, arg in given if key in scalars and type(arg) in (int, float)]
     return any(_is_size(number, known_sizes) for number in numbers)
+
+
+def _is_sized_by_parameter(call: Call) -> bool:
+    if packet_name(call) not in _SIZED_BY_WEIGHT:
+        return False
+    weight = next((arg for key, arg in [*enumerate(call.args), *call.kwargs.items()] if key in _WEIGHT), None)
+    return isinstance(weight, Value) and weight.storage.kind == "parameter"
 
 
 def _is_size(number: float, known_sizes: frozenset[int]) -> bool:

@@ -17,6 +17,10 @@ Shapes: views are not run again; a tensor is described by its size, stride and o
 where an operator of the recipe made it). So most recipes hold for the shapes that were observed. `is_shape_free` marks
 those in which no such number is written.
 
+Collectives: a recipe holds none, for all ranks of the group would have to run it, as often and in the same order.
+`build_collective_recipes` makes those that do hold one, for whoever asks for them by name (planner/sections.py). Only
+functional collectives are repeated: they name their group by a string, and give out memory of their own.
+
 Cost: the recorded seconds of the operators. Building is linear in the steps written; no recipe is longer than
 `MAX_STEPS`. Not covered: numbers that Python computes anew in each step and passes to an operator (a schedule); those
 that come out of a tensor (`.item()`) are noticed, except through `tolist()` on the host.
@@ -34,11 +38,14 @@ from torch._ops import OpOverload
 
 from lowtide.catalog.graph import Call, Storage, Value
 from lowtide.catalog.operators import (
+    WAIT,
     filled_version,
     has_numbers,
     has_sizes,
     is_empty,
     is_random,
+    is_repeatable,
+    is_wait,
     overwrites,
     packet_name,
     pure_args,
@@ -49,6 +56,8 @@ from lowtide.catalog.operators import (
 from lowtide.catalog.site import Geometry, Recipe, RecipeInput, RecipeStep
 
 MAX_STEPS = 256
+COLLECTIVE = "collective"
+"""Why a node has no recipe that one rank could run alone."""
 
 # Writers that change more than bytes.
 _RESHAPERS = frozenset({"set_", "resize_", "resize_as_", "as_strided_"})
@@ -91,6 +100,26 @@ def build_recipes(calls: Sequence[Call], targets: Sequence[Target]) -> Mapping[i
     return recipes
 
 
+def build_collective_recipes(
+    calls: Sequence[Call], targets: Sequence[Target], recipes: Mapping[int, Recipe | str]
+) -> Mapping[int, Recipe | str]:
+    """The recipes with collectives of those targets that have none in `recipes` (from `build_recipes`) for that reason.
+
+    By `storage.index`, as `build_recipes`. The name of a group is that of the rank that observed.
+    """
+    asked = [(rank, target) for rank, target in enumerate(targets) if recipes[target.storage.index] == COLLECTIVE]
+    if not asked:
+        return {}
+    graph = _Graph(calls, targets)
+    found: dict[int, Recipe | str] = {}
+    for rank, target in asked:
+        try:
+            found[target.storage.index] = _Builder(graph, target, rank, with_collectives=True).build()
+        except _NoRecipeError as reason:
+            found[target.storage.index] = str(reason)
+    return found
+
+
 class _Graph:
     """What all recipes of a step share: who wrote what, and where a walk stops."""
 
@@ -102,6 +131,7 @@ class _Graph:
         self.reinterpretations: dict[tuple, Call] = {}
         self.filled: dict[int, int | None] = {}
         self.item_reads: dict[str, int] = {}
+        self.wait_seconds: dict[int, float] = {}
         self.sizes = sizes_in(calls)
         for call in calls:
             self._note(call)
@@ -112,6 +142,8 @@ class _Graph:
             # A bool can only choose a branch, which shows in the order of what is saved.
             # The module that read the number may have returned it: suspect is also what its parent does next.
             self.item_reads.setdefault(".".join(call.name.split(".")[:-2]), call.index)
+        if is_wait(call) and isinstance(call.args[0], Value):
+            self.wait_seconds.setdefault(call.args[0].storage.index, call.seconds)
         if name in _REINTERPRETS:
             output, source = call.outputs[0], call.args[0]
             if output is not None and isinstance(source, Value) and output.dtype != source.dtype:
@@ -165,6 +197,7 @@ class _Builder:
     graph: _Graph
     target: Target
     rank: int
+    with_collectives: bool = False
     calls: dict[int, Call] = field(default_factory=dict)
     inputs: dict[RecipeInput, int] = field(default_factory=dict)
     steps: list[RecipeStep] = field(default_factory=list)
@@ -186,10 +219,14 @@ class _Builder:
             inputs=tuple(self.inputs),
             steps=tuple(self.steps),
             output=output,
-            seconds=sum(call.seconds for call in order),
+            seconds=sum(self._seconds(call) for call in order),
             transient_bytes=self._transient_bytes(order),
             is_shape_free=self.is_shape_free,
         )
+
+    def _seconds(self, call: Call) -> float:
+        made = call.outputs[0] if call.is_collective else None
+        return call.seconds + (0.0 if made is None else self.graph.wait_seconds.get(made.storage.index, 0.0))
 
     def _result(self) -> tuple[Call, int]:
         """The operator that completed the node, and which of its outputs that is."""
@@ -229,8 +266,11 @@ class _Builder:
     def _check(self, call: Call) -> None:
         if is_random(call):
             raise _NoRecipeError("random")
-        if call.is_collective:
-            raise _NoRecipeError("collective")
+        if call.is_collective and not self.with_collectives:
+            raise _NoRecipeError(COLLECTIVE)
+        if call.is_collective and not is_repeatable(call):
+            name = f"{call.func.namespace}.{packet_name(call)}"
+            raise _NoRecipeError(f"{COLLECTIVE} {name}, which is not a functional one")
         if not isinstance(call.func, OpOverload):
             raise _NoRecipeError("unknown producer")
         for value in read_values(call):
@@ -266,6 +306,8 @@ class _Builder:
         if self.graph.reads_data(call) and has_numbers(call):
             raise _NoRecipeError("number read from data")
         self.steps.append(step)
+        if call.is_collective:
+            self.steps.append(RecipeStep(op=WAIT, args=({"step": len(self.steps) - 1, "output": 0},)))
         for output, value in enumerate(call.outputs):
             if value is not None and value.storage.producer is call:
                 self.made.setdefault(value.storage.index, (len(self.steps) - 1, output, value))

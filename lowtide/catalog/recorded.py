@@ -30,6 +30,8 @@ class Node:
     reads: list[int] = field(default_factory=list)
     release: int = 0
     anchor: Anchor | None = None
+    gathered: frozenset[int] = frozenset()
+    """Indices of the gathered parameters that were there whenever it was saved or read."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,3 +72,5 @@ class Trace:
     spans: list[Span]
     start_sequence: int
     """Autograd's sequence number at the start of the model's forward."""
+    gathered: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, end, bytes): half-open ranges of operators in which a sharded parameter was there as a whole."""

@@ -21,6 +21,7 @@ from lowtide.catalog.activations import is_plain_or_fake, leads_to_parameter
 from lowtide.catalog.graph import Storage
 from lowtide.catalog.parking import Park
 from lowtide.catalog.recorded import Node
+from lowtide.catalog.wrappers import Shell, arrived, inside, shell_of
 
 if TYPE_CHECKING:
     from lowtide.catalog.observer import Observer
@@ -42,6 +43,7 @@ class _Parked:
 
     def open(self) -> torch.UntypedStorage:
         self.node.reads.append(self.observer.num_ops)
+        self.node.gathered &= self.observer.gathered_now()
         if self.back is None:
             self.back = self.saves.bring_back(self)
         return self.back
@@ -53,17 +55,20 @@ class _Parked:
 class _Handle:
     """How one saved tensor looks at a parked storage."""
 
-    __slots__ = ("dtype", "geometry", "parked")
+    __slots__ = ("dtype", "geometry", "parked", "shell")
 
-    def __init__(self, parked: _Parked, tensor: torch.Tensor) -> None:
+    def __init__(self, parked: _Parked, tensor: torch.Tensor, shell: Shell | None) -> None:
         self.parked = parked
+        self.shell = shell
         self.dtype = tensor.dtype
         self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def open(self) -> torch.Tensor:
         with self.parked.observer.silently():
             storage = self.parked.open()
-            return torch.empty(0, dtype=self.dtype, device=self.parked.observer.device).set_(storage, *self.geometry)
+            tensor = torch.empty(0, dtype=self.dtype, device=self.parked.observer.device)
+            tensor.set_(storage, *self.geometry)
+            return tensor if self.shell is None else self.shell.around(tensor)
 
 
 class Saves:
@@ -87,11 +92,12 @@ class Saves:
         """Saved-tensor hooks for the forward of the step."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, saved: torch.Tensor) -> Any:
         with self._observer.silently():
+            tensor = arrived(saved)
             record = self._observer.find(tensor) if is_plain_or_fake(tensor) else None
-            if not self._observer.is_inside or not self.is_activation(tensor, record):
-                return self._stay(tensor, record)
+            if not self._observer.is_inside or not self.is_activation(saved, record):
+                return self._stay(saved, record)
             if record is None:
                 name = f"unknown_{len(self._observer.storages)}"
                 record = self._observer.register(tensor, "unknown", name, self._observer.num_ops)
@@ -99,8 +105,8 @@ class Saves:
             if why:
                 if record.index not in self.nodes and record.nbytes:
                     self.staying[record.index] = why
-                return self._stay(tensor, record)
-            return _Handle(self._parked_for(record, tensor), tensor)
+                return self._stay(saved, record)
+            return _Handle(self._parked_for(record, tensor), tensor, shell_of(saved))
 
     def _stay(self, tensor: torch.Tensor, record: Storage | None) -> torch.Tensor:
         if record is not None:
@@ -125,7 +131,7 @@ class Saves:
 
     def is_activation(self, tensor: torch.Tensor, record: Storage | None) -> bool:
         """The runtime's question (runtime/hooks.py), of a record."""
-        if not is_plain_or_fake(tensor):
+        if not is_plain_or_fake(inside(tensor)):
             return False
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
@@ -162,6 +168,7 @@ class Saves:
             stride=tuple(tensor.stride()),
             offset=int(tensor.storage_offset()),
             dtype=tensor.dtype,
+            gathered=self._observer.gathered_now(),
         )
 
     def repark(self, written: list[Storage]) -> None:

@@ -20,7 +20,10 @@ from typing import Any
 
 from lowtide.errors import ConfigError
 
-PROFILE_SCHEMA = 2
+PROFILE_SCHEMA = 3
+
+# Functional collectives, and what waits for them.
+_COLLECTIVES, _WAIT = "_c10d_functional.", "_c10d_functional.wait_tensor."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,18 @@ class Recipe:
         """Names of the nodes it reads."""
         return tuple(dict.fromkeys(entry.name for entry in self.inputs if entry.kind == "node"))
 
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Names of the collectives that it issues, in order (`all_gather_into_tensor`); all ranks must run it."""
+        ops = (step.op for step in self.steps)
+        return tuple(op.split(".")[1] for op in ops if op.startswith(_COLLECTIVES) and not op.startswith(_WAIT))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups of its collectives, as the rank that observed them calls them."""
+        steps = (step for step in self.steps if step.op.startswith(_COLLECTIVES) and not step.op.startswith(_WAIT))
+        return tuple(dict.fromkeys(step.args[-1] for step in steps))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
@@ -126,6 +141,9 @@ class Site:
     recipe: Recipe | None = None
     why_no_recipe: str = ""
     """'random', 'collective', 'unknown producer', 'mutated', 'input' or another short phrase; empty with a recipe."""
+    collective_recipe: Recipe | None = None
+    """How all ranks together make it again, where no rank can alone ('collective'). Only for who asks for it by name: a
+    `recipe` is free to use, this is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +213,8 @@ class Profile:
     """What autograd saves beyond the sites."""
     hidden: tuple[HiddenBytes, ...] = ()
     """What lives from forward to backward although no hook saw it."""
+    num_collectives: int = 0
+    """Calls in the forward pass that wait for other ranks."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -208,14 +228,20 @@ class Profile:
 
     def with_times(self, share: float) -> Profile:
         """The same step in so much of the time."""
-        nodes = (
-            node
-            if node.recipe is None
-            else dataclasses.replace(node, recipe=dataclasses.replace(node.recipe, seconds=node.recipe.seconds * share))
-            for node in self.nodes
-        )
         seconds = tuple(seconds * share for seconds in self.op_seconds)
-        return dataclasses.replace(self, op_seconds=seconds, nodes=tuple(nodes))
+        return dataclasses.replace(self, op_seconds=seconds, nodes=tuple(_faster(node, share) for node in self.nodes))
+
+    def without_sizes(self) -> Profile:
+        """The same step without the recipes that hold for its shapes only."""
+
+        def free(node: Site) -> Site:
+            if node.collective_recipe is not None and not node.collective_recipe.is_shape_free:
+                return dataclasses.replace(node, collective_recipe=None)
+            if node.recipe is None or node.recipe.is_shape_free:
+                return node
+            return dataclasses.replace(node, recipe=None, why_no_recipe="holds for one shape only")
+
+        return dataclasses.replace(self, nodes=tuple(map(free, self.nodes)))
 
     def to_json(self) -> str:
         """JSON text; `Profile.from_json` gives back an equal profile."""
@@ -235,6 +261,14 @@ class Profile:
             raise ConfigError(f"profile: not a profile of lowtide ({error}); profile the model again") from None
 
 
+def _faster(node: Site, share: float) -> Site:
+    alone, together = (
+        None if recipe is None else dataclasses.replace(recipe, seconds=recipe.seconds * share)
+        for recipe in (node.recipe, node.collective_recipe)
+    )
+    return dataclasses.replace(node, recipe=alone, collective_recipe=together)
+
+
 def site_from_dict(entry: dict[str, Any]) -> Site:
     """A node from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
     anchor = entry["anchor"]
@@ -244,6 +278,7 @@ def site_from_dict(entry: dict[str, Any]) -> Site:
             "anchor": None if anchor is None else Anchor(**anchor),
             "reads": tuple(entry["reads"]),
             "recipe": recipe_from_dict(entry["recipe"]),
+            "collective_recipe": recipe_from_dict(entry["collective_recipe"]),
         }
     )
 

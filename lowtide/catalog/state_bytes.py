@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowtide.catalog.live import LiveBytes, optimizer_tensors, unique_bytes
+from lowtide.catalog.sharded import is_sharded, local_part
 from lowtide.catalog.site import StateBytes
 
 
@@ -40,11 +41,17 @@ def state_bytes(
     return StateBytes(
         parameters=held,
         buffers=unique_bytes([*parameters, *(b for b in model.buffers() if id(b) not in known)], device_type) - held,
-        gradients=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        gradients=sum(_gradient_bytes(p) for p in parameters if p.requires_grad),
         optimizer=state,
         optimizer_temporaries=temporaries,
         inputs=inputs,
     )
+
+
+def _gradient_bytes(parameter: nn.Parameter) -> int:
+    if is_sharded(parameter):
+        return local_part(parameter).untyped_storage().nbytes()  # padded, as the gradient is
+    return parameter.numel() * parameter.element_size()
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> tuple[int, int]:
@@ -101,8 +108,9 @@ def _settings(group: dict[str, Any], is_accelerator: bool) -> dict[str, Any]:
 
 def _fake_parameter(parameter: torch.Tensor, fakes: dict[int, nn.Parameter]) -> nn.Parameter:
     if id(parameter) not in fakes:
+        part = local_part(parameter)
         fake = nn.Parameter(
-            torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="cpu"),
+            torch.empty_strided(part.size(), part.stride(), dtype=parameter.dtype, device="cpu"),
             requires_grad=parameter.requires_grad,
         )
         if parameter.requires_grad:
@@ -118,4 +126,4 @@ def _fake_like(value: Any) -> Any:
         with unset_fake_temporarily():
             number = value.item()
         return torch.tensor(number, dtype=value.dtype)  # step counters: their value is looked at
-    return torch.empty(value.size(), dtype=value.dtype, device="cpu")
+    return torch.empty(local_part(value).size(), dtype=value.dtype, device="cpu")

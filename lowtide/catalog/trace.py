@@ -6,8 +6,8 @@ storages that are parameters in disguise (`weight.t()`, autocast casts, with or 
 where they came from. A planned step then needs none of this: it goes by position, and checks.
 
 Cost: about 7 us an operator and two module hooks a module call; used in the first forward of a plan only.
-Not covered: operator times and backward reads (the autopilot's observation), and tensor subclasses, which are left
-to plain autograd.
+Not covered: operator times and backward reads (the autopilot's observation); tensor subclasses other than those that
+break down into plain tensors (wrappers.py), which are left to plain autograd.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowtide.catalog.sharded import is_fsdp
+from lowtide.catalog.wrappers import inside, is_desugared
+
 # A fresh storage that is still a parameter: autocast makes these. (Views of a parameter share its storage anyway.)
 CASTS = frozenset({"to"})
+PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _SHORT_NAMES = {
     "to_copy": "to",
     "native_layer_norm": "layer_norm",
@@ -56,6 +60,8 @@ class Recorder(TorchDispatchMode):
         self._counts: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_desugared(types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out)
@@ -93,7 +99,8 @@ class Recorder(TorchDispatchMode):
         """Know which module of `model` is running, through ordinary hooks that are gone afterwards."""
         hooks = []
         for name, module in model.named_modules(prefix=prefix):
-            hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            # What FSDP2 does before a module runs belongs to its caller, as it does when the model itself begins.
+            hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=not is_fsdp(module)))
             hooks.append(module.register_forward_hook(self._leaving, always_call=True))
         self._path = [prefix]
         try:
@@ -105,6 +112,8 @@ class Recorder(TorchDispatchMode):
     def _entering(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             self._path.append(name)
+            if is_fsdp(module):
+                self.parameter_keys |= storage_keys(module)
 
         return enter
 
@@ -124,10 +133,10 @@ def _ordered_storage_keys(tree: Any) -> list[int]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """A dense, strided tensor with real storage, of no subclass but Parameter."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 def storage_keys(module: nn.Module) -> set[int]:
-    """Addresses of the storages of a module's parameters and buffers."""
-    tensors = [*module.parameters(), *module.buffers()]
+    """Addresses of the storages of a module's parameters and buffers; of distributed ones, of this rank's part."""
+    tensors = [inside(tensor) for tensor in (*module.parameters(), *module.buffers())]
     return {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.waiting import Waiting
 from lowtide.config.mindformers import Resolution, Sections, read_sections
 from lowtide.config.mindformers.aliases import layer_tree
-from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.run import RunConfig, load_run
 from lowtide.config.source import read_yaml
 from lowtide.planner.sections import Row, layer_sums, names_of_layers, plan_sections, rows_without_step, table
@@ -47,19 +46,28 @@ def run(args: argparse.Namespace) -> int:
     if settings is not None and args.num_layers is None and not args.no_bytes:
         profile = _traced(settings)
     resolution = _resolved(sections, profile, args)
-    rows, notes = rows_without_step(resolution), _notes_about_collectives(resolution)
+    rows = rows_without_step(resolution)
+    notes = tuple(_notes_about_ranks(resolution))
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
-    print(_document(resolution, rows, notes) if args.json else "\n".join(_lines(resolution, rows, notes, sections)))
+    print(
+        _document(resolution, rows, notes)
+        if args.json
+        else "\n".join(_lines(resolution, rows, notes, sections)).lstrip()
+    )
     return 0
 
 
-def _notes_about_collectives(resolution: Resolution) -> tuple[str, ...]:
-    layers = [layer.index for layer in resolution.layers if layer.comm_recompute_ops]
-    if not layers:
-        return ()
-    return (f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version",)
+def _notes_about_ranks(resolution: Resolution) -> list[str]:
+    """What two flags will do to a model that several ranks share."""
+    notes = []
+    if resolution.gathers_again is not None and any(layer.full_recompute for layer in resolution.layers):
+        what = "gathered again in backward" if resolution.gathers_again else "kept whole from forward to backward"
+        notes.append(f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}")
+    if resolution.slices_inputs:
+        notes.append("recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers")
+    return notes
 
 
 def _traced(settings: RunConfig) -> Profile:

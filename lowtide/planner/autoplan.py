@@ -118,7 +118,8 @@ def _plan_of(
     )
     return Plan(
         layers=profile.layers,
-        rules=config.rules(),
+        # What a recompute rule names is made again storage by storage; the runtime would run whole layers again.
+        rules=config.rules().without_recompute(),
         min_bytes=config.min_bytes,
         host_budget_bytes=config.host_budget,
         disk_budget_bytes=config.disk_budget,

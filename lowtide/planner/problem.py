@@ -164,10 +164,27 @@ def op_base_bytes(profile: Profile, fixed: Mapping[int, bool], *, has_gradients:
         change[min(max(end, 0), num_ops)] -= node.nbytes
     base = np.cumsum(change)[:num_ops] + np.asarray(profile.op_bytes, dtype=np.int64)
     if has_gradients:
-        # They are in the state already; a new one exists beside the old one until it is added.
-        made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
-        base[1:] -= made[:-1]
+        base -= _accumulated(profile)
     return base + state_bytes(profile, has_gradients=has_gradients)
+
+
+def _accumulated(profile: Profile) -> np.ndarray:
+    """Of the gradients that a micro-batch has made before each operator, the bytes that are in older ones by then.
+
+    The older ones are in the state. A new one exists beside its older one until autograd adds it, which is when the
+    backward of the module at hand goes over to another: what is left of it there (a transpose, a bias) runs first.
+    """
+    made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
+    new = np.diff(made, prepend=0)
+    paths = [name.rpartition(".")[0] for name in profile.op_names]
+    gone = np.zeros(len(made), dtype=np.int64)
+    end = len(made)
+    for index in range(len(made) - 1, -1, -1):
+        if index + 1 < len(made) and paths[index] != paths[index + 1]:
+            end = index + 1
+        if end < len(made):
+            gone[end] += new[index]
+    return np.cumsum(gone)
 
 
 def _last_uses(profile: Profile) -> dict[str, int]:

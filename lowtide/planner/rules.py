@@ -56,6 +56,10 @@ class Rules:
 
     rules: tuple[Rule, ...] = ()
 
+    def without_recompute(self) -> Rules:
+        """What they say about a storage that nobody runs again: in a recomputed region, or under a solved plan."""
+        return Rules(tuple(rule for rule in self.rules if rule.fate is not Fate.RECOMPUTE))
+
     def decide(self, name: str, *, is_site: bool = True) -> Decision:
         """The fate of `name`. For a layer or a module pass `is_site=False`: there `mul` must not mean `mul_1`.
 

@@ -7,23 +7,27 @@ every node its fate:
 - a recomputed op's own output is dropped, and made again by its recipe; an anchor that this needs is held;
 - a swapped op's outputs that backward reads are sent away, and fetched the written number of operators before the first
   reader; a whole layer, or a module, is everything that is produced in it;
-- recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device.
+- recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device;
+- where the collectives at an op are recomputed, what they give out is dropped, and they are issued again in backward
+  (planner/collectives.py).
 
 Why from a profile: a default file names the attention kernel and the product of the gated MLP, which are no modules;
 and only a step shows what is saved, how large it is, and who reads it.
-Cost: names times parts of a layer. Not covered: names (the resolution has the model's own), collectives.
+Cost: names times parts of a layer. Not covered: names (the resolution has the model's own).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lowtide.catalog.site import Profile, Site
+from lowtide.catalog.site import Profile, Recipe, Site
 from lowtide.config.mindformers import LayerPlan, Resolution
 from lowtide.config.mindformers.flow import LAYER
 from lowtide.config.mindformers.issues import layers_text
 from lowtide.config.native import MemoryConfig
+from lowtide.planner.collectives import is_at, made_again
 from lowtide.planner.fate import Fate
 from lowtide.planner.pattern import Pattern, base_op
 from lowtide.planner.plan import Plan, SiteDecision
@@ -46,6 +50,7 @@ class Row:
     nbytes: int | None
     """Bytes that leave the device between forward and backward: freed or moved. None: no step was looked at."""
     prefetch: int | None = None
+    prefetch_unit: str = "operators"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     has_bytes = any(row.nbytes is not None for row in rows)
     cells = [("layer", "op", "fate", *(["bytes"] if has_bytes else []), "why")]
     for row in rows:
-        fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}"
+        unit = "" if row.prefetch_unit == "operators" else " layer" if row.prefetch == 1 else " layers"
+        fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}{unit}"
         size = [format_bytes(row.nbytes or 0)] if has_bytes else []
         cells.append((str(row.layer), row.part, fate, *size, row.why))
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]) - 1)]
@@ -88,6 +94,9 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
     for layer in resolution.layers:
         for part in [LAYER] if layer.full_recompute else layer.recompute_ops:
             rows.append(Row(layer=layer.index, part=part, fate="recompute", why=layer.why[part], nbytes=None))
+        for part in layer.comm_recompute_ops:
+            why = f"{layer.comm_why[part]} (its collectives are made again)"
+            rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=None))
         for part, written in layer.swap_ops.items():
             reader = layer.swap_stays.get(part)
             if reader is not None:
@@ -96,7 +105,9 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
                 continue
             distance = prefetch_of(written)
             why = layer.why[part]
-            rows.append(Row(layer=layer.index, part=part, fate="swap", why=why, nbytes=None, prefetch=distance))
+            unit = resolution.prefetch_unit
+            row = Row(layer=layer.index, part=part, fate="swap", why=why, nbytes=None, prefetch=distance)
+            rows.append(dataclasses.replace(row, prefetch_unit=unit))
         for part, why in layer.swap_lost.items():
             rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=None))
     return tuple(rows)
@@ -119,6 +130,14 @@ class _Fate:
     reason: str
     prefetch: int | None = None
     runs_with_layer: bool = False
+    is_collective: bool = False
+    """Made again by all ranks together."""
+
+    def recipe_of(self, node: Site) -> Recipe | None:
+        """How the node is made again under this fate; None where it is not, or with its layer."""
+        if self.fate is not Fate.RECOMPUTE or self.runs_with_layer:
+            return None
+        return node.collective_recipe if self.is_collective else node.recipe
 
 
 @dataclass(slots=True)
@@ -129,13 +148,19 @@ class _Writer:
     fates: dict[str, _Fate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     empty: dict[str, list[int]] = field(default_factory=dict)
+    bare: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """(part, why) -> layers in which no collective at that part can be issued again."""
+    names: dict[int, str] = field(default_factory=dict)
     by_layer: dict[int, list[Site]] = field(default_factory=dict)
 
     def written(self) -> Written:
-        self.by_layer = {index: self._nodes_of(index) for index in range(len(self.profile.layers))}
+        numbers = [layer.index for layer in self.resolution.layers]  # a stage of a pipeline does not start at 0
+        self.names = dict(zip(numbers, self.profile.layers, strict=True))
+        self.by_layer = {index: self._nodes_of(name) for index, name in self.names.items()}
         for layer in self.resolution.layers:
             self._swap(layer)
             self._recompute(layer)
+            self._recompute_collectives(layer)
         self._keep_what_is_read()
         self._note_distances()
         plan = Plan(
@@ -151,19 +176,18 @@ class _Writer:
         return Written(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
 
     def _layer_rule(self, layer: LayerPlan) -> Rule:
-        pattern = Pattern.parse(self.profile.layers[layer.index])
+        pattern = Pattern.parse(self.names[layer.index])
         return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
 
-    def _nodes_of(self, index: int) -> list[Site]:
-        prefix = f"{self.profile.layers[index]}."
-        return [node for node in self.profile.nodes if node.name.startswith(prefix)]
+    def _nodes_of(self, name: str) -> list[Site]:
+        return [node for node in self.profile.nodes if node.name.startswith(f"{name}.")]
 
     def _within(self, layer: LayerPlan, part: str) -> list[Site]:
         """The nodes that a part of a layer produces."""
         nodes = self.by_layer[layer.index]
         if part == LAYER:
             return nodes
-        start = len(self.profile.layers[layer.index]) + 1
+        start = len(self.names[layer.index]) + 1
         found = [node for node in nodes if _is_of(node.name[start:], part)]
         if found or part != _KERNEL:
             return found
@@ -181,12 +205,20 @@ class _Writer:
             if not nodes:
                 self.empty.setdefault(part, []).append(layer.index)
             for node in nodes:
-                fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], prefetch)
+                distance = self._distance(node, layer.index, prefetch)
+                fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], distance)
                 if node.nbytes < (self.memory.min_bytes if self.memory else 1):
                     fate = _Fate(Fate.KEEP, None, "smaller than min_bytes")
                 elif node.reads and node.dies >= node.reads[0]:
                     fate = _Fate(Fate.KEEP, (layer.index, part), "something else holds it until backward")
                 self.fates[node.name] = fate
+
+    def _distance(self, node: Site, index: int, prefetch: int) -> int:
+        """Operators ahead of the first reader. In layers: from where backward first reads something of that layer."""
+        if self.resolution.prefetch_unit == "operators":
+            return prefetch
+        ahead = self.by_layer.get(index + prefetch) or self.profile.sites  # of another stage: as early as there is
+        return max(1, max(site.last_sequence for site in ahead if site.anchor is None) - node.last_sequence)
 
     def _recompute(self, layer: LayerPlan) -> None:
         if _runs_again(layer):
@@ -216,6 +248,19 @@ class _Writer:
                 else:
                     self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[part])
 
+    def _recompute_collectives(self, layer: LayerPlan) -> None:
+        nodes = [node for node in self.by_layer[layer.index] if node.anchor is None]
+        start = len(self.names[layer.index]) + 1
+        for part in layer.comm_recompute_ops:
+            found = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
+            for node in found:
+                why = layer.comm_why[part]
+                self.fates[node.name] = _Fate(Fate.RECOMPUTE, (layer.index, part), why, is_collective=True)
+            if not found:
+                others = {node.why_no_recipe for node in nodes if node.collective_recipe is None}
+                why = "; ".join(sorted(other for other in others if other.startswith("collective")))
+                self.bare.setdefault((part, why), []).append(layer.index)
+
     def _read_outside(self, index: int) -> set[str]:
         """Nodes of a layer that something outside of it starts from: its outputs."""
         own = {node.name for node in self.by_layer[index]}
@@ -226,9 +271,10 @@ class _Writer:
         """What something recomputed starts from stays on the device, as the documents say."""
         for node in self.profile.nodes:
             fate = self.fates.get(node.name)
-            if fate is None or fate.fate is not Fate.RECOMPUTE or node.recipe is None:
+            recipe = fate.recipe_of(node) if fate is not None and not fate.runs_with_layer else node.recipe
+            if fate is None or fate.fate is not Fate.RECOMPUTE or recipe is None:
                 continue
-            for name in node.recipe.nodes:
+            for name in recipe.nodes:
                 source = self.fates.get(name)
                 if source is not None and source.fate is Fate.SWAP:
                     reader = self._named(fate)
@@ -261,6 +307,25 @@ class _Writer:
                 else f"backward reads no output of '{part}'"
             )
             self.notes.append(f"no effect: {what} in {layers_text(indices)}")
+        self._note_collectives()
+
+    def _note_collectives(self) -> None:
+        for (part, why), indices in self.bare.items():
+            if self.profile.is_fake:
+                self.notes.append(
+                    f"select_comm_recompute at '{part}' in {layers_text(indices)}: a step that is traced in one "
+                    "process has no collectives, so they are not in the table"
+                )
+                continue
+            what = "backward reads no result of a functional collective there"
+            reason = f" ({why})" if why else ""
+            self.notes.append(f"no effect: select_comm_recompute at '{part}' in {layers_text(indices)}: {what}{reason}")
+        excluded = [x.index for x in self.resolution.layers if x.full_recompute and x.comm_recompute_exclude_ops]
+        if excluded:
+            self.notes.append(
+                f"no effect: select_comm_recompute_exclude in {layers_text(excluded)}: what is recomputed there is the "
+                "layer, not a collective"
+            )
 
     # ---- what comes out
 
@@ -271,7 +336,7 @@ class _Writer:
             if node.anchor is not None and node.name not in needed:
                 continue
             fate = self.fates.get(node.name) or _Fate(Fate.KEEP, None, "no rule names it")
-            is_made = fate.fate is Fate.RECOMPUTE and not fate.runs_with_layer
+            recipe = fate.recipe_of(node)
             result.append(
                 SiteDecision(
                     name=node.name,
@@ -281,8 +346,8 @@ class _Writer:
                     fate=fate.fate,
                     prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
                     anchor=node.anchor,
-                    recipe=node.recipe if is_made else None,
-                    cost_seconds=node.recipe.seconds if is_made and node.recipe else 0.0,
+                    recipe=recipe,
+                    cost_seconds=recipe.seconds if recipe else 0.0,
                     reason=fate.reason,
                 )
             )
@@ -292,18 +357,18 @@ class _Writer:
         """Anchors that a recipe starts from, directly or through other anchors that are made again."""
         by_name = {node.name: node for node in self.profile.nodes}
 
-        def is_made(name: str) -> bool:
+        def recipe_of(name: str) -> Recipe | None:
             fate = self.fates.get(name)
-            return fate is not None and fate.fate is Fate.RECOMPUTE and not fate.runs_with_layer
+            return fate.recipe_of(by_name[name]) if fate is not None else None
 
-        open_names = [node.name for node in self.profile.sites if is_made(node.name)]
+        open_names = [node.name for node in self.profile.sites if recipe_of(node.name) is not None]
         needed: set[str] = set()
         while open_names:
-            recipe = by_name[open_names.pop()].recipe
+            recipe = recipe_of(open_names.pop())
             for name in recipe.nodes if recipe else ():
                 if by_name[name].anchor is not None and name not in needed:
                     needed.add(name)
-                    if is_made(name):
+                    if recipe_of(name) is not None:
                         open_names.append(name)
         return needed
 
@@ -311,9 +376,13 @@ class _Writer:
         rows = []
         sizes: dict[tuple[int, str, Fate], int] = {}
         reasons: dict[tuple[int, str], str] = {}
+        issued: dict[tuple[int, str], list[Site]] = {}
         for node in self.profile.sites:
             found = self.fates.get(node.name)
             if found is None or found.part is None:
+                continue
+            if found.is_collective:
+                issued.setdefault(found.part, []).append(node)
                 continue
             sizes[(*found.part, found.fate)] = sizes.get((*found.part, found.fate), 0) + node.nbytes
             if found.fate is Fate.KEEP:
@@ -323,7 +392,13 @@ class _Writer:
             asked = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
             for part, fate in asked:
                 nbytes = sizes.get((layer.index, part, fate), 0)
-                rows.append(_row(layer, part, fate, nbytes, reasons.get((layer.index, part))))
+                row = _row(layer, part, fate, nbytes, reasons.get((layer.index, part)))
+                rows.append(dataclasses.replace(row, prefetch_unit=self.resolution.prefetch_unit))
+            for part in layer.comm_recompute_ops:
+                made = issued.get((layer.index, part))
+                if made:
+                    nbytes, why = sum(node.nbytes for node in made), f"{layer.comm_why[part]} ({made_again(made)})"
+                    rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=nbytes))
             for part, why in layer.swap_lost.items():
                 rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=0))
         return rows

@@ -1,22 +1,42 @@
 """What the ranks of a job agree on: one budget, one plan, one moment to correct it.
 
 What: small collectives over Python objects; alone, each gives back what it was given. An error on one rank is an error
-on all, so that nobody waits for a rank that has given up.
+on all, so that nobody waits for a rank that has given up. `Council` answers the question that comes before every
+collective but the first: is every rank here? Where batches have different lengths on different ranks, one of them
+meets a new shape when the others do not, and a collective would wait for ever. So the ranks meet at the store of the
+process group, each with the name of what it wants to decide; if one does not come in time, nobody waits any longer,
+now or later, and from then on each decides for itself.
 
-Cost: one `all_gather_object` a call. Not covered: ranks that do not come to the same call.
+Why that is safe: a solved plan has no collective in any recipe, so two ranks may follow different plans. (One that was
+written by name may have some: between ranks that meet the same shapes, since the model's own collectives match.)
+Cost: one `all_gather_object` a call; a meeting is a few messages to the store, and happens only when something is to be
+decided. Not covered: a job that fails on one rank alone ends the others as it would without lowtide.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from lowtide.errors import BudgetError
 from lowtide.planner.plan import Plan
 
+ALONE: Final = "alone"
+"""In place of a group: no other rank runs this module, as it is with the stages of a pipeline."""
+PATIENCE_SECONDS = 10.0
+"""Ranks that train together begin a forward pass closer together than this."""
+_POLL_SECONDS = 0.002
+_GO, _STOP = b"go", b"stop"
+
 
 def _has_company(group: Any) -> bool:
+    if group is ALONE:
+        return False
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -29,14 +49,56 @@ def gather(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def smallest(budget_bytes: int, group: Any) -> int:
-    """The budget that all can keep."""
-    return min(gather(budget_bytes, group))
+class Council:
+    """The ranks that share a plan. Made by all of them at once."""
+
+    def __init__(self, group: Any, budget_bytes: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        answers = gather((budget_bytes, uuid.uuid4().hex), group)
+        self.group = group
+        self.budget_bytes = min(budget for budget, _ in answers)
+        """What all can keep."""
+        self.is_together = True
+        """Whether every rank came to every meeting so far."""
+        self._name = f"lowtide/{answers[0][1]}"
+        self._num_ranks = len(answers)
+        self._patience_seconds = patience_seconds
+
+    def part(self) -> None:
+        """From now on each rank decides for itself. To be called on all, or never."""
+        self.is_together = self._num_ranks == 1
+
+    def all_here(self, what: str) -> bool:
+        """Whether every rank wants to decide `what` now. The same answer on all that ask; once False, always False."""
+        if self._num_ranks == 1 or not self.is_together:
+            return self.is_together
+        self.is_together = self._meet(f"{self._name}/{what}")
+        return self.is_together
+
+    def _meet(self, place: str) -> bool:
+        # torch has no public way to it; it is what `init_process_group` made or was given.
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(f"{place}/count", 1) == self._num_ranks:
+            return store.compare_set(f"{place}/decision", "", _GO.decode()) == _GO
+        end = time.monotonic() + self._patience_seconds
+        while not store.check([f"{place}/decision"]):
+            if time.monotonic() > end:
+                # The last one may come at this very moment; whoever writes first decides for all.
+                return store.compare_set(f"{place}/decision", "", _STOP.decode()) == _GO
+            time.sleep(_POLL_SECONDS)
+        return store.get(f"{place}/decision") == _GO
 
 
 def any_rank(flag: bool, group: Any) -> bool:
     """Whether it is so on any rank."""
     return any(gather(flag, group))
+
+
+def true_on_all(flag: bool, group_names: Sequence[str], device: torch.device) -> bool:
+    """Whether it is so on every rank of these process groups, which torch knows by name."""
+    seen = torch.tensor(1 if flag else 0, dtype=torch.int32, device=device)
+    for name in group_names:
+        seen = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(seen, "min", name))
+    return bool(seen)
 
 
 def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:

@@ -188,24 +188,35 @@ class Link:
 
 
 class StateLink:
-    """One input of a recipe: a parameter or a buffer, as it was in the forward."""
+    """One input of a recipe: a parameter or a buffer, as it was in the forward.
 
-    __slots__ = ("name", "shape", "tensor", "version")
+    `counter` has the version: the tensor itself, or the distributed one around it.
+    """
 
-    def __init__(self, name: str, tensor: torch.Tensor, shape: Shape) -> None:
+    __slots__ = ("counter", "name", "shape", "tensor", "version")
+
+    def __init__(self, name: str, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.version = tensor._version
+        self.counter = counter
+        self.version = counter._version
         self.shape = shape
 
     def open(self) -> torch.Tensor:
-        return self.shape.over(self.tensor.untyped_storage())
+        storage = self.tensor.untyped_storage()
+        if self.shape.end_bytes() > storage.nbytes():
+            raise RuntimeError(
+                f"lowtide: parameter '{self.name}' is sharded at this moment of the backward pass, but something that "
+                "was dropped is to be made from it. The step is not the one that the plan was made for; plan again, or "
+                "give it the fate keep or swap."
+            )
+        return self.shape.over(storage)
 
     def peek(self, trial: Trial) -> torch.Tensor:
         return self.open()
 
     def is_intact(self) -> bool:
-        return self.tensor._version == self.version
+        return self.counter._version == self.version
 
 
 class MadeCell:
@@ -343,7 +354,7 @@ class MadeCell:
             return self.source
         alive = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata) or trial.get(id(self))
         if alive is None:
-            if len(trial) >= _MAX_TRIED:
+            if len(trial) >= _MAX_TRIED or self.program.has_collectives:
                 raise TrialError
             alive = trial[id(self)] = self.try_out(self.links, trial)
         return alive

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lowtide.catalog.layers import find_layers, named_layers
@@ -21,7 +20,8 @@ from lowtide.config.native import load_memory
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan
-from lowtide.planner.rules import Rule, Rules, unmatched_error
+from lowtide.planner.rules import Rule, unmatched_error
+from lowtide.runtime.agree import gather
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.patch import patched_module
 
@@ -122,17 +122,9 @@ def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
     return chosen
 
 
-def without_recompute(rules: Rules) -> Rules:
-    """What the rules say about what a recomputed region must hold on to."""
-    return Rules(tuple(rule for rule in rules.rules if rule.fate is not Fate.RECOMPUTE))
-
-
-def agree_across_ranks(plan: Plan) -> None:
-    """Raise ConfigError on every rank if the ranks were given different plans. Collective."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest())
+def agree_across_ranks(plan: Plan, group: Any = None) -> None:
+    """Raise ConfigError on every rank of `group` if its ranks were given different plans. Collective."""
+    digests = gather(plan.digest(), group)
     if len(set(digests)) > 1:
         listed = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
         raise ConfigError(

@@ -24,6 +24,8 @@ from typing import Protocol
 
 import torch
 
+from lowtide.catalog.wrappers import hollow, is_desugared
+
 
 class Origin(Protocol):
     """Where a saved tensor came from, for the words of an error."""
@@ -84,6 +86,8 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
     `detach()` shares the counter; assigning `.data` replaces the storage and leaves the counter in place.
     """
+    if type(tensor) is not torch.Tensor and is_desugared((type(tensor),)):
+        return hollow(tensor)
     witness = tensor.detach()
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness

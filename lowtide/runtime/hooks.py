@@ -10,8 +10,8 @@ swapped, say) if there is one, else it is kept. It can never get a wrong value: 
 by a live storage and its version, not by position.
 
 Cost: about 6 us a kept tensor in forward and backward together, of which 5 are what any saved-tensor hook costs; the
-same under rules and under a solved plan. Not covered: tensor subclasses (DTensor, quantized, nested) and sparse
-tensors, which stay as plain autograd has them.
+same under rules and under a solved plan. Not covered: sparse tensors and tensor subclasses (quantized, nested), but for
+the two that catalog/wrappers.py takes apart; they stay as plain autograd has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.catalog.activations import leads_to_parameter
-from lowtide.catalog.trace import Recorder, is_plain, storage_keys
+from lowtide.catalog.trace import PLAIN_TYPES, Recorder, is_plain, storage_keys
+from lowtide.catalog.wrappers import arrived, inside, is_desugared
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
 from lowtide.planner.rules import Decision
@@ -35,10 +36,12 @@ from lowtide.runtime.cells import KeptInCell, Made
 from lowtide.runtime.handle import Kept, KeptSite, Swapped
 from lowtide.runtime.kept import KeptOnTape, KeptSiteOnTape
 from lowtide.runtime.recompute import Call, Dropped, RegionRun, Rerun, RerunView, top_hooks, without_cache
+from lowtide.runtime.slices import Parts
 from lowtide.runtime.state import RandomState
 from lowtide.runtime.tables import Entry, Region, Setting, is_same_producer
 from lowtide.runtime.tape import Copy, Site, Tape
 from lowtide.runtime.weaver import Node, Weaver
+from lowtide.runtime.wrapped import Wrapped
 
 _MAX_RELEARNED = 3
 
@@ -66,6 +69,7 @@ class Scope:
         self._pending_sequence = -1
         # Copies that must be gone when the forward reaches a sequence number, next one first.
         self._deadlines: list[tuple[int, int, Copy]] = []
+        self._parts: Parts = {}
         self._recorded_keys: dict[int, StorageWeakRef] = {}
         self._parameter_keys: set[int] | None = None
         self.weaver: Weaver | None = None
@@ -128,8 +132,11 @@ class Scope:
 
     # -- the pack hook ---------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """The handle that autograd keeps instead of `tensor`."""
+    def pack(self, tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> Any:
+        """The handle that autograd keeps instead of `tensor`. `wrapper`: what autograd saves, around `tensor`."""
+        if type(tensor) not in PLAIN_TYPES and wrapper is None and is_desugared((type(tensor),)):
+            return self._pack_wrapped(tensor)
+        grad_fn = tensor.grad_fn if wrapper is None else wrapper.grad_fn
         position = self.position
         self.position = position + 1
         if self._pending or self._deadlines:
@@ -137,21 +144,32 @@ class Scope:
         table = self.table
         if table is None:
             with _disable_current_modes():
-                return self._learn(tensor)
+                return self._learn(tensor, grad_fn)
         if position < len(table):
             entry = table[position]
             if (
                 entry.dtype is tensor.dtype
                 and entry.num_dims == tensor.dim()
-                and is_same_producer(entry.producer, type(tensor.grad_fn))
+                and is_same_producer(entry.producer, type(grad_fn))
             ):
-                return self._carry_out(tensor, entry)
+                return self._carry_out(tensor, entry, grad_fn)
         self._miss()
-        return self._unplanned(tensor)
+        return self._unplanned(tensor, grad_fn)
 
-    def _carry_out(self, tensor: torch.Tensor, entry: Entry) -> Any:
+    def _pack_wrapped(self, tensor: torch.Tensor) -> Any:
+        """A distributed tensor, or what a collective gives out: the plain tensor inside has a fate like any other."""
+        if tensor._version or self.is_parameter(tensor):
+            # Writes below a wrapper are not counted, so its bytes could not be told from those of another version.
+            return self.pack(tensor, tensor)
+        with _disable_current_modes():
+            local = arrived(tensor)
+            if not is_plain(local):
+                return self.pack(tensor, tensor)
+            return Wrapped(tensor, self.pack(local, tensor))
+
+    def _carry_out(self, tensor: torch.Tensor, entry: Entry, grad_fn: Any) -> Any:
         if entry.node is not None:
-            return self._weave(tensor, entry, entry.node)
+            return self._weave(tensor, entry, entry.node, grad_fn)
         if entry.fate is Fate.SWAP:
             return self._swap(tensor, entry.tier, entry.distance, entry.leave)
         if entry.fate is Fate.RECOMPUTE:
@@ -230,7 +248,7 @@ class Scope:
 
     # -- recipes ---------------------------------------------------------------------------------------------------
 
-    def _weave(self, tensor: torch.Tensor, entry: Entry, node: Node) -> Any:
+    def _weave(self, tensor: torch.Tensor, entry: Entry, node: Node, grad_fn: Any) -> Any:
         """A tensor of a node that has a recipe, or from which recipes start."""
         weaver = self.weaver
         assert weaver is not None
@@ -238,7 +256,7 @@ class Scope:
         if node.is_made:
             cell = weaver.find(node, tensor)
             if cell is None and entry.is_counted and self._is_movable(tensor, tensor.untyped_storage()):
-                cell = weaver.make(node, tensor)
+                cell = weaver.make(node, tensor, grad_fn)
             if cell is None:
                 self._miss()
                 return self._keep(tensor) if entry.is_counted else self._plain(tensor)
@@ -247,11 +265,11 @@ class Scope:
         if entry.fate is Fate.SWAP:
             handle = self._swap(tensor, entry.tier, entry.distance, entry.leave)
             if isinstance(handle, Swapped):
-                weaver.swap(node, tensor, handle)
+                weaver.swap(node, handle, grad_fn)
             return handle
         if not entry.is_counted or not is_plain(tensor):
             return self._plain(tensor)
-        return KeptInCell(tensor, weaver.keep(node, tensor), self.mover, self.tape)
+        return KeptInCell(tensor, weaver.keep(node, tensor, grad_fn), self.mover, self.tape)
 
     def count_call(self, module: str) -> int:
         """How often a module with anchors has been called before in this forward."""
@@ -261,13 +279,15 @@ class Scope:
 
     def catch(self, node: Node, tensor: torch.Tensor | None) -> None:
         """An anchor: a tensor that autograd does not save, and that a recipe will start from."""
-        if tensor is None or not is_plain(tensor) or not self._is_movable(tensor, tensor.untyped_storage()):
-            self._miss()
-            return
         with _disable_current_modes() if self.recorder is not None else contextlib.nullcontext():
-            self._hold_anchor(node, tensor)
+            local = None if tensor is None else arrived(tensor)
+            if local is None or not is_plain(local) or not self._is_movable(local, local.untyped_storage()):
+                self._miss()
+                return
+            assert tensor is not None
+            self._hold_anchor(node, local, tensor.grad_fn)
 
-    def _hold_anchor(self, node: Node, tensor: torch.Tensor) -> None:
+    def _hold_anchor(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> None:
         weaver = self.weaver
         assert weaver is not None
         weaver.is_observing = self.recorder is not None
@@ -276,24 +296,24 @@ class Scope:
         self.counters.anchor_bytes += tensor.untyped_storage().nbytes()
         decision = node.decision
         if node.is_made:
-            if weaver.make(node, tensor) is None:
+            if weaver.make(node, tensor, grad_fn) is None:
                 self._miss()
         elif decision.fate is Fate.SWAP:
             tier = decision.tier.value if decision.tier else None
             handle = self._swap(tensor, tier, decision.prefetch, decision.leave)
             # Autograd does not read it; its readers are the recipes.
             handle.site.num_readers -= 1
-            weaver.swap(node, tensor, handle)
+            weaver.swap(node, handle, grad_fn)
         else:
-            weaver.keep(node, tensor)
+            weaver.keep(node, tensor, grad_fn)
 
     # -- the first forward -----------------------------------------------------------------------------------------
 
-    def _learn(self, tensor: torch.Tensor) -> Any:
+    def _learn(self, tensor: torch.Tensor, grad_fn: Any) -> Any:
         """Name the tensor's storage by its producer, decide its fate by the rules, and remember both."""
-        entry = Entry(tensor.dtype, tensor.dim(), type(tensor.grad_fn), Fate.KEEP, is_counted=False)
+        entry = Entry(tensor.dtype, tensor.dim(), type(grad_fn), Fate.KEEP, is_counted=False)
         self.recording.append(entry)
-        if not self._is_activation(tensor):
+        if not self._is_activation(tensor, grad_fn):
             return self._plain(tensor)
         assert self.recorder is not None and self.region is not None
         storage = tensor.untyped_storage()
@@ -308,7 +328,7 @@ class Scope:
             self._plan_entry(entry, name, storage.nbytes())
         if is_first:
             self._note_site(name, tensor, storage.nbytes(), decision, reason)
-        return self._carry_out(tensor, entry)
+        return self._carry_out(tensor, entry, grad_fn)
 
     def _plan_entry(self, entry: Entry, name: str, nbytes: int) -> None:
         """What a solved plan says about a saved tensor beyond its fate."""
@@ -378,7 +398,7 @@ class Scope:
 
     # -- tensors that are no activations ---------------------------------------------------------------------------
 
-    def _is_activation(self, tensor: torch.Tensor) -> bool:
+    def _is_activation(self, tensor: torch.Tensor, grad_fn: Any) -> bool:
         """Not a parameter, buffer, view or cast of one, not the caller's own input, and an ordinary tensor."""
         if not is_plain(tensor) or self.is_parameter(tensor):
             return False
@@ -386,15 +406,16 @@ class Scope:
         key = tensor.untyped_storage()._cdata
         if key in self.recorder.parameter_keys:
             return False
-        return key in self.recorder.names or tensor.grad_fn is not None
+        return key in self.recorder.names or grad_fn is not None
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """A parameter or buffer, a view of one, or a cast of one that autograd can see."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return True
-        if not is_plain(tensor):
+        local = inside(tensor)
+        if not is_plain(local):
             return False
-        return tensor.untyped_storage()._cdata in self._keys_of_parameters() or leads_to_parameter(tensor)
+        return local.untyped_storage()._cdata in self._keys_of_parameters() or leads_to_parameter(tensor)
 
     def _keys_of_parameters(self) -> set[int]:
         if self._parameter_keys is None:
@@ -403,12 +424,12 @@ class Scope:
             self._parameter_keys = storage_keys(self.setting.model) | storage_keys(module)
         return self._parameter_keys
 
-    def _unplanned(self, tensor: torch.Tensor) -> Any:
+    def _unplanned(self, tensor: torch.Tensor, grad_fn: Any) -> Any:
         """A tensor that no table foresaw: the fate of its whole layer if that is swap, else keep."""
         assert self.region is not None
         fallback = self.region.fallback
         # Without a gradient history a frozen weight's cast cannot be told from a mask: keep both.
-        if tensor.grad_fn is None or not is_plain(tensor) or self.is_parameter(tensor):
+        if grad_fn is None or not is_plain(tensor) or self.is_parameter(tensor):
             return self._plain(tensor)
         if fallback.fate is not Fate.SWAP or tensor.untyped_storage().nbytes() < self.setting.min_bytes:
             return self._keep(tensor)
@@ -418,16 +439,25 @@ class Scope:
 
     def checkpointed(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a recomputed region (see runtime/recompute.py)."""
-        return self._run_region(self._new_region(module, forward, args, kwargs))
+        pack = self.pack if self.setting.slices is None else self._pack_input
+        return self._run_region(self._new_region(module, forward, args, kwargs), pack)
+
+    def _pack_input(self, tensor: torch.Tensor) -> Any:
+        """The handle on an input of a recomputed layer, of which each tensor-parallel rank may keep a slice only."""
+        handle, slices = self.pack(tensor), self.setting.slices
+        assert slices is not None and self.region is not None
+        where, is_first = self.region.name, self.recorder is not None
+        with _disable_current_modes() if is_first else contextlib.nullcontext():
+            return slices.instead_of(handle, tensor, self._parts, where, self.counters, compares=is_first)
 
     def _new_region(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
         call = Call(module, forward, *without_cache(module, args, kwargs))
         return RegionRun(call, Dropped(self.counters, self.setting.ledger, self._note_dropped))
 
-    def _run_region(self, region: RegionRun) -> Any:
+    def _run_region(self, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
         changers = self.setting.input_changers
         module = region.call.module
-        output = region.run(self.pack, may_change_inputs=self.recorder is not None or module in changers)
+        output = region.run(pack, may_change_inputs=self.recorder is not None or module in changers)
         if region.has_changed_inputs:
             changers.add(module)
         return output
@@ -437,7 +467,7 @@ class Scope:
         if self.recorder is None:
             return not self.is_parameter(tensor)
         with _disable_current_modes():
-            if not self._is_activation(tensor):
+            if not self._is_activation(tensor, tensor.grad_fn):
                 return False
             storage = tensor.untyped_storage()
             name = self.recorder.names.get(storage._cdata)
@@ -452,7 +482,7 @@ class Scope:
         """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
         region = self._new_region(module, forward, args, kwargs)
         random = RandomState(region.call.tensors)
-        output = self._run_region(region)
+        output = self._run_region(region, self.pack)
         if region.has_changed_inputs or not self._is_droppable(output, region.input_keys):
             return output
         storage = output.untyped_storage()
@@ -474,6 +504,7 @@ class Scope:
                 self.mover.land(copy)
         self._deadlines.clear()
         self.reruns.clear()
+        self._parts.clear()
         if self.weaver is not None:
             self.weaver.close()
             self.tape.arrange()

@@ -29,6 +29,7 @@ class ForwardPatch:
         self.original = module.forward
         self._own_before = module.__dict__.get("forward")
         self._is_active = True
+        self._came_off = False
         functools.update_wrapper(self, self.original, updated=())
         module.__dict__["forward"] = self
 
@@ -42,10 +43,19 @@ class ForwardPatch:
         self._is_active = False
         if self.module.__dict__.get("forward") is not self:
             return
+        self._came_off = True
         if self._own_before is None:
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self._own_before
+
+    def again(self) -> ForwardPatch:
+        """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
+        way has looked `forward` up before its hooks ran."""
+        if not self._came_off:
+            return ForwardPatch(self.module, self.around)
+        self.__init__(self.module, self.around)  # type: ignore[misc]
+        return self
 
     def __reduce__(self) -> tuple:
         if self._own_before is not None:

@@ -38,9 +38,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.catalog.trace import is_plain
+from lowtide.catalog.wrappers import inside
 from lowtide.runtime.handle import Kept, Swapped, View, modified_error, version_witness
 from lowtide.runtime.state import BufferState, ParameterState, RandomState, autocast_state
 from lowtide.runtime.stats import Counters, Ledger
+from lowtide.runtime.wrapped import Wrapped
 
 
 def is_checkpoint_hook(hooks: tuple[Callable, Callable] | None) -> bool:
@@ -88,7 +90,7 @@ class Dropped:
 
     def leave_out(self, tensors: list[torch.Tensor]) -> None:
         """The region's own inputs: they remain, and are counted where they are kept or swapped."""
-        for index, tensor in enumerate(tensors):
+        for index, tensor in enumerate(map(inside, tensors)):
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
                 self._seen[storage._cdata] = StorageWeakRef(storage)
@@ -136,8 +138,9 @@ def _counting(dropped: Dropped) -> Iterator[None]:
     outer_pack, outer_unpack = hooks
 
     def pack(tensor: torch.Tensor) -> Any:
-        if is_plain(tensor):
-            dropped.count(tensor)
+        local = inside(tensor)
+        if is_plain(local):
+            dropped.count(local)
         return _Saved(outer_pack(tensor), tensor, dropped)
 
     def unpack(saved: _Saved) -> torch.Tensor:
@@ -210,7 +213,7 @@ class RegionRun:
         self.call = call
         self.dropped = dropped
         self.inputs: list[Any] = []
-        self.input_keys = {t.untyped_storage()._cdata for t in call.tensors if is_plain(t)}
+        self.input_keys = {t.untyped_storage()._cdata for t in map(inside, call.tensors) if is_plain(t)}
         self.has_changed_inputs = False
         self.buffers = BufferState(call.module)
         self.parameters = ParameterState(call.module)
@@ -285,7 +288,8 @@ class RegionRun:
 
     def claim_inputs(self) -> None:
         """One more reader of the inputs: a swapped one must not be let go after the first."""
-        for handle in self.inputs:
+        for given in self.inputs:
+            handle = given.local if isinstance(given, Wrapped) else given
             if isinstance(handle, Swapped):
                 handle.site.num_readers += 1
 

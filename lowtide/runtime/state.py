@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lowtide.catalog.sharded import is_sharded
 from lowtide.catalog.trace import is_plain
 
 _HELD_BUFFER_BYTES = 2**20
@@ -83,8 +84,9 @@ class ParameterState:
     def replayed(self) -> Iterator[None]:
         """Inside, the parameters are the tensors of the first run."""
         lent = [entry for entry in self._then if entry[0]._parameters.get(entry[1]) is not entry[2]]
-        # A sharded parameter whose full storage was given back is gathered again by its owner, not by us.
+        # A sharded parameter is gathered, and given back, by its owner, not by us.
         lent = [entry for entry in lent if not is_plain(entry[2]) or entry[2].untyped_storage().nbytes()]
+        lent = [(owner, name, then) for owner, name, then in lent if not _is_gathered_now(owner, name, then)]
         current = [(owner, name, owner._parameters[name]) for owner, name, _ in lent]
         for owner, name, parameter in lent:
             owner._parameters[name] = parameter
@@ -93,6 +95,11 @@ class ParameterState:
         finally:
             for owner, name, now in current:
                 owner._parameters[name] = now
+
+
+def _is_gathered_now(owner: nn.Module, name: str, then: torch.Tensor) -> bool:
+    now = owner._parameters[name]
+    return is_sharded(then) and now is not None and not is_sharded(now)
 
 
 class RandomState:

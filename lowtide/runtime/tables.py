@@ -18,6 +18,7 @@ from lowtide.planner.fate import Fate
 from lowtide.planner.plan import SiteDecision
 from lowtide.planner.rules import Decision, Rules
 from lowtide.runtime.guard import Guard
+from lowtide.runtime.slices import Slices
 from lowtide.runtime.stats import Counters, Ledger
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.weaver import VIEW_NODES, Node
@@ -77,6 +78,8 @@ class Setting:
     """What a solved plan says, by name; None where rules decide."""
     guard: Guard | None = None
     """Watches live bytes; None without a limit."""
+    slices: Slices | None = None
+    """Cuts the inputs of recomputed layers; None: they are kept whole."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 

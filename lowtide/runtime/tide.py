@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.catalog.sharded import local_part
 from lowtide.config.native import MemoryConfig
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan
@@ -40,7 +41,6 @@ from lowtide.runtime.checks import (
     warn_about_checkpointing,
     warn_about_parts_of_recomputed_layers,
     warn_about_tiers,
-    without_recompute,
 )
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
@@ -51,6 +51,7 @@ from lowtide.runtime.patch import ForwardPatch
 from lowtide.runtime.recompute import is_checkpoint_hook, top_hooks
 from lowtide.runtime.rollback import Rollback, tighter
 from lowtide.runtime.sites_seen import warn_about_other_sites, with_bytes_seen
+from lowtide.runtime.slices import Slices
 from lowtide.runtime.stats import Counters, Ledger, Stats
 from lowtide.runtime.swap import Mover
 from lowtide.runtime.tables import Region, Setting
@@ -64,12 +65,13 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
+    group: Any = None,
 ) -> Tide:
     """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`."""
     refuse_unsuitable(model)
     plan = plan_of(model, memory)
     check_patterns(model, plan)
-    agree_across_ranks(plan)
+    agree_across_ranks(plan, group)
     warn_about_checkpointing(model)
     warn_about_parts_of_recomputed_layers(model, plan)
     chosen = choose_engine(engine, model, plan)
@@ -102,6 +104,7 @@ class Tide:
             # the caller made is the caller's to close.
             weakref.finalize(self._mover, engine.close)
         self._guard: Guard | None = None
+        self._slices: Slices | None = None
         self._setting = self._setting_of(plan)
         self._rollback = Rollback(
             model,
@@ -193,6 +196,10 @@ class Tide:
             )
         self._setting.guard = self._guard
 
+    def slice_inputs(self, slices: Slices) -> None:
+        """Keep a slice of each recomputed layer's input on this tensor-parallel rank. Before the first forward pass."""
+        self._slices = self._setting.slices = slices
+
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
         """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
 
@@ -213,13 +220,21 @@ class Tide:
         """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
         self._mover.settle()
 
+    def suspend(self) -> None:
+        """Leave the model as it was until `resume()`, and keep what was learned about it. Idempotent."""
+        for patch in reversed(self._patches):
+            patch.undo()
+
+    def resume(self) -> None:
+        """Go on after `suspend()`. The model must be as it was then."""
+        self._patches = [patch.again() for patch in self._patches]
+
     def remove(self) -> None:
         """Restore the model exactly. Graphs that are still alive keep working. Idempotent."""
         if self._is_removed:
             return
         self._is_removed = True
-        for patch in reversed(self._patches):
-            patch.undo()
+        self.suspend()
         self._mover.close()
 
     def __enter__(self) -> Tide:
@@ -240,12 +255,11 @@ class Tide:
         tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self._optimizer is not None:
             tensors += [value for state in self._optimizer.state.values() for value in state.values()]
+        parts = [local_part(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-            and tensor.layout is torch.strided
-            and tensor.device.type == self.engine.device_type
+            for tensor in parts
+            if tensor.layout is torch.strided and tensor.device.type == self.engine.device_type
         }
         return sum(storages.values())
 
@@ -278,7 +292,7 @@ class Tide:
         return Setting(
             model=self.model,
             rules=plan.rules,
-            stay_rules=without_recompute(plan.rules),
+            stay_rules=plan.rules.without_recompute(),
             min_bytes=plan.min_bytes,
             device_type=self.engine.device_type,
             mover=self._mover,
@@ -286,6 +300,7 @@ class Tide:
             ledger=self._ledger,
             nodes=nodes_of(plan, self.model) if plan.is_solved else None,
             guard=self._guard,
+            slices=self._slices,
         )
 
     def _wrap(self) -> list[ForwardPatch]:

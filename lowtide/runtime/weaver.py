@@ -10,6 +10,15 @@ When a recipe is trusted. Nodes are found by position, and a position can be ano
   sizes, may differ), and the autograd graph between them must be the same again: same operators, same parameters.
 Where that fails, the tensor stays, counted as a divergence: it costs memory, never a value.
 
+Collectives. A recipe may hold some (planner/sections.py), and then all ranks of the group must run it, as often and in
+the same order. What decides whether it runs must therefore be the same on all of them:
+- the model, the plan and the autograd graph are, since the forward's own collectives matched;
+- bytes may differ, so the verdict of such a trial, and of every recipe further down, is that of all ranks together, and
+  it is reached once: a rank that observes another forward by itself does not try again;
+- nothing here looks at how much memory is free. No guard spills cells, and a micro-batch with collectives is never
+  repeated by one rank (rollback.py).
+A made cell runs once in a backward pass, before its first reader; backward reads in the order of the graph.
+
 Cost: some 25 us a made cell and forward. Not covered: numbers that a model changes from step to step and bakes into an
 operator (a scale that follows a schedule): neither shapes nor the graph show them.
 """
@@ -27,10 +36,12 @@ from torch import nn
 
 from lowtide.catalog.site import RecipeInput
 from lowtide.catalog.trace import is_plain
+from lowtide.catalog.wrappers import inside
 from lowtide.errors import ConfigError
 from lowtide.planner.fate import Fate
 from lowtide.planner.plan import Plan, SiteDecision
-from lowtide.runtime.cells import Cell, KeptCell, Link, MadeCell, Shape, StateLink, SwappedCell, TrialError
+from lowtide.runtime.agree import true_on_all
+from lowtide.runtime.cells import Cell, KeptCell, Link, MadeCell, Shape, StateLink, SwappedCell, Trial, TrialError
 from lowtide.runtime.handle import Swapped
 from lowtide.runtime.stats import Counters
 from lowtide.runtime.swap import Mover
@@ -60,6 +71,10 @@ class Node:
     """It, and what its recipe starts from, then had the bytes that the plan was made for."""
     has_failed: bool = False
     """Its recipe did not give its bytes: it is kept from then on."""
+    groups: tuple[str, ...] = ()
+    """Process groups whose collectives making it takes, here or further up."""
+    was_tried: bool = False
+    """With all ranks of these groups, that is. Without groups each observed forward tries again."""
     was_seen: bool = False
 
     @property
@@ -99,6 +114,9 @@ def nodes_of(plan: Plan, model: nn.Module) -> dict[str, Node]:
 
         node.program = compile_recipe(recipe)
         node.inputs = tuple(_looked_up(entry, node, nodes, modules) for entry in recipe.inputs)
+        # Plans list nodes in the order in which they are made, and recipes start from earlier ones.
+        above = [name for entry in node.inputs if entry.node is not None for name in entry.node.groups]
+        node.groups = tuple(dict.fromkeys([*above, *recipe.groups]))
     return nodes
 
 
@@ -143,47 +161,47 @@ class Weaver:
     _marks: dict[Any, str] = field(default_factory=dict)
     """Autograd's nodes that made the cells' tensors. Holds them, so that they can be told apart by identity."""
 
-    def keep(self, node: Node, tensor: torch.Tensor) -> KeptCell:
-        """A node that stays, and from which recipes may start."""
+    def keep(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> KeptCell:
+        """A node that stays, and from which recipes may start. `grad_fn`: autograd's node that made it."""
         cell = KeptCell(tensor, self.mover.ledger)
         self.counters.kept_bytes += cell.nbytes
-        self._add(node, tensor, cell)
+        self._add(node, cell, grad_fn)
         return cell
 
-    def swap(self, node: Node, tensor: torch.Tensor, handle: Swapped) -> None:
+    def swap(self, node: Node, handle: Swapped, grad_fn: Any) -> None:
         """A node that was swapped, and from which recipes may start."""
-        self._add(node, tensor, SwappedCell(handle.site, handle.view))
+        self._add(node, SwappedCell(handle.site, handle.view), grad_fn)
 
     def find(self, node: Node, tensor: torch.Tensor) -> MadeCell | None:
         """The made cell of this tensor's storage, if there is one."""
         cell = self._cells.get(node.name)
         return cell if isinstance(cell, MadeCell) and cell.is_of(tensor) else None
 
-    def make(self, node: Node, tensor: torch.Tensor) -> MadeCell | None:
+    def make(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> MadeCell | None:
         """A node that is to be dropped and made again; None where it cannot be, and has to stay."""
         if node.name in self._cells:
             return None
         cell = MadeCell(node.name, node.program, tensor, self.mover)
         is_new = self.is_observing
         if is_new and not node.has_failed:
-            node.trace = self._trace(tensor.grad_fn)
-        fits = not node.has_failed and (is_new or node.trace == self._trace(tensor.grad_fn))
+            node.trace = self._trace(grad_fn)
+        fits = not node.has_failed and (is_new or node.trace == self._trace(grad_fn))
         if not fits:
             self._stay(cell)
-        self._add(node, tensor, cell)
+        self._add(node, cell, grad_fn)
         if fits:
             self._link(node, cell)
         return cell
 
-    def _add(self, node: Node, tensor: torch.Tensor, cell: Cell) -> None:
+    def _add(self, node: Node, cell: Cell, grad_fn: Any) -> None:
         if node.name in self._cells:
             return
         node.was_seen = True
         if self.is_observing:
             node.shape = cell.shape
         self._cells[node.name] = cell
-        if tensor.grad_fn is not None:
-            self._marks.setdefault(tensor.grad_fn, node.name)
+        if grad_fn is not None:
+            self._marks.setdefault(grad_fn, node.name)
         for waiting, dependent in self._waiting.pop(node.name, ()):
             self._link(waiting, dependent)
 
@@ -199,7 +217,7 @@ class Weaver:
         if links is None:
             self._stay(cell)
             return
-        if self.is_observing and not self._gives_the_same(cell, links):
+        if self.is_observing and not self._is_proven(node, cell, links):
             node.has_failed = True
             self._stay(cell)
             return
@@ -231,8 +249,9 @@ class Weaver:
             tensor = entry.find_state()
             if tensor is None or tensor.dtype != entry.shape.dtype:
                 return None
-            fits = is_plain(tensor) and entry.shape.end_bytes() <= tensor.untyped_storage().nbytes()
-            return StateLink(entry.name, tensor.detach(), entry.shape) if fits else None
+            local = inside(tensor)
+            fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
+            return StateLink(entry.name, local.detach(), entry.shape, tensor.detach()) if fits else None
         cell = self._cells[entry.name]
         shape = entry.shape if is_literal else cell.shape
         fits = cell.is_intact() and shape.end_bytes() <= cell.nbytes
@@ -242,11 +261,25 @@ class Weaver:
         self.counters.kept_bytes += cell.nbytes
         self.miss()
 
-    def _gives_the_same(self, cell: MadeCell, links: tuple[Link | StateLink, ...]) -> bool:
+    def _is_proven(self, node: Node, cell: MadeCell, links: tuple[Link | StateLink, ...]) -> bool:
+        """Whether the recipe gives the bytes that it is to replace: on all ranks, if it takes them all."""
+        if not node.groups:
+            return self._gives_the_same(cell, links)
+        if node.was_tried:
+            return not node.has_failed
+        node.was_tried = True
+        trial: Trial = {}
+        held = _at_hand(links, trial)
+        # A collective may start only when all ranks have what it starts from.
+        if not true_on_all(held is not None, node.groups, cell.device):
+            return False
+        return true_on_all(self._gives_the_same(cell, links, trial), node.groups, cell.device)
+
+    def _gives_the_same(self, cell: MadeCell, links: tuple[Link | StateLink, ...], trial: Trial | None = None) -> bool:
         """Run the recipe beside the tensor that it is to replace."""
         assert cell.source is not None
         try:
-            return _same_bytes(cell.try_out(links, {}), cell.source)
+            return _same_bytes(cell.try_out(links, {} if trial is None else trial), cell.source)
         except (TrialError, RuntimeError, TypeError, ValueError, IndexError):
             return False
 
@@ -296,6 +329,14 @@ class Weaver:
         self._waiting.clear()
         self._marks.clear()
         self._recent.clear()
+
+
+def _at_hand(links: tuple[Link | StateLink, ...], trial: Trial) -> list[torch.Tensor] | None:
+    """What a trial starts from; None where it cannot be had."""
+    try:
+        return [link.peek(trial) for link in links]
+    except (TrialError, RuntimeError, TypeError, ValueError, IndexError):
+        return None
 
 
 def _same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

@@ -4,8 +4,8 @@ What: `follow` is for files of MindSpore Transformers what `optimize` is for a b
 first forward pass of each shape is observed (one extra step that leaves no trace), which shows what every op saves and
 how it is made again; planner/sections.py then says the fates, and the runtime carries them out.
 Why to observe: single operators are named (`flash_attention`, `feed_forward.mul`) that are no modules.
-Cost: that of the autopilot, without its solver. Not covered: collectives (`select_comm_recompute`,
-`recompute_slice_activation`, `parallel_optimizer_comm_recompute`), which are named in a line; sharded parameters.
+Cost: that of the autopilot, without its solver. Not covered: DTensor parameters of FSDP2 and of tensor parallelism in
+one model.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.catalog.layers import find_layers, named_layers
+from lowtide.catalog.layers import find_layers, is_numbered, named_layers
+from lowtide.catalog.sharded import refuse_other_shards
 from lowtide.catalog.site import Profile
 from lowtide.config.mindformers import Resolution, Sections
-from lowtide.config.mindformers.issues import layers_text
+from lowtide.config.mindformers.issues import Issues, layers_text
 from lowtide.config.native import MemoryConfig
 from lowtide.errors import ConfigError
+from lowtide.planner.collectives import with_own_groups
 from lowtide.planner.plan import Plan
 from lowtide.planner.sections import Written, names_of_layers, plan_sections, table
+from lowtide.runtime import slices
 from lowtide.runtime.adapt import AutoTide
-from lowtide.runtime.agree import agreed
+from lowtide.runtime.agree import ALONE
 from lowtide.runtime.engines.base import Engine
 from lowtide.runtime.engines.choose import choose_engine
 from lowtide.runtime.patch import patched_module
+from lowtide.runtime.resharding import Resharding
+from lowtide.runtime.shapes import ShapeClass
 from lowtide.timeline.step import Link
 
 
@@ -41,45 +46,119 @@ def follow(
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
     group: Any = None,
+    first_layer: int | None = None,
+    tp_group: Any = None,
     say: Callable[[str], None] | None = None,
 ) -> WrittenTide:
-    """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once for what does not fit it."""
+    """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once for what does not fit it.
+
+    `group` and `first_layer` are those of `lowtide.apply`. `tp_group` is the tensor-parallel process group; absent,
+    that of the mesh dimension 'tp' of DTensor parameters.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise ConfigError(
-            "lowtide.apply: this model's parameters are sharded (DTensor), which recompute_config and swap_config "
-            "cannot act on in this version; write what you want into the section 'memory'"
-        )
+    refuse_other_shards(model, "lowtide.apply", allows_tensor_parallel=True)
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
-    resolution = resolve_for(model, sections, layers)
+    if first_layer is None:
+        first_layer = _numbered_from(model, layers, sections)
+    resolution = resolve_for(model, sections, layers, first_layer)
+    if first_layer is not None and group is None:
+        group = ALONE  # the ranks of other stages have other layers, and wait for this one's output
     bare = Plan.from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     how: Any = {"owns_engine": chosen is not engine, "group": group, "say": say}
-    return WrittenTide(model, config, optimizer, chosen, resolution=resolution, memory=memory, **how)
+    how["slicing"] = slicing_for(model, sections, resolution, tp_group)
+    return WrittenTide(model, config, optimizer, chosen, resolution=resolution, layers=layers, memory=memory, **how)
 
 
-def resolve_for(model: nn.Module, sections: Sections, layers: tuple[str, ...]) -> Resolution:
-    """The sections for this very model: its number of layers, and the names in them."""
+def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, group: Any) -> tuple[Any, list[str]]:
+    """The group over which inputs of recomputed layers are sliced, or None, and what there is to say about it."""
+    if not resolution.slices_inputs:
+        return None, [] if group is None else [f"no effect: tp_group; no {slices.KEY} is in force"]
+    found = group if group is not None else slices.tensor_parallel_group(model)
+    if found is None:
+        issues = Issues(compat=sections.compat, places=sections.places)
+        issues.tolerate(
+            f"recompute_config.{slices.KEY}",
+            "needs the tensor-parallel group, and no parameter of this model is a DTensor on a mesh dimension 'tp'",
+            meaning="it has no effect; give the group: lowtide.apply(..., tp_group=group)",
+            fix="give the group, lowtide.apply(..., tp_group=group), or set it to false",
+        )
+        return None, issues.warnings
+    num_ranks = torch.distributed.get_world_size(found)
+    if num_ranks == 1:
+        return None, [f"no effect: {slices.KEY}; the tensor-parallel group has one rank"]
+    return found, [f"{slices.KEY}: each of {num_ranks} ranks keeps 1/{num_ranks} of the inputs of recomputed layers"]
+
+
+def resolve_for(
+    model: nn.Module, sections: Sections, layers: tuple[str, ...], first_layer: int | None = None
+) -> Resolution:
+    """The sections for this very model: its number of layers, and the names in them.
+
+    With `first_layer` it is a stage of a pipeline, and the layers of the file count from there.
+    """
     if not layers:
         raise ConfigError(
             f"{sections.source}: no repeated block was found in this model; name the layers in the section 'memory', "
             "under layers"
         )
     written = sections.num_layers
-    if written is not None and len(layers) not in (written, written + sections.num_extra_layers):
-        raise ConfigError(f"{sections.source}: says {written} layers, but the model has {len(layers)}")
     names = names_of_layers([name for name, _ in model.named_modules()], layers)
+    if first_layer is not None:
+        return _resolve_stage(sections, names, first_layer)
+    if written is not None and len(layers) not in (written, written + sections.num_extra_layers):
+        is_split = sections.pipeline_stage != 1 and len(layers) < written
+        hint = "; of a stage of a pipeline say where it begins: first_layer=..." if is_split else ""
+        raise ConfigError(f"{sections.source}: says {written} layers, but the model has {len(layers)}{hint}")
     return sections.resolve(num_layers=len(layers), names=names)
+
+
+def _resolve_stage(sections: Sections, names: list[dict], first_layer: int) -> Resolution:
+    """The sections for the layers from `first_layer` on, of which `names` are the parts."""
+    if not isinstance(sections.num_layers, int):
+        raise ConfigError(
+            f"{sections.source}: does not say how many layers the whole model has; with first_layer it must "
+            "(model.num_layers)"
+        )
+    held = range(first_layer, first_layer + len(names))
+    total = sections.num_layers + sections.num_extra_layers
+    if first_layer < 0 or held.stop > total:
+        raise ConfigError(
+            f"{sections.source}: says {total} layers, 0 to {total - 1}, but this module of {len(names)} would hold "
+            f"{layers_text(held)}"
+        )
+    # The parts of the layers of other stages are not known, and not looked at.
+    everywhere = [names[index - first_layer] if index in held else names[0] for index in range(total)]
+    return sections.resolve(names=everywhere, held=held)
+
+
+def _numbered_from(model: nn.Module, layers: tuple[str, ...], sections: Sections) -> int | None:
+    """The number of the first layer, where a stage keeps its layers under the numbers of the whole model."""
+    places = [name.rpartition(".") for name in layers]
+    if sections.num_layers in (None, len(layers)) or len({container for container, _, _ in places}) != 1:
+        return None
+    first = int(places[0][2]) if is_numbered(model.get_submodule(places[0][0])) else None
+    if first is None or [int(number) for _, _, number in places] != list(range(first, first + len(layers))):
+        return None
+    return first
 
 
 class WrittenTide(AutoTide):
     """A model under `recompute_config` and `swap_config`. Shows the face of a `Tide`."""
 
-    def __init__(self, *args: Any, resolution: Resolution, memory: MemoryConfig | None, **how: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        resolution: Resolution,
+        layers: tuple[str, ...],
+        memory: MemoryConfig | None,
+        slicing: tuple[Any, list[str]],
+        **how: Any,
+    ) -> None:
         model, config, *rest = args
         # There is no budget; the autopilot's is not asked for anywhere below.
         super().__init__(model, dataclasses.replace(config, budget=1), *rest, **how)
@@ -88,13 +167,21 @@ class WrittenTide(AutoTide):
         """The plan in force and its table; None before the first step."""
         self._memory = memory
         self._has_said: set[str] = set()
+        self._times_backward = False
+        self._resharding = Resharding(model, resolution, layers)
+        self._tp_group, self._notes_about_slices = slicing
+
+    def remove(self) -> None:
+        """Restore the model exactly. Idempotent."""
+        super().remove()
+        self._resharding.undo()
 
     def _measure_link(self) -> Link:
         return Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0)  # nothing is timed
 
     def _make_plan(self, profile: Profile, budget_bytes: int) -> Plan:
         self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._notes_about_collectives(), *self.written.notes]
+        notes = [*self.resolution.notes, *self._resharding.notes, *self._notes_about_slices, *self.written.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),
@@ -102,27 +189,31 @@ class WrittenTide(AutoTide):
             *table(self.written.rows),
         ]:
             self._say_once(line)
-        return agreed(self.written.plan, None, self._group)
+        return self.written.plan
+
+    def _agreed_plan(self, profile: Profile, budget_bytes: int, *, is_joint: bool) -> Plan:
+        """The first rank's, with this rank's own process groups in it."""
+        return with_own_groups(super()._agreed_plan(profile, budget_bytes, is_joint=is_joint), profile)
+
+    def _use(self, key: ShapeClass, *, why: str = "", seconds: float = 0.0) -> None:
+        super()._use(key, why=why, seconds=seconds)
+        if self._tp_group is not None and self._tide is not None:
+            self._tide.slice_inputs(slices.Slices(self._tp_group, self._say_once))
 
     def _say_once(self, line: str) -> None:
         if line not in self._has_said:
             self._has_said.add(line)
             self._say(line)
 
-    def _notes_about_collectives(self) -> list[str]:
-        layers = [layer.index for layer in self.resolution.layers if layer.comm_recompute_ops]
-        if not layers:
-            return []
-        return [f"no effect: select_comm_recompute in {layers_text(layers)}; collectives are kept in this version"]
-
     def _guard_limit(self, plan: Plan) -> int | None:
         return None  # as written, and nothing else
 
-    def _review(self, key: tuple) -> None:
-        """Nothing was predicted, so nothing is compared."""
+    def _let_serve_smaller(self, key: ShapeClass) -> bool:
+        """What is written is not changed for the sake of other shapes: they are observed if it would have to be."""
+        return not self._shapes[key].has_sizes
 
-    def _time_backward(self, output: Any) -> None:
-        """The same."""
+    def _review(self, key: ShapeClass) -> None:
+        """Nothing was predicted, so nothing is compared."""
 
     def _expect_gradients(self) -> None:
         self._expects_gradients = True  # fates do not depend on them
@@ -136,17 +227,20 @@ def sections_in(memory: Any) -> Sections | None:
     """The two sections, if that is what `memory` is: a file with one of them, a mapping with them, or `Sections`."""
     from lowtide.config.mindformers import has_sections, read_sections
     from lowtide.config.mindformers.file import SECTIONS
+    from lowtide.config.mindformers.newer import is_newer
     from lowtide.config.source import read_yaml
 
     if isinstance(memory, Sections):
         return memory
     if isinstance(memory, Mapping):
-        if not any(key in SECTIONS for key in memory):
+        newer = {key: value for key, value in memory.items() if is_newer(key, value)}
+        if not newer and not any(key in SECTIONS for key in memory):
             return None
-        unknown = [key for key in memory if key not in (*SECTIONS, "compat")]
+        unknown = [key for key in memory if key not in (*(newer or SECTIONS), "compat")]
         if unknown:
-            raise ConfigError(f"{unknown[0]}: cannot stand beside recompute_config and swap_config")
+            raise ConfigError(f"{unknown[0]}: cannot stand beside {' and '.join(newer or SECTIONS)}")
         return Sections(
+            newer=newer or None,
             recompute_config=memory.get("recompute_config"),
             swap_config=memory.get("swap_config"),
             compat=bool(memory.get("compat", False)),

@@ -51,3 +51,13 @@ def test_layers_that_the_user_names_are_checked() -> None:
     assert str(nested.value) == (
         "memory.layers: 'model.layers.0.mlp' lies inside 'model.layers.0'; a layer cannot contain another"
     )
+
+
+def test_a_dictionary_of_numbers_is_a_list() -> None:
+    stage = nn.Module()
+    stage.layers = nn.ModuleDict({str(index): nn.Linear(2, 2) for index in (2, 3)})
+    assert find_layers(stage) == ("layers.2", "layers.3")
+    stage.layers = nn.ModuleDict({"3": nn.Linear(2, 2)})
+    assert find_layers(stage) == ("layers.3",)
+    stage.layers = nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)})
+    assert find_layers(stage) == ()

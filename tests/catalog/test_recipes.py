@@ -315,6 +315,12 @@ def test_sizes_written_in_a_recipe_are_noticed(forward: Callable[..., Tensor]) -
     assert not found["exp"].is_shape_free
 
 
+def test_the_width_of_a_norm_with_weights_is_no_size_of_the_batch() -> None:
+    found, _ = recipes_of_simple(lambda self, x: F.layer_norm(x, (8,), self.linear.bias).exp())
+    assert isinstance(found["exp"], Recipe)
+    assert found["exp"].is_shape_free
+
+
 def test_a_node_that_is_saved_later_is_made_on_the_way() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = x + 1

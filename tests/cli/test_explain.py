@@ -56,6 +56,19 @@ def test_a_file_of_upstream(upstream: str, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_flags_about_ranks_are_explained(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "{recompute: True, parallel_optimizer_comm_recompute: True, recompute_slice_activation: True}"
+    Path(upstream).write_text(f"model: {{model_config: {{num_layers: 2}}}}\nrecompute_config: {flags}\n")
+    assert main(["explain", upstream]) == 0
+    out = capsys.readouterr().out
+    assert "note: recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers" in out
+    said = "note: parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is"
+    assert f"{said} gathered again in backward" in out
+    Path(upstream).write_text(Path(upstream).read_text().replace("comm_recompute: True", "comm_recompute: False"))
+    assert main(["explain", upstream]) == 0
+    assert f"{said} kept whole from forward to backward" in capsys.readouterr().out
+
+
 def test_nothing_heavy_is_imported(upstream: str) -> None:
     path = str(Path(upstream).resolve())
     code = f"import sys; from lowtide.cli.main import main; main(['explain', {path!r}]); print('torch' in sys.modules)"
@@ -102,3 +115,26 @@ def test_bytes_of_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["log_lines"][-4:] == [
         f"Set op_swap at layer {index}: attention.flash_attention, value=10" for index in range(4)
     ]
+
+
+def test_the_documented_grid_prints_the_documented_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(EXAMPLES / "recompute.yaml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    every = "[[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]"
+    # A level of a pattern ends with one backslash and a dot; Python shows a mapping's backslashes twice.
+    assert lines[:7] == [
+        f"num_layers per stage: {every}",
+        "Accumulated num_layers per stage: [[4, 9, 14, 19, 24], [29, 34, 39, 44, 48]]",
+        "Formative layer_recompute: [[2, 1, 0, 0, 0], [1, 0, 0, 0, 0]]",
+        rf"Formative select_recompute: {{'feed_forward\\.w1\\.activation\\.silu': {every}, "
+        rf"'feed_forward\\.mul': {every}, "
+        r"'feed_forward\\.w1\\.matmul': [[1, 0, 0, 0, 0], [2, 1, 0, 0, 0]], "
+        r"'feed_forward\\.w3\\.matmul': [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]}",
+        rf"Formative select_comm_recompute: {{'ffn_norm\\.norm': {every}, 'attention_norm\\.norm': {every}}}",
+        "Formative select_recompute_exclude: {}",
+        "Formative select_comm_recompute_exclude: {}",
+    ]
+    assert [line for line in lines if line.startswith("Set full")] == [
+        f"Set full recompute at layer {index}" for index in (0, 1, 4, 24)
+    ]
+    assert "chunk 1, stage 4: 44-47" in [line.strip() for line in lines]

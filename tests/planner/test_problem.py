@@ -107,7 +107,11 @@ def test_gradients_that_exist_already_are_there_from_the_start() -> None:
     held = dict.fromkeys(range(len(NODES)), True)
     without = op_base_bytes(PROFILE, held)
     with_gradients = op_base_bytes(PROFILE, held, has_gradients=True)
-    # a new gradient exists beside the old one until it is added
+    # A new gradient exists beside the old one until it is added: not before the module's backward is over.
+    assert list(with_gradients - without) == [30] * 8
+    names = (*PROFILE.op_names[:7], "n.d:backward")
+    elsewhere = dataclasses.replace(PROFILE, op_names=names)
+    with_gradients = op_base_bytes(elsewhere, held, has_gradients=True)
     assert list(with_gradients - without) == [30, 30, 30, 30, 30, 30, 30, 20]
 
 

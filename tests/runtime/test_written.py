@@ -108,6 +108,59 @@ def test_the_same_bits(name: str) -> None:
         assert stats.kept_bytes + stats.recomputed_bytes + stats.swapped_bytes > 0
 
 
+NEWER: dict[str, Config] = {
+    "full": {"recompute": {"mode": "full", "full_recompute_layer": ["0-1", "3"]}},
+    "select": {
+        "recompute": {
+            "mode": "select",
+            "full_recompute_layer": ["2"],
+            "select_module": {r"mlp\.(act_fn|mul)": ["0-1"], "input_layernorm": ["3"]},
+            "exclude_op": {r"mlp\.act_fn": ["1"]},
+        }
+    },
+    "both": {
+        "recompute": {"mode": "select", "select_module": {"mlp": ["1"]}},
+        "swap": {
+            "enable": True,
+            "default_prefetch": 1,
+            "layer_swap": [{"layers": ["0"]}],
+            "op_swap": [{"op_name": "self_attention", "layers": ["1-2"]}],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_the_newer_schema(name: str) -> None:
+    model = build()
+    with lowtide.apply(model, NEWER[name], engine="virtual:7") as tide:
+        for seed, (loss, gradients) in enumerate(plain_steps()):
+            got_loss, got = step(model, seed)
+            assert torch.equal(got_loss, loss)
+            assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
+        assert tide.stats.num_divergences == 0
+        assert tide.stats.swapped_bytes + tide.stats.recomputed_bytes > 0
+
+
+def test_a_prefetch_in_layers_starts_where_backward_reaches_that_layer() -> None:
+    model = build()
+    with lowtide.apply(model, NEWER["both"], engine="virtual:7") as tide:
+        step(model, 0)
+        nodes = {node.name: node for node in tide.profile.nodes}
+        swapped = [site for site in tide.plan.sites if site.fate is Fate.SWAP]
+        for site in swapped:
+            index = int(site.name.split(".")[2])
+            following = [node for node in tide.profile.sites if node.name.startswith(f"model.layers.{index + 1}.")]
+            begins = max(node.last_sequence for node in following)
+            assert nodes[site.name].last_sequence + site.prefetch == begins
+        assert {int(site.name.split(".")[2]) for site in swapped} == {0, 1, 2}
+        assert [(row.part, row.prefetch, row.prefetch_unit) for row in tide.written.rows if row.fate == "swap"] == [
+            ("<layer>", 1, "layers"),
+            ("self_attn", 1, "layers"),
+            ("self_attn", 1, "layers"),
+        ]
+
+
 PARTS = (
     "attention",
     "feed_forward",
@@ -210,10 +263,10 @@ def test_lines_name_what_has_no_effect() -> None:
     with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
         step(model, 0)
         step(model, 1)
-    assert (
-        "note: no effect: select_comm_recompute in layer 0; collectives are kept in this version" in lines
-        and "note: no effect: backward reads no output of 'self_attn.k_proj' in layer 1" in lines
-    )
+    for part in ("input_layernorm", "post_attention_layernorm"):
+        nothing = "backward reads no result of a functional collective there"
+        assert f"note: no effect: select_comm_recompute at '{part}' in layer 0: {nothing}" in lines
+    assert "note: no effect: backward reads no output of 'self_attn.k_proj' in layer 1" in lines
     early = "note: backward_prefetch 100000 reaches past the start of backward in layer 3"
     assert lines.count(f"{early}: fetched as early as possible there") == 1
 
@@ -298,3 +351,20 @@ def test_default_lists_of_a_family(kind: str) -> None:
             assert all(row.nbytes for row in tide.written.rows)
             parts[config_name] = {row.part for row in tide.written.rows}
     assert parts == {"default ops": DEFAULTS[kind], "swap by default": {"self_attn.sdpa"}}
+
+
+def test_flags_about_shards_say_where_they_have_no_effect() -> None:
+    from lowtide.runtime.written import follow, sections_in
+
+    lines: list[str] = []
+    config = {"recompute_config": {"recompute": [1], "parallel_optimizer_comm_recompute": True}}
+    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+        step(model, 0)
+    text = "no effect: parallel_optimizer_comm_recompute; no parameters are sharded by FSDP2 in this model"
+    assert lines.count(f"note: {text}") == 1
+    config["recompute_config"]["recompute"] = False
+    lines.clear()
+    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+        step(model, 0)
+    key = "recompute_config.parallel_optimizer_comm_recompute"
+    assert lines.count(f"note: no effect: {key}, because no layer is recomputed as a whole") == 1

@@ -8,7 +8,8 @@ torch, and nothing is carried out (planner/sections.py and runtime/written.py do
 `compat` (the default) follows upstream's results and warns where it hangs, crashes on a documented form or silently
 does nothing; without it these places are refused, with where, what and how to fix it.
 
-Not covered: the newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`), which is refused by name.
+The newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`) is read from a file or by `Sections(newer=...)`.
+Not covered: the log lines of that one.
 """
 
 from __future__ import annotations

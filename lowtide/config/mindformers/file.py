@@ -20,6 +20,7 @@ from typing import Any
 from lowtide.config.loader import did_you_mean
 from lowtide.config.mindformers.issues import Issues
 from lowtide.config.mindformers.names import Names
+from lowtide.config.mindformers.newer import is_newer, resolve_newer
 from lowtide.config.mindformers.recompute import is_foreign
 from lowtide.config.mindformers.resolution import Resolution, resolve_sections
 from lowtide.config.source import Node, join_path, read_yaml
@@ -28,7 +29,6 @@ from lowtide.errors import ConfigError
 SECTIONS = ("recompute_config", "swap_config")
 _OURS = ("model", "data", "train", "memory", "pipeline")
 _READ = ("parallel_config", "parallel", "compat")
-_NEWER = ("recompute", "recompute_comm", "swap")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
@@ -40,6 +40,8 @@ class Sections:
 
     recompute_config: object = None
     swap_config: object = None
+    newer: Mapping[str, Any] | None = None
+    """The sections of the newer schema, in place of the two."""
     source: str = "the sections"
     """The file, for messages."""
     num_layers: int | None = None
@@ -68,8 +70,12 @@ class Sections:
         offset: object = None,
         names: Names | None = None,
         compat: bool | None = None,
+        held: range | None = None,
     ) -> Resolution:
-        """What the sections mean for a model. Raises `ConfigError` with `file:line:column`."""
+        """What the sections mean for a model, or for the layers `held` by one stage of it.
+
+        Raises `ConfigError` with `file:line:column`.
+        """
         issues = Issues(compat=self.compat if compat is None else compat, places=self.places)
         issues.foreign += self.foreign
         issues.notes += self.notes
@@ -81,6 +87,8 @@ class Sections:
             num_layers = self.num_layers
             if isinstance(num_layers, int):
                 num_layers += self.num_extra_layers
+        if self.newer is not None:
+            return resolve_newer(self.newer, num_layers=num_layers, names=names, issues=issues, held=held)
         return resolve_sections(
             self.recompute_config,
             self.swap_config,
@@ -90,6 +98,7 @@ class Sections:
             offset=self.offset if offset is None else offset,
             names=names,
             issues=issues,
+            held=held,
         )
 
 
@@ -128,7 +137,9 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
     _check_sections(name, values, issues)
     written = _below(values, "model")
     model = written | _below(written, "model_config")
-    compat = values.get("compat", not (values.keys() & {"train", "data"} or "model_type" in written))
+    newer = {key: value for key, value in values.items() if is_newer(key, value)}
+    is_ours = bool(values.keys() & {"train", "data"}) or ("model_type" in written and not newer)
+    compat = values.get("compat", not is_ours)
     if not isinstance(compat, bool):
         issues.refuse("compat", f"must be true or false, not {compat!r}")
     for key in ("offset", "pp_interleave_num", "num_layers"):
@@ -140,6 +151,7 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
     return Sections(
         recompute_config=values.get("recompute_config"),
         swap_config=values.get("swap_config"),
+        newer=newer or None,
         source=name,
         num_layers=num_layers,
         num_extra_layers=num_extra,
@@ -156,25 +168,30 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
 
 
 def has_sections(root: Node) -> bool:
-    """Does the file have one of the two sections?"""
-    return any(entry.key in SECTIONS for entry in root.entries)
+    """Does the file have one of the two sections, or one of the newer schema?"""
+    return any(entry.key in SECTIONS or is_newer(entry.key, _below_keys(entry.node)) for entry in root.entries)
+
+
+def _below_keys(node: Node) -> dict[str, None] | None:
+    return dict.fromkeys(entry.key for entry in node.entries) if node.kind == "mapping" else None
 
 
 def _check_sections(name: str, values: dict[str, Any], issues: Issues) -> None:
     """Is one of the sections there? What other keys are there is noted, unless one looks like a section."""
     keys = list(values)
-    others = [key for key in keys if key not in (*SECTIONS, *_OURS, *_READ)]
+    newer = [key for key in keys if is_newer(key, values[key])]
+    others = [key for key in keys if key not in (*SECTIONS, *_OURS, *_READ, *newer)]
     for key in others:
-        if key not in _NEWER and did_you_mean(key, [section for section in SECTIONS if section not in keys]):
+        if did_you_mean(key, [section for section in SECTIONS if section not in keys]):
             hint = did_you_mean(key, SECTIONS)
             raise ConfigError(f"{issues.places[key]}: unknown key '{key}'{hint}")
-    if not any(section in keys for section in SECTIONS):
-        newer = next((key for key in others if key in _NEWER), None)
-        if newer is not None:
-            raise ConfigError(
-                f"{issues.places[newer]}: '{newer}' belongs to the newer schema of MindSpore Transformers, which is "
-                "not read; write it as recompute_config and swap_config"
-            )
+    older = next((key for key in keys if key in SECTIONS), None)
+    if newer and older:
+        issues.refuse(
+            newer[0],
+            f"belongs to the newer schema of MindSpore Transformers, and '{older}' to the older; write one of them",
+        )
+    if not newer and not older:
         raise ConfigError(f"{name}:1:1: missing section 'recompute_config' or 'swap_config'")
     for key in others:
         below = values[key].items() if isinstance(values[key], dict) else ()

@@ -92,8 +92,9 @@ def make_grid(num_layers: int, num_stages: int, num_chunks: int, offset: object,
     if written != remainder:
         issues.refuse(
             "offset",
-            f"adds up to {written}, but {num_layers} layers on {num_stages} stages of {num_chunks} "
-            f"{'chunk' if num_chunks == 1 else 'chunks'} leave {remainder} over; make it add up to {remainder}",
+            f"adds up to {written}, but {num_layers} layers on {num_stages} {'stage' if num_stages == 1 else 'stages'} "
+            f"of {num_chunks} {'chunk' if num_chunks == 1 else 'chunks'} leave {remainder} over; make it add up to "
+            f"{remainder}",
         )
     average = num_layers // cells
     sizes = tuple(tuple(average + extra for extra in row) for row in offsets.full)

@@ -9,20 +9,19 @@ readings are added, each only where that one finds nothing:
 - for the built-in list of ops on a Hugging Face model, the same op of other MLPs of the layer (shared experts).
 
 Without a tree any name matches, and a pattern stands for itself.
-Upstream gives an expression a second. Here one that can backtrack for ever (a repetition in a repetition) is refused.
+Upstream gives an expression a second; expressions.py matches all but a few odd ones in bounded time.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import re
-import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowtide.config.mindformers.aliases import FREE_OPS, FUNCTIONS, ROLES, Role, family_of
+from lowtide.config.mindformers.expressions import fits, problem
 from lowtide.config.mindformers.issues import Issues
 
 Tree = Mapping[str, Any]
@@ -85,40 +84,21 @@ def levels(pattern: str) -> list[str]:
 def check(pattern: str) -> str | None:
     """What is wrong with a pattern, or None."""
     for level in levels(pattern):
-        try:
-            re.compile(level)
-        except re.error as error:
+        if (found := problem(level)) is not None:
             inside = f" in {level!r}, which is what stands between two '\\.'" if level != pattern else ""
-            return f"is not a regular expression: {error.msg}{inside}"
-        if _repeats_a_repetition(regex_parser.parse(level)):
-            return "repeats what itself repeats, as '(a+)+' does, which can take for ever"
+            return f"{found}{inside}"
     return None
-
-
-def _repeats_a_repetition(parsed: Any, *, is_inside: bool = False) -> bool:
-    """Is there a repetition without an upper bound inside another one?"""
-    for item in parsed:
-        if isinstance(item, tuple) and len(item) == 3 and item[1] is regex_parser.MAXREPEAT:
-            found = is_inside or _repeats_a_repetition(item[2], is_inside=True)
-        else:
-            is_nested = isinstance(item, tuple | list | regex_parser.SubPattern)
-            found = is_nested and _repeats_a_repetition(item, is_inside=is_inside)
-        if found:
-            return True
-    return False
 
 
 def matches_everything(pattern: str) -> bool:
     """Does the last level match any name at all? There upstream trips over attributes that are not operators."""
-    return re.fullmatch(levels(pattern)[-1], "__class__") is not None
+    return fits(levels(pattern)[-1], "__class__")
 
 
 def looks_like(one: str, other: str) -> bool:
     """Do two patterns name the same, level by level, when one is read as a name?"""
     ones, others = levels(one), levels(other)
-    return len(ones) == len(others) and all(
-        re.fullmatch(a, b) or re.fullmatch(b, a) for a, b in zip(ones, others, strict=True)
-    )
+    return len(ones) == len(others) and all(fits(a, b) or fits(b, a) for a, b in zip(ones, others, strict=True))
 
 
 def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
@@ -139,6 +119,21 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
     if family_of(tree) == "hf" and parts[-1] in FREE_OPS:
         return Found(reading="free")
     return Found(reading="nothing")
+
+
+def find_whole(expression: str, tree: Tree | None) -> list[str]:
+    """The parts of a layer whose whole path fits, in any naming; without a tree the expression itself."""
+    if tree is None:
+        return [expression.replace("\\.", ".")]
+    functions = [
+        name for name, module in FUNCTIONS.items() if family_of(tree) == "hf" and lookup(module, tree) is not False
+    ]
+    if found := [name for name in (*all_names(tree), *functions) if fits(expression, name)]:
+        return found
+    if family_of(tree) != "hf":
+        return []
+    roles = [role for role in ROLES if any(fits(expression, name) for name in (*role.legacy, *role.mcore))]
+    return list(dict.fromkeys(name for role in roles for name in _present(role, tree)))
 
 
 def nearest(pattern: str, tree: Tree, n: int = 3) -> list[str]:
@@ -192,15 +187,15 @@ def is_within(name: str, outer: str) -> bool:
 
 def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[Match, ...]]:
     first, *rest = parts
-    fits = [name for name in tree if re.fullmatch(first, name)]
+    found = [name for name in tree if fits(first, name)]
     if rest:
-        for name in fits:
+        for name in found:
             if tree[name] is not None:
                 yield from _walk(tree[name], rest, f"{prefix}{name}.")
         return
-    ops = sorted(name for name in fits if tree[name] is None)
-    modules = [name for name in fits if tree[name] is not None]
-    if fits:
+    ops = sorted(name for name in found if tree[name] is None)
+    modules = [name for name in found if tree[name] is not None]
+    if found:
         yield tuple(Match(name=f"{prefix}{name}", is_op=tree[name] is None) for name in (*ops, *modules))
 
 
@@ -256,9 +251,7 @@ def _as_upstream(parts: list[str], tree: Tree) -> tuple[str, ...]:
 
 def _names(parts: list[str], name: str) -> bool:
     pieces = name.split(".")
-    return len(pieces) == len(parts) and all(
-        re.fullmatch(part, piece) for part, piece in zip(parts, pieces, strict=True)
-    )
+    return len(pieces) == len(parts) and all(fits(part, piece) for part, piece in zip(parts, pieces, strict=True))
 
 
 def _present(role: Role, tree: Tree) -> list[str]:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from lowtide.config.loader import did_you_mean
+from lowtide.config.mindformers.counts import Counts, as_logged_by_upstream
 from lowtide.config.mindformers.grid import Grid, Table
 from lowtide.config.mindformers.issues import Issues
 from lowtide.config.source import join_path
@@ -77,6 +78,12 @@ class Recompute:
     """The four `select_*` keys: pattern -> where it applies."""
     removed: tuple[tuple[str, str], ...]
     """(key, pattern) that an exclude took out, in the order in which it happened."""
+    takes_modules: bool = False
+    """All keys take modules and act while swap is on, as in the newer schema."""
+    gathers_again: bool | None = None
+    """`parallel_optimizer_comm_recompute`; None: not written."""
+    slices_inputs: bool = False
+    """`recompute_slice_activation`, where it has an effect."""
 
     def normalized(self) -> dict[str, Any]:
         tables: dict[str, Any] = {"layer_recompute": self.full.shown}
@@ -103,7 +110,9 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         is_exclude = key.endswith("_exclude")
         defaults = () if is_exclude else _DEFAULT_COMM_OPS if "comm" in key else _DEFAULT_OPS[family]
         by_key[key] = reader.patterns(values[key], f"{ROOT}.{key}", defaults, by_index=swap and not is_exclude)
-    _note_flags(values, issues)
+        if is_exclude and values[key] and not by_key[key]:
+            issues.note(f"no effect: {ROOT}.{key}, because it names no op; write the names of ops to keep")
+    slices_inputs = _flags(values, any(full.covers(layer) for layer in range(grid.num_layers)), issues)
     removed = [
         *_remove_excluded(by_key, "select_recompute", grid, issues),
         *_remove_excluded(by_key, "select_comm_recompute", grid, issues),
@@ -116,7 +125,15 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
                 meaning="it only takes patterns out of the selection, as upstream does",
                 fix=f"remove it and list in {key.removesuffix('_exclude')} only what is to be recomputed",
             )
-    return Recompute(full=full, by_key=by_key, removed=tuple(removed))
+    key = "parallel_optimizer_comm_recompute"
+    is_written = isinstance(config, Mapping) and key in config
+    return Recompute(
+        full=full,
+        by_key=by_key,
+        removed=tuple(removed),
+        gathers_again=values[key] if is_written else None,
+        slices_inputs=slices_inputs,
+    )
 
 
 def _values(config: object, issues: Issues) -> dict[str, Any]:
@@ -149,22 +166,27 @@ def is_foreign(key: object) -> bool:
 
 def unknown_key(key: str, keys: tuple[str, ...]) -> str:
     if key in ("mode", "full_recompute_layer", "select_module", "exclude_op", "enable"):
-        return "belongs to the newer schema of MindSpore Transformers, which is not read; known keys: " + ", ".join(
-            keys
+        return (
+            "belongs to the newer schema of MindSpore Transformers, below 'recompute' or 'swap'; known keys: "
+            + ", ".join(keys)
         )
     return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 
 
-def _note_flags(values: Mapping[str, Any], issues: Issues) -> None:
-    reasons = {
-        "recompute_slice_activation": "activations are not sliced across ranks here",
-        "parallel_optimizer_comm_recompute": "sharded parameters are gathered by the sharding library, not by lowtide",
-    }
-    for key, reason in reasons.items():
-        if values[key]:
-            issues.note(f"no effect: {ROOT}.{key}, because {reason}")
+def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> bool:
+    """Notes about the flags; whether inputs of recomputed layers are sliced. `has_full`: there are such layers."""
+    slices = bool(values["recompute_slice_activation"])
+    if not has_full:
+        for key in ("recompute_slice_activation", "parallel_optimizer_comm_recompute"):
+            if values[key]:
+                issues.note(f"no effect: {ROOT}.{key}, because no layer is recomputed as a whole")
+        slices = False
+    elif slices and issues.compat and values["recompute"] is not True:
+        issues.note(f"no effect: {ROOT}.recompute_slice_activation, because upstream drops it unless recompute is true")
+        slices = False
     if not values["mp_comm_recompute"]:
         issues.note(f"no effect: {ROOT}.mp_comm_recompute, because upstream does not apply it to these layers either")
+    return slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +208,7 @@ class _Reader:
         else:
             named = dict.fromkeys(defaults, (value, path, True))
             if not by_index and len(defaults) > 1:
-                self._check_shared(value, path)
+                Counts(grid=self.grid, issues=self.issues).check_shared(value, path)
             self.selection(value, path, by_index=by_index)  # refuses a wrong value even where there are no defaults
         return {
             name: self.selection(below, where, by_index=by_index, is_default=is_default, of_op=not is_default)
@@ -206,8 +228,8 @@ class _Reader:
         if by_index:
             shown: Any = self._indices(value, path, is_full=is_full, of_op=of_op)
             return Selection(shown=shown, grid=None, path=path, is_default=is_default)
-        shown = self._counts(value, path)
-        as_logged = _as_logged(value, shown)
+        shown = Counts(grid=self.grid, issues=self.issues).table(value, path)
+        as_logged = as_logged_by_upstream(value, shown)
         return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default, as_logged=as_logged)
 
     # ---- indices (swap is on)
@@ -238,148 +260,6 @@ class _Reader:
         if value:
             self.issues.note(f"swap is on, so numbers are layer indices: {path} = {value}")
         return list(value)
-
-    # ---- counts
-
-    def _counts(self, value: Any, path: str) -> Table:
-        if isinstance(value, bool):
-            return self.grid.table() if value else self.grid.zeros()
-        if not isinstance(value, list | tuple):
-            self._illegal(path, value)
-        if all(isinstance(item, int) for item in value):
-            return self._per_stage(value, path)
-        if all(isinstance(item, str) for item in value):
-            self.issues.tolerate(
-                path,
-                "is a list of names where layers are counted",
-                meaning="every layer, as upstream reads it",
-                fix="write true, a count per stage, or lists [chunk][stage]",
-            )
-            return self.grid.table()
-        if all(isinstance(row, bool | list | tuple) for row in value):
-            return self._per_cell(value, path)
-        self._illegal(path, value)
-
-    def _per_stage(self, value: Any, path: str) -> Table:
-        num_stages = self.grid.num_stages
-        if len(value) > num_stages:
-            self.issues.refuse(path, f"has {len(value)} counts for {_of(num_stages, 'stage')}; write one per stage")
-        if isinstance(value, tuple) and any(isinstance(item, bool) for item in value):
-            self._tuple(path, value)
-        if value and self.grid.num_chunks > 1 and all(isinstance(item, bool) for item in value):
-            self.issues.tolerate(
-                path,
-                f"is a list of {_of(len(value), 'boolean')}, which may mean stages or chunks",
-                meaning="read as stages, as upstream does",
-                fix="write lists [chunk][stage]",
-            )
-        counts = []
-        for stage, item in enumerate(value):
-            total = self.grid.stage_total(stage)
-            where = join_path(path, stage)
-            if isinstance(item, bool):
-                counts.append(total if item else 0)
-                continue
-            if item < 0:
-                self.issues.tolerate(where, f"asks for {item} layers", meaning="read as 0", fix="write 0 or more")
-            elif item > total:
-                self._clipped(where, item, total)
-            counts.append(item)
-        return self.grid.deal(counts)
-
-    def _per_cell(self, value: Any, path: str) -> Table:
-        num_chunks, num_stages = self.grid.num_chunks, self.grid.num_stages
-        is_short = len(value) < num_chunks
-        table: Table = []
-        if len(value) > num_chunks:
-            self.issues.refuse(path, f"has {len(value)} rows for {_of(num_chunks, 'chunk')}; write one per chunk")
-        if any(isinstance(row, tuple) and row for row in value) or (
-            isinstance(value, tuple) and any(isinstance(row, bool) for row in value)
-        ):
-            self._tuple(path, value)
-        for chunk, row in enumerate(value):
-            where = join_path(path, chunk)
-            sizes = self.grid.sizes[chunk]
-            if isinstance(row, bool):
-                table.append(list(sizes) if row else [0] * num_stages)
-                continue
-            if len(row) > num_stages:
-                self.issues.refuse(where, f"has {len(row)} counts for {_of(num_stages, 'stage')}; write one per stage")
-            is_short = is_short or len(row) < num_stages
-            cells = enumerate(zip(row, sizes, strict=False))
-            table.append([self._cell(item, size, join_path(where, stage)) for stage, (item, size) in cells])
-        if is_short:
-            self.issues.tolerate(
-                path,
-                f"is smaller than {_of(num_chunks, 'chunk')} of {_of(num_stages, 'stage')}",
-                meaning="what is missing counts as 0",
-                fix=f"write {num_chunks} rows of {num_stages} counts",
-            )
-        return table
-
-    def _cell(self, item: Any, size: int, path: str) -> int:
-        if isinstance(item, bool):
-            return size if item else 0
-        if not isinstance(item, int):
-            self._illegal(path, item)
-        if item < 0:
-            self.issues.tolerate(path, f"asks for {item} layers", meaning="selects none", fix="write 0 or more")
-        elif item > size:
-            self._clipped(path, item, size)
-        return min(item, size)
-
-    def _check_shared(self, value: Any, path: str) -> None:
-        """Upstream rewrites one table in place for each default op, and refuses its own result for the second one."""
-        if not isinstance(value, list | tuple) or not any(isinstance(row, list | tuple) for row in value):
-            return
-        rows = [(row, sizes) for row, sizes in zip(value, self.grid.sizes, strict=False)]
-        if any(
-            isinstance(row, bool)
-            or any(isinstance(item, bool) or (isinstance(item, int) and item > size) for item, size in zip(row, sizes))
-            for row, sizes in rows
-            if isinstance(row, bool | list | tuple)
-        ):
-            self.issues.tolerate(
-                path,
-                "has true, false or too large a count in a table, which upstream refuses where it names no ops",
-                meaning="read as for named ops",
-                fix="write counts that fit, or name the ops",
-            )
-
-    def _clipped(self, path: str, count: int, size: int) -> None:
-        self.issues.warn(path, f"asks for {_of(count, 'layer')} of {size}; read as {size}")
-
-    def _tuple(self, path: str, value: Any) -> None:
-        self.issues.tolerate(
-            path,
-            f"is written with tuples, {value!r}, which upstream stumbles over",
-            meaning="read as lists",
-            fix="write lists",
-        )
-
-    def _illegal(self, path: str, value: Any) -> NoReturn:
-        hint = ""
-        if isinstance(value, str) and value.startswith("("):
-            hint = "; a tuple cannot be written in YAML, use [ ]"
-        elif value is None:
-            hint = "; write false to switch it off"
-        elif isinstance(value, int):
-            hint = f"; write [{value}] for a count per stage"
-        forms = "true, false, a count per stage such as [2, 1], or counts [chunk][stage] such as [[2, 1], [1, 0]]"
-        self.issues.refuse(path, f"must be {forms}, not {value!r}{hint}")
-
-
-def _as_logged(value: Any, table: Table) -> str:
-    """Upstream works on the table as it was written: a tuple stays one, and `true` becomes a row of numpy's."""
-    is_rows = isinstance(value, list | tuple) and any(isinstance(row, list | tuple) for row in value)
-    if not is_rows or not (isinstance(value, tuple) or any(row is True for row in value)):
-        return ""
-    rows = [
-        f"array({counts}, dtype=int32)" if row is True else str(counts)
-        for row, counts in zip(value, table, strict=False)
-    ]
-    text = ", ".join(rows)
-    return f"({text})" if isinstance(value, tuple) else f"[{text}]"
 
 
 def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues) -> None:
@@ -421,7 +301,3 @@ def _remove_excluded(by_key: dict[str, dict[str, Selection]], key: str, grid: Gr
                 fix=f"write in {key} for which layers '{twin}' is recomputed",
             )
     return removed
-
-
-def _of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

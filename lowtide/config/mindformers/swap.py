@@ -82,7 +82,7 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
     is_on = config.get("swap", False)
     if not isinstance(is_on, bool):
         issues.refuse(f"{ROOT}.swap", f"must be true or false, not {is_on!r}")
-    default = _prefetch(config.get("default_prefetch", 1), f"{ROOT}.default_prefetch", issues)
+    default = _prefetch(config.get("default_prefetch", 1), f"{ROOT}.default_prefetch", issues, is_on=is_on)
     layer_swap, op_swap = config.get("layer_swap"), config.get("op_swap")
     if layer_swap is None and op_swap is None:
         if is_on and family == "mcore" and issues.compat and default != 1:
@@ -175,7 +175,7 @@ class _Reader:
                 self.issues.tolerate(
                     join_path(path, str(key)), "is not a known key", meaning=f"ignored; {hint}", fix=hint
                 )
-        prefetch = _prefetch(item["backward_prefetch"], f"{path}.backward_prefetch", self.issues)
+        prefetch = _prefetch(item["backward_prefetch"], f"{path}.backward_prefetch", self.issues, is_on=self.is_on)
         return Entry(prefetch=prefetch, layers=layers, path=path)
 
     def _layers(self, value: Any, path: str) -> list[int] | bool:
@@ -193,7 +193,7 @@ class _Reader:
         self.issues.refuse(path, f"must be true, false or a list of layer indices such as [0, 3], not {value!r}{hint}")
 
 
-def _prefetch(value: Any, path: str, issues: Issues) -> Prefetch:
+def _prefetch(value: Any, path: str, issues: Issues, *, is_on: bool) -> Prefetch:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if value == 0 and isinstance(value, int) and not isinstance(value, bool):
@@ -202,4 +202,8 @@ def _prefetch(value: Any, path: str, issues: Issues) -> Prefetch:
     if isinstance(value, str) and value.lower() == "auto":
         issues.tolerate(path, "is 'Auto', which upstream's trainer refuses", meaning="kept", fix="write 1 or more")
         return value
-    issues.refuse(path, f"must be a number of operators, 1 or more, not {value!r}")
+    problem = f"must be a number of operators, 1 or more, not {value!r}"
+    if is_on:
+        issues.refuse(path, problem)
+    issues.tolerate(path, problem, meaning="not looked at by upstream while swap is off", fix="write 1 or more")
+    return 1
