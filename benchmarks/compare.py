@@ -184,6 +184,8 @@ def finished_row(
     for name in ("peak_resident_bytes", "copied_bytes", "stall_seconds", "pinned_bytes", "torch_pinned_bytes",
                  "swapped_bytes", "recomputed_bytes", "disk_bytes", "reserved_bytes", "driver_bytes"):  # fmt: skip
         row[name] = median_of(child, name)
+    if "budget_bytes" in child.ready:
+        row["is_within_budget"] = peak <= child.ready["budget_bytes"]
     told = {name: value for name, value in child.ready.items() if name not in ("peak_bytes", "is_equal", "saved_bytes")}
     return {**told, **row, "num_rounds": len(child.steps)}
 
@@ -221,4 +223,5 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['title']:<40}{spread:>20}{row['seconds_median']:>8.2f}{row['peak_bytes'] / MIB:>10.0f}"
         f"{row['saved_share']:>7.0%}{(resident or 0) / MIB:>10.0f}  {equal}"
+        + ("" if row.get("is_within_budget", True) else ", OVER ITS BUDGET")
     )
