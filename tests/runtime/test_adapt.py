@@ -359,7 +359,7 @@ def test_what_is_refused_at_once() -> None:
 
 def test_a_wrapper_of_somebody_else_stays_where_it_is_when_the_plan_changes() -> None:
     model, truth, num_calls = net(), net(), 0
-    with optimize(model, 10**9) as tide:
+    with optimize(model, budget_of(model, (rows(),), 0.3)) as tide:
         step(model, rows())
         below = model.forward
 
@@ -369,10 +369,10 @@ def test_a_wrapper_of_somebody_else_stays_where_it_is_when_the_plan_changes() ->
             return below(*args)
 
         model.forward = counted
-        for num_rows in (32, 64, 32):
+        for num_rows in (24, 64, 24):
             torch.manual_seed(num_rows)
             step(model, rows(num_rows))
-        assert [event.why for event in tide.events] == ["first step", "new shape", "known shape", "known shape"]
+        assert [event.why for event in tide.events] == ["first step", "new shape"]
     assert num_calls >= 3
     assert model.forward is counted
     for each in (model, truth):
