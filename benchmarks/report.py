@@ -176,9 +176,36 @@ def passage(records: Sequence[Record]) -> str:
         return "No results yet: `make bench` makes them. What there is: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."
     parts = []
     for record in answers:
-        rows = with_activation_share(record.rows)
-        parts += [markdown_table(rows, _chosen(rows, _SHORT)), "", _source(record), ""]
+        parts += [_grid(with_activation_share(record.rows)), "", _source(record), ""]
     return "\n".join(parts).strip()
+
+
+def _grid(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Methods down, models across; an error once, where it first came up."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    titles = list(dict.fromkeys(row["title"] for row in rows))
+    by_place = {(row["title"], row["model"]): row for row in rows}
+    errors: list[str] = []
+    lines = [["x plain at activation", *models], ["---", *("---:" for _ in models)]]
+    for title in titles:
+        cells = [_cell(by_place.get((title, model)), errors) for model in models]
+        lines.append([title.replace("|", "\\|"), *cells])
+    grid = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    notes = [f"({number}) {text}" for number, text in enumerate(errors, start=1)]
+    return "\n\n".join([grid, *(["  \n".join(notes)] if notes else [])])
+
+
+def _cell(row: Mapping[str, Any] | None, errors: list[str]) -> str:
+    if row is None:
+        return ""
+    if row.get("error"):
+        text = " ".join(str(row["error"]).split())
+        if text not in errors:
+            errors.append(text)
+        return f"({errors.index(text) + 1})"
+    share = row["activation_share"]
+    place = "" if share is None else f" at {share:.0%}"
+    return f"{row['ratio_median']:.2f}{place}{'' if row['is_equal'] else ', NO'}"
 
 
 def with_activation_share(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -202,10 +229,10 @@ def _source(record: Record) -> str:
         f"{name} {record.versions[name]}" for name in ("torch", "transformers") if name in record.versions
     )
     return (
-        f"{kind}{record.hardware['name']}, {versions}; `{record.command}`. *x plain*: time of a step over that of the "
-        "plain one beside it, median over rounds and their range. *peak*: everything on the device. *activation*: what "
-        "is left of the bytes that plain saves for backward. *equal*: loss and gradients to the bit. Everything else: "
-        "[benchmarks/RESULTS.md](benchmarks/RESULTS.md)."
+        f"{kind}{record.hardware['name']}, {versions}; `{record.command}`. Each cell: time of a step over that of the "
+        "plain one beside it, median over rounds, at what is left of the bytes that plain saves for backward. NO: loss "
+        "and gradients are not plain's to the bit; everywhere else they are. Ranges, peaks, seconds, copies and all "
+        "other questions: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."
     )
 
 

@@ -40,17 +40,19 @@ NEW = Record(
 )  # fmt: skip
 
 PASSAGE = """\
-| model | method | x plain | peak | activation | equal | error |
-| --- | --- | ---: | ---: | ---: | --- | --- |
-| llama | plain | 1.000 (1.000 - 1.000) | 400.0 MiB | 100.0 % | yes | - |
-| llama | lowtide, 30 % | 1.062 (1.000 - 1.250) | 200.0 MiB | 30.0 % | yes | - |
-| llama | other \\| one | 1.500 (1.400 - 1.600) | 300.0 MiB | 60.0 % | NO | - |
-| llama | third | - | - | - | - | RuntimeError: cannot run |
+| x plain at activation | llama |
+| --- | ---: |
+| plain | 1.00 at 100% |
+| lowtide, 30 % | 1.06 at 30% |
+| other \\| one | 1.50 at 60%, NO |
+| third | (1) |
 
-CPU, 2 cores, torch 2.13.0; `python -m benchmarks.time_against_memory`. *x plain*: time of a step over that of the \
-plain one beside it, median over rounds and their range. *peak*: everything on the device. *activation*: what is left \
-of the bytes that plain saves for backward. *equal*: loss and gradients to the bit. Everything else: \
-[benchmarks/RESULTS.md](benchmarks/RESULTS.md)."""
+(1) RuntimeError: cannot run
+
+CPU, 2 cores, torch 2.13.0; `python -m benchmarks.time_against_memory`. Each cell: time of a step over that of the \
+plain one beside it, median over rounds, at what is left of the bytes that plain saves for backward. NO: loss and \
+gradients are not plain's to the bit; everywhere else they are. Ranges, peaks, seconds, copies and all other \
+questions: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."""
 
 SECTION = """\
 ## What does a step cost at less activation memory?
