@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,9 +14,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.runtime.shapes import ShapeClass, shape_class, smallest_cover
+from tests import two_ranks
 from tests.runtime.test_adapt import assert_same, budget_of, gradients, optimize
 
-ROOT = Path(__file__).parents[2]
 MOST = 96
 
 
@@ -143,43 +136,6 @@ def test_what_is_written_is_not_changed_for_other_shapes() -> None:
 PATIENCE_SECONDS = 1.0
 """The tests are not to wait for as long as a job does."""
 
-RANK = """
-import json, os, sys, time, warnings, torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-sys.path.insert(0, "tests"), sys.path.insert(0, "tests/runtime")
-from tests.runtime.test_shapes import *
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
-print(json.dumps(CASES[sys.argv[1]](rank)))
-dist.destroy_process_group()
-"""
-
-
-def run_ranks(case: str) -> list[dict]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), case],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=100) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
-
 
 class Averaged(nn.Module):
     """A model that exchanges data with other ranks in its own forward and backward pass."""
@@ -230,37 +186,56 @@ def _late(rank: int, model: nn.Module) -> dict:
     return _train(model, lengths, synchronize=not isinstance(model, Averaged))
 
 
-CASES = {
-    "different": lambda rank: _train(llama(), [48] * 6 if rank == 0 else [40, 60, 30, 70, 90, 20], synchronize=True),
-    "same": lambda rank: _train(llama(), [40, 40, 60, 60, 24, 40], synchronize=True),
-    "late": lambda rank: _late(rank, llama()),
-    "collectives": lambda rank: _late(rank, Averaged()),
-}
+def different(rank: int) -> dict:
+    """Rank 0: one length; rank 1: new ones all the time."""
+    return _train(llama(), [48] * 6 if rank == 0 else [40, 60, 30, 70, 90, 20], synchronize=True)
 
 
-def test_two_ranks_with_batches_of_different_lengths_do_not_wait_for_each_other() -> None:
-    first, second = run_ranks("different")
+def same(rank: int) -> dict:
+    return _train(llama(), [40, 40, 60, 60, 24, 40], synchronize=True)
+
+
+def late(rank: int) -> dict:
+    return _late(rank, llama())
+
+
+def collectives(rank: int) -> dict:
+    return _late(rank, Averaged())
+
+
+JOBS = ("different", "same", "late", "collectives")
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict]]:
+    """What the two ranks say of each job."""
+    answers = two_ranks.run(__name__, [(name, {}) for name in JOBS], tmp_path_factory.mktemp("ranks"))
+    return dict(zip(JOBS, answers, strict=True))
+
+
+def test_two_ranks_with_batches_of_different_lengths_do_not_wait_for_each_other(said: dict) -> None:
+    first, second = said["different"]
     assert first["whys"][0] == second["whys"][0] == "first step"
     assert first["whys"].count("new shape") == 0
     assert second["whys"].count("new shape") == 3
     assert max(first["seconds"], second["seconds"]) < 60
 
 
-def test_two_ranks_with_the_same_batches_follow_the_same_plans() -> None:
-    first, second = run_ranks("same")
+def test_two_ranks_with_the_same_batches_follow_the_same_plans(said: dict) -> None:
+    first, second = said["same"]
     assert first["whys"] == second["whys"]
     assert first["digests"] == second["digests"]
     assert first["whys"].count("new shape") == 1
 
 
-def test_ranks_that_part_company_go_on_alone() -> None:
-    first, second = run_ranks("late")
+def test_ranks_that_part_company_go_on_alone(said: dict) -> None:
+    first, second = said["late"]
     assert first["whys"].count("new shape") == second["whys"].count("new shape") == 1
     assert not first["warnings"]
 
 
-def test_a_model_with_collectives_is_not_observed_by_one_rank_alone() -> None:
-    first, second = run_ranks("collectives")
+def test_a_model_with_collectives_is_not_observed_by_one_rank_alone(said: dict) -> None:
+    first, second = said["collectives"]
     assert first["whys"].count("new shape") == second["whys"].count("new shape") == 0
     assert len(first["warnings"]) == len(second["warnings"]) == 1
     assert first["warnings"][0] == (
