@@ -29,23 +29,28 @@ class Resharding:
         self.notes: list[str] = []
         """What has no effect, and why."""
         self._before: list[tuple[Any, str, Any]] = []
-        recomputed = [layer.index for layer in resolution.layers if layer.full_recompute]
+        # Of a stage of a pipeline, plans have the numbers of the whole model, and names those of the stage.
+        recomputed = [(plan.index, name) for plan, name in zip(resolution.layers, layers, strict=True)
+                      if plan.full_recompute]  # fmt: skip
         if resolution.gathers_again is None or not recomputed:
             return
         if not fsdp_modules(model):
             if resolution.gathers_again:
                 self.notes.append(f"no effect: {KEY}; no parameters are sharded by FSDP2 in this model")
             return
-        untouched = []
-        for index in recomputed:
-            modules = fsdp_modules(model.get_submodule(layers[index]))
-            if not modules:
-                untouched.append(index)
-            for module in modules:
-                self._before += after_forward(module)
-                module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
+        found = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
+        for module in (module for modules in found.values() for module in modules):
+            self._before += after_forward(module)
+            module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
+        untouched = [index for index, modules in found.items() if not modules]
         if untouched:
             self.notes.append(f"no effect: {KEY} in {layers_text(untouched)}; no module there is sharded by itself")
+        kept = [index for index, modules in found.items() if modules and not resolution.gathers_again]
+        if kept:
+            self.notes.append(
+                f"{KEY} is false: the gathered parameters of {layers_text(kept)} stay on the device from forward to "
+                "backward; true frees them"
+            )
 
     def undo(self) -> None:
         """As the modules were. Idempotent."""
