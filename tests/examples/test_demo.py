@@ -68,7 +68,14 @@ def test_the_demo_prints_its_table_and_json_and_leaves_with_zero() -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_the_demo_and_its_children() -> None:
     command = [sys.executable, str(DEMO), "--tiny", "--steps", "5000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        # A suite that a shell started in the background ignores Ctrl-C, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "plain         starting\n"
         assert "step 1/5000" in process.stderr.readline()
