@@ -1,9 +1,12 @@
 # One word for each thing a contributor does. A machine needs only Python >= 3.11 with pip and venv.
 #
-#   make test     the whole suite
+#   make test     the whole suite; `make test-extended` has more cases of what it proves with fewer
 #   make check    what to run before a commit: format, lint, types, quick tests
 #   make demo     train a small model with and without a plan, and compare
 #   make bench    every benchmark that runs on a CPU, then the report; `make bench-QUESTION` runs one
+#   make attack   thousands of models and training habits drawn at random, and all of torch's operators, against plain;
+#                 `make attack DRAWS=500 START=2000` for other ones
+#   make mutants  small wrong changes of lowtide, one at a time, and whether the tests notice; a run that was stopped goes on
 #   make gpu      the GPU tests and benchmarks, with the Python that is there; installs nothing. `make gpu-tests` and
 #                 `make gpu-QUESTION` run one piece, and go on where it was cut short
 
@@ -15,18 +18,24 @@ BENCH_STAMP := $(VENV)/.installed-bench
 QUESTIONS := time_against_memory largest idle predicted planning_time published_setting scaling details
 GPU_QUESTIONS := details predicted time_against_memory idle largest published_setting
 DEVICE ?= cuda
+DRAWS ?= 2000
+START ?= 0
 SOURCES := lowtide tests examples benchmarks docs
 
-.PHONY: test check demo bench report gpu gpu-tests format clean
+.PHONY: test test-extended check demo bench report attack mutants gpu gpu-tests format clean
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --timeout=300
+	$(PY) -m pytest -n 2 --dist worksteal --timeout=300 -m "not extended"
+
+# What `make test` leaves out: more cases of what it proves with fewer.
+test-extended: $(STAMP)
+	$(PY) -m pytest -n 2 --timeout=600 -m extended
 
 check: $(STAMP)
 	$(PY) -m ruff format --check $(wildcard $(SOURCES))
 	$(PY) -m ruff check $(wildcard $(SOURCES))
 	$(PY) -m mypy
-	$(PY) -m pytest -n 2 --timeout=300 -m "not slow"
+	$(PY) -m pytest -n 2 --timeout=300 -m "not slow and not extended"
 
 demo: $(STAMP)
 	$(PY) examples/demo.py
@@ -42,6 +51,16 @@ bench: $(BENCH_STAMP)
 
 bench-%: $(BENCH_STAMP)
 	$(PY) -m benchmarks.$* --resume
+
+# What one part finds does not stop the others; an interruption does.
+attack: $(STAMP)
+	@failed=; for part in "--draws $(DRAWS) --start $(START) --jobs 2" "--broken all" "--operators"; do \
+	  $(PY) -m tests.attack $$part || { status=$$?; test $$status -ne 130 || exit 130; failed="$$failed $$part"; }; \
+	done; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+mutants: $(STAMP)
+	$(PY) -m tests.mutants
 
 report: $(BENCH_STAMP)
 	$(PY) -m benchmarks.report

@@ -35,7 +35,7 @@ _PRELOAD = (
     "transformers.models.vit.modeling_vit",
     "transformers.models.t5.modeling_t5",
     "scipy.optimize",
-    "lowtide.runtime.adapt",
+    "lowtide.runtime.autopilot.autopilot",
     "benchmarks.worker",
 )
 _MOST_ERROR_CHARACTERS = 240

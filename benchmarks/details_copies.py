@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.manners import Row
 from benchmarks.steps import synchronize
-from lowtide.runtime.engines.base import Engine, Lane, Slot
+from lowtide.engines.base import Engine, Lane, Slot
 
 SIZES = tuple(64 * 2**10 << shift for shift in range(0, 11, 2))
 """64 KiB, 256 KiB, ... 64 MiB."""
@@ -26,10 +26,10 @@ _COPY_BYTES = 16 * 2**20
 def make_engine(device: torch.device) -> Engine:
     """The engine that a model on `device` gets."""
     if device.type == "cpu":
-        from lowtide.runtime.engines.host import HostEngine
+        from lowtide.engines.host import HostEngine
 
         return HostEngine()
-    from lowtide.runtime.engines.accelerator import AcceleratorEngine
+    from lowtide.engines.accelerator import AcceleratorEngine
 
     return AcceleratorEngine(device)
 
@@ -165,7 +165,7 @@ def pinned_memory(args: argparse.Namespace) -> list[Row]:
     device = torch.device(args.device)
     if device.type == "cpu":
         raise ValueError("pinned memory needs an accelerator")
-    from lowtide.runtime.engines.device_ops import TorchDevice
+    from lowtide.engines.device_ops import TorchDevice
 
     return pinned_rows(activation_sizes(args), TorchDevice(device).new_slab, _torch_pinned)
 
@@ -184,7 +184,7 @@ def pinned_rows(
     sizes: Sequence[int], new_slab: Callable[[int], torch.Tensor], new_pinned: Callable[[int], torch.Tensor]
 ) -> list[Row]:
     """Two rows: seconds to get all of `sizes` at first and again, and bytes asked for and pinned."""
-    from lowtide.runtime.arena import Arena
+    from lowtide.engines.tiers.arena import Arena
 
     slab_bytes: list[int] = []
 

@@ -52,7 +52,7 @@ def make_step(args: argparse.Namespace) -> tuple[Any, dict]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import lowtide
-    from lowtide.runtime.malloc import configure_malloc
+    from lowtide.engines.tiers.host_buffers import configure_malloc
 
     if args.mode != "plain_default":
         configure_malloc()

@@ -22,24 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.children import CannotRunError
+from benchmarks.peaks import Running
 from benchmarks.subjects import Subject
-
-
-@dataclass(slots=True)
-class Running:
-    """A method in force."""
-
-    counters: Callable[[], dict[str, Any]] = dict
-    """Since the last `reset`: `copied_bytes`, `stall_seconds`, ... Empty where the method does not say."""
-    reset: Callable[[], None] = lambda: None
-    audit: Callable[[], Any] | None = None
-    """A context with `peak_bytes`, where the plain ledger would miss buffers of the method's own."""
-    allocates_outside: bool = False
-    """Its memory does not come from operators that a dispatch mode sees; the allocator's own events are counted."""
-    facts: Callable[[], dict[str, Any]] = dict
-    """What it decided: number of layers, predicted peak."""
-    warm_up_steps: int = 1
-    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +191,7 @@ def _offloaded_layers(subject: Subject, setting: float | None, budget_bytes: int
 
 def _fewest_layers(subject: Subject, setting: float | None, budget_bytes: int | None) -> Running:
     """The fewest layers, from the first on, under checkpointing whose measured peak is within the budget."""
-    from benchmarks.worker import peak_bytes
+    from benchmarks.peaks import peak_bytes
 
     assert budget_bytes is not None
     subject.model.activation_checkpointing_enable()

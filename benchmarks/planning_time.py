@@ -65,10 +65,10 @@ def config_of(name: str, tokens: int) -> Any:
 
 def plan_once(name: str, tokens: int, hardware_name: str) -> Row:
     """Trace and plan in this process."""
-    from lowtide.catalog.fake import trace_config
-    from lowtide.config.native import load_memory
-    from lowtide.planner.autoplan import plan_profile, problem_of
+    from lowtide.config.memory import load_memory
+    from lowtide.planner.plan_profile import plan_profile, problem_of
     from lowtide.planner.solve import floor
+    from lowtide.profiling.fake.trace import trace_config
     from lowtide.timeline.hardware import load_hardware
     from lowtide.timeline.memory import plain_curve
 
@@ -80,7 +80,7 @@ def plan_once(name: str, tokens: int, hardware_name: str) -> Row:
     trace_seconds = time.perf_counter() - started
     # As from the second micro-batch on: else the gradients made at the end of the step are the peak, and no plan helps.
     problem = problem_of(profile, load_memory({"budget": 1}), has_gradients=True)
-    floor_bytes, plain_bytes = floor(problem.step, device.link)[0], int(plain_curve(problem.step).max())
+    floor_bytes, plain_bytes = floor(problem.step)[0], int(plain_curve(problem.step).max())
     budget = (floor_bytes + plain_bytes) // 2
     started = time.perf_counter()
     plan = plan_profile(

@@ -53,7 +53,7 @@ class Subject:
         import torch
 
         import lowtide
-        from lowtide.runtime.malloc import configure_malloc
+        from lowtide.engines.tiers.host_buffers import configure_malloc
 
         self.device = torch.device(args.device)
         if self.device.type == "cpu":
@@ -130,9 +130,9 @@ def _make(name: str, args: argparse.Namespace) -> Any:
 
 def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tuple[lowtide.Plan, str]:
     """A random plan, and how it came about. Even draws are the solver's, odd ones random fates."""
-    from lowtide.config.native import load_memory
-    from lowtide.planner.autoplan import plan_profile, problem_of
-    from lowtide.planner.rules import Rules
+    from lowtide.config.memory import load_memory
+    from lowtide.core.rules import Rules
+    from lowtide.planner.plan_profile import plan_profile, problem_of
     from lowtide.planner.solve import floor
     from lowtide.timeline.memory import plain_curve
 
@@ -141,7 +141,7 @@ def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tup
     problem = problem_of(subject.profile, load_memory(free))
     plain_bytes = int(plain_curve(problem.step).max())
     if is_by_budget:
-        floor_bytes = floor(problem.step, link)[0]
+        floor_bytes = floor(problem.step)[0]
         memory: dict[str, Any] = free | {"budget": draw.randint(floor_bytes, plain_bytes)}
         how = f"budget {(memory['budget'] - floor_bytes) / max(plain_bytes - floor_bytes, 1):.0%} of floor to plain"
     else:
@@ -264,7 +264,7 @@ def _measurer(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], Row]:
 def _link(subject: Subject) -> Any:
     """Measured under load, on an engine of the kind that carries the plans out."""
     import lowtide
-    from lowtide.catalog.links import measure_link
+    from lowtide.engines.bandwidth import measure_link
 
     with lowtide.apply(subject.planned, {}) as tide:
         return measure_link(tide.engine, subject.device)

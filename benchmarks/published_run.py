@@ -26,6 +26,8 @@ from benchmarks.manners import Row, run
 from benchmarks.record import Record, hardware
 from lowtide.units import parse_bytes
 
+TITLE = "What does a plan gain over full recompute in the published setting of adaptive memory optimization?"
+
 METHODS = ("full recompute", "lowtide, throttled link", "lowtide", "plain, no cap")
 _WARM_STEPS = 5  # a recorded step, two corrections, and one more
 _SHAPE = ("layers", "hidden", "heads", "head_size", "ffn", "sequence", "micro_batch", "dtype")
@@ -51,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, command: str) -> int:
-    from benchmarks.published_setting import TITLE
-
     record = Record(
         question="published_setting",
         title=TITLE,
@@ -172,10 +172,10 @@ def _facts(tide: Any, rounds: int, real: Any) -> Row:
 
 def _engine(device: Any) -> Any:
     if device.type == "cpu":
-        from lowtide.runtime.engines.host import HostEngine
+        from lowtide.engines.host import HostEngine
 
         return HostEngine()
-    from lowtide.runtime.engines.accelerator import AcceleratorEngine
+    from lowtide.engines.accelerator import AcceleratorEngine
 
     return AcceleratorEngine(device)
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 from benchmarks.manners import Row, command_of, run
 from benchmarks.manners import parser as make_parser
+from benchmarks.published_run import TITLE
 from benchmarks.record import Record, versions
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.planner.solve import solve
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Item, Step, Tick
 
-TITLE = "What does a plan gain over full recompute in the published setting of adaptive memory optimization?"
 TIMELINE = "timeline"
 HIDDEN, SEQUENCE, VOCABULARY, LAYERS = 12288, 8192, 50304, 8
 DEVICE_BYTES = 64 * 10**9

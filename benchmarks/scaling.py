@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, versions
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 
 if TYPE_CHECKING:
-    from lowtide.catalog.site import Profile
+    from lowtide.core.profile import Profile
     from lowtide.timeline.hardware import Hardware
 
 PAPER = "DeepSeek-V3 Technical Report, arXiv 2412.19437"
@@ -78,7 +78,7 @@ def trace_stage(layers: int, local_experts: int, tokens: int, hardware_name: str
     of all expert ranks' tokens together, on average: with `TOP_K` of the local ones a token has as much work."""
     import torch
 
-    from lowtide.catalog.fake import trace_config
+    from lowtide.profiling.fake.trace import trace_config
     from lowtide.timeline.hardware import load_hardware
 
     def build() -> Any:
@@ -174,9 +174,9 @@ def plan_stage(profile: Profile, room_bytes: int, in_flight: int, hardware: Hard
 
 
 def _plan(profile: Profile, budget_bytes: int, hardware: Hardware) -> Any:
-    from lowtide.config.native import load_memory
+    from lowtide.config.memory import load_memory
     from lowtide.errors import BudgetError
-    from lowtide.planner.autoplan import plan_profile
+    from lowtide.planner.plan_profile import plan_profile
 
     try:
         return plan_profile(profile, load_memory({"budget": budget_bytes}), link=hardware.link, has_gradients=True)

@@ -43,7 +43,7 @@ def peak_bytes_of(step: Callable[[], Any], model: nn.Module, tide: Any = None) -
         torch.accelerator.reset_peak_memory_stats(device)
         step()
         return int(torch.accelerator.max_memory_allocated(device))
-    from lowtide.catalog.live import LiveBytes
+    from lowtide.tensors.live_bytes import LiveBytes
 
     with tide.audit() if tide is not None else LiveBytes(model=model) as live:
         step()

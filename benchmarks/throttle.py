@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowtide.runtime.engines.base import Bandwidth, Engine, Event, Lane, Slot
+from lowtide.engines.base import Bandwidth, Engine, Event, Lane, Slot
 
 _PAD_BYTES = tuple(64 * 2**20 >> shift for shift in range(0, 16, 2))
 """64 MiB, 16 MiB, ... 4 KiB: sizes of which a padding is composed."""
@@ -33,7 +33,9 @@ class ThrottledEngine:
         # A name of its own: links are remembered by it.
         self.name = f"{inner.name}, at most {bytes_per_second / 1e9:g} GB/s"
         self.device_type = inner.device_type
+        self.device = inner.device
         self.tiers = inner.tiers
+        self.leftovers = inner.leftovers
         self.bytes_per_second = bytes_per_second
         self.real = inner.probe_bandwidth(_PROBE_BYTES)
         self._owed = {Lane.OUT: 0.0, Lane.IN: 0.0}
@@ -98,6 +100,9 @@ class ThrottledEngine:
     def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         return self.inner.new_buffer(nbytes, device)
 
+    def compute_stream(self) -> Any:
+        return self.inner.compute_stream()
+
     def record(self, lane: Lane) -> Event:
         return self.inner.record(lane)
 
@@ -118,6 +123,12 @@ class ThrottledEngine:
         in_use: dict[str, Any] = dict(self.inner.memory_in_use())
         in_use[self.tiers[0]] = in_use.get(self.tiers[0], 0) - scratch
         return in_use
+
+    def is_capturing(self) -> bool:
+        return self.inner.is_capturing()
+
+    def device_bytes(self) -> int | None:
+        return self.inner.device_bytes()
 
     def device_peak_bytes(self) -> int | None:
         return self.inner.device_peak_bytes()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import methods, subjects, worker
+from benchmarks import peaks as peaks_module
 from benchmarks.children import CannotRunError, one_line, say
 from benchmarks.largest import find_largest
 
@@ -83,7 +84,7 @@ class _Trial:
         try:
             for _ in range(min(running.warm_up_steps, 2)):
                 subject.step()
-            answer: dict[str, Any] = {"peak_bytes": worker.peak_bytes(subject, running)}
+            answer: dict[str, Any] = {"peak_bytes": peaks_module.peak_bytes(subject, running)}
             if checks:
                 subject.synchronize()
                 started = time.perf_counter()

@@ -8,7 +8,7 @@ What: `start(arguments)` is what children.py calls; it returns the orders that t
 - `finish`: whether loss and gradients of the last of those steps are still plain's.
 
 The peak on an accelerator is the allocator's own, of every step. On a CPU it is an audit of every live byte
-(`lowtide.catalog.live.LiveBytes`) in a step of its own before the clock runs; for compiled code, whose buffers no
+(`lowtide.tensors.live_bytes.LiveBytes`) in a step of its own before the clock runs; for compiled code, whose buffers no
 dispatch mode sees, the events of the allocator. Resident memory is the kernel's high-water mark over each timed step.
 Cost: a plain step, an audited step and the hashes of the gradients more than the steps that are timed.
 Not covered: what other processes hold; `driver_bytes` is the whole device.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import methods, subjects
+from benchmarks.peaks import peak_bytes
 from benchmarks.subjects import Subject
 
 
@@ -115,7 +116,7 @@ def set_up_process(arguments: Mapping[str, Any]) -> None:
 
     torch.set_num_threads(arguments["threads"])
     if arguments["device"] == "cpu":
-        from lowtide.runtime.malloc import configure_malloc
+        from lowtide.engines.tiers.host_buffers import configure_malloc
 
         configure_malloc()
 
@@ -161,41 +162,6 @@ def digest(loss: Any, gradients: list[Any]) -> str:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def peak_bytes(subject: Subject, running: methods.Running) -> int:
-    """Of one step: everything on the device at its worst moment."""
-    import torch
-
-    if subject.device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(subject.device)
-        subject.step()
-        subject.synchronize()
-        return int(torch.accelerator.max_memory_allocated(subject.device))
-    from lowtide.catalog.live import LiveBytes
-
-    if running.allocates_outside:
-        held = LiveBytes(model=subject.model)
-        held.add_all(subject.batch.values())
-        return held.now_bytes + allocated_peak_bytes(subject.step)
-    with running.audit() if running.audit is not None else LiveBytes(model=subject.model) as live:
-        subject.step()
-    return int(live.peak_bytes)
-
-
-def allocated_peak_bytes(step: Callable[[], Any]) -> int:
-    """The most that torch's CPU allocator handed out at once during `step`, beyond what was out before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    events = found.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    now_bytes = peak = 0
-    for _, nbytes in changes:
-        now_bytes += nbytes
-        peak = max(peak, now_bytes)
-    return peak
 
 
 def device_memory(subject: Subject) -> dict[str, Any]:

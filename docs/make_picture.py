@@ -1,16 +1,16 @@
-"""Writes docs/memory.svg and the table in README.md from what `make demo` measured. No number is written by hand.
+"""Writes docs/memory.svg and two tables in README.md from what was measured. No number is written by hand.
 
     python examples/demo.py --steps 4 --json > benchmarks/results/cpu-2-core/demo.json
+    python -m benchmarks.host_swap
     python docs/make_picture.py
 
-Cost: milliseconds. Not covered: other results; the picture shows one file.
+Cost: milliseconds. Not covered: the table of `make bench` (benchmarks/report.py); the picture shows one file.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +18,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "cpu-2-core" / "demo.json"
+INTERLEAVED = RESULT.with_name("host_swap.json")
 PICTURE = ROOT / "docs" / "memory.svg"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+VARIANTS = {
+    "plain": "plain, malloc",
+    "plain_default": "plain",
+    "keep": "lowtide, everything kept",
+    "checkpoint": "transformers' layer checkpointing",
+    "recompute": "lowtide, `recompute: all`",
+    "swap": "lowtide, `swap: all`",
+}
 
 WIDTH, ROW, TOP, BAR = 770, 34, 62, 20
 LABEL_X, MEMORY_X, MEMORY_WIDTH, TIME_X, TIME_WIDTH = 16, 110, 340, 545, 150
@@ -32,13 +40,12 @@ def picture(report: Mapping[str, Any]) -> str:
     """The SVG: per run a bar of peak resident memory, in two parts, and one of the time of a step."""
     runs = report["runs"]
     most_bytes = max(run["peak_resident_bytes"] for run in runs.values())
-    plain_seconds = statistics.median(runs["plain"]["step_seconds"])
-    ratios = {name: statistics.median(run["step_seconds"]) / plain_seconds for name, run in runs.items()}
+    ratios = {name: _demo().time_ratio(runs, name) for name in runs}
     parts = [
         _text(MEMORY_X, 24, "Peak resident memory, MiB", weight="bold"),
         _box(MEMORY_X, 34, 10, 10, REST) + _text(MEMORY_X + 15, 43, "program, weights, optimizer", size=11),
         _box(MEMORY_X + 185, 34, 10, 10, ABOVE) + _text(MEMORY_X + 200, 43, "activations, gradients", size=11),
-        _text(TIME_X, 24, "Time of a step, plain = 1", weight="bold"),
+        _text(TIME_X, 24, f"Time of a step, {_demo().BASELINE} = 1", weight="bold"),
     ]
     for index, (name, run) in enumerate(runs.items()):
         y = TOP + index * ROW
@@ -72,19 +79,45 @@ def caption(report: Mapping[str, Any]) -> str:
 
 
 def markdown_table(report: Mapping[str, Any]) -> str:
-    """The demo's own table as Markdown, with its caption."""
+    """The demo's own table as Markdown, with its caption and its words."""
     header, *rows = _demo().rows(report)
     rule = ["---"] + ["---:"] * (len(header) - 2) + ["---"]
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
-    return "\n".join([*lines, "", caption(report)])
+    return "\n".join([*lines, "", caption(report), "", *_demo().words(report)])
 
 
-def readme(text: str, report: Mapping[str, Any]) -> str:
-    """README.md with the measured part replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert rest and after, "README.md has lost its marks"
-    return f"{before}{BEGIN}\n{markdown_table(report)}\n{END}{after}"
+def interleaved_table(result: Mapping[str, Any]) -> str:
+    """The variants of `benchmarks.host_swap` as Markdown: time with its spread, and resident memory above rest."""
+    rows = {row["method"]: row for row in result["rows"]}
+    assert rows.keys() == VARIANTS.keys(), "host_swap.json has other variants"
+    above_bytes = rows["plain"]["above_rest_bytes"]
+    lines = [
+        "| variant | x plain, malloc | range | above rest, MiB | of plain, malloc |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for method, name in VARIANTS.items():
+        row = rows[method]
+        spread = "-" if method == "plain" else f"{row['ratio_min']:.2f} - {row['ratio_max']:.2f}"
+        memory = f"{row['above_rest_bytes'] / MIB:.0f} | {row['above_rest_bytes'] / above_bytes:.0%}"
+        lines.append(f"| {name} | {row['ratio_median']:.2f} | {spread} | {memory} |")
+    assert all(row["is_equal"] for row in rows.values()), "a gradient differs"
+    rounds = result["settings"]["rounds"]
+    return "\n".join(
+        [*lines, "", f"Median and range of {rounds} rounds; memory is the peak of resident memory above rest."]
+    )
+
+
+def readme(text: str, report: Mapping[str, Any], interleaved: Mapping[str, Any]) -> str:
+    """README.md with the measured parts replaced."""
+    return _replaced(_replaced(text, "measured", markdown_table(report)), "host_swap", interleaved_table(interleaved))
+
+
+def _replaced(text: str, mark: str, part: str) -> str:
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    assert rest and after, f"README.md has lost its marks '{mark}'"
+    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 def _demo() -> ModuleType:
@@ -106,7 +139,8 @@ def _text(x: float, y: float, text: str, *, size: int = 13, weight: str = "norma
 def main() -> None:
     report = json.loads(RESULT.read_text(encoding="utf-8"))
     PICTURE.write_text(picture(report), encoding="utf-8")
-    README.write_text(readme(README.read_text(encoding="utf-8"), report), encoding="utf-8")
+    interleaved = json.loads(INTERLEAVED.read_text(encoding="utf-8"))
+    README.write_text(readme(README.read_text(encoding="utf-8"), report, interleaved), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,11 +31,12 @@ from typing import Any
 SEED = 0
 MIB = 2**20
 _FATES = ("kept", "swapped", "recomputed")
+BASELINE = "plain, malloc"
+"""What every run is compared with. lowtide also sets the C library's thresholds, and what they alone change is not its
+doing: this is plain training with the same ones."""
 RUNS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    # lowtide also sets the C library's thresholds. This is the plain run with the same ones: they alone make it faster
-    # (fewer page faults) and its peak higher, so it is the run to compare times with.
-    "plain, malloc": None,
+    BASELINE: None,
     "recompute": {"recompute": "all"},
     # Early layers have the most time to leave and to come back. Backward begins with the last layer: at that moment
     # a recompute would bring all of it back, so keeping it costs nothing at the peak.
@@ -85,7 +86,7 @@ def run_all(size_name: str, num_steps: int) -> dict[str, Any]:
 def _run(name: str, size_name: str, num_steps: int) -> dict[str, Any]:
     size = SIZES[size_name]
     settings = {"memory": _memory_of(name, size), "size": size, "num_steps": num_steps, "seed": SEED}
-    settings["sets_malloc"] = name == "plain, malloc"
+    settings["sets_malloc"] = name == BASELINE
     command = [sys.executable, str(Path(__file__).resolve().with_name("demo_run.py")), json.dumps(settings)]
     environment = {**os.environ, **CHILD_ENVIRONMENT}
     _note(f"{name:<13} starting")
@@ -149,18 +150,53 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The measured table: a header, then a row for each run."""
     runs = report["runs"]
     differing = {line.split("'")[1] for line in differences(runs)}
-    plain_seconds = statistics.median(runs["plain"]["step_seconds"])
     found: list[tuple[str, ...]] = [
-        ("run", "peak MiB", "above rest", "kept", "swapped", "recomputed", "s/step", "x plain", "losses, weights")
+        ("run", "peak MiB", "above rest", "kept", "swapped", "recomputed", "s/step", f"x {BASELINE}", "losses, weights")
     ]
     for name, run in runs.items():
-        seconds = statistics.median(run["step_seconds"])
         above_bytes = run["peak_resident_bytes"] - run["rest_resident_bytes"]
         sizes = (run["peak_resident_bytes"], above_bytes, *(run[f"{fate}_bytes"] for fate in _FATES))
         verdict = "-" if name == "plain" else "DIFFERENT" if name in differing else "identical"
-        times = (f"{seconds:.2f}", f"{seconds / plain_seconds:.2f}")
+        times = (f"{statistics.median(run['step_seconds']):.2f}", f"{time_ratio(runs, name):.2f}")
         found.append((name, *(f"{round(size / MIB)}" for size in sizes), *times, verdict))
     return found
+
+
+def time_ratio(runs: Mapping[str, Mapping[str, Any]], name: str) -> float:
+    """The median step of a run over that of the baseline."""
+    return statistics.median(runs[name]["step_seconds"]) / statistics.median(runs[BASELINE]["step_seconds"])
+
+
+def words(report: Mapping[str, Any]) -> list[str]:
+    """What the table says, in sentences. Each is worked out from the cells of the table as they are printed."""
+    header, *cells = rows(report)
+    by_name = {row[0]: dict(zip(header, row, strict=True)) for row in cells}
+    peaks = {name: int(row["peak MiB"]) for name, row in by_name.items()}
+    times = {name: row[f"x {BASELINE}"] for name, row in by_name.items()}
+    plans = [name for name, rules in RUNS.items() if rules is not None and name in by_name]
+    sentences = [
+        f"{name} takes {times[name]} of its time, with a peak {_change(peaks[name], peaks[BASELINE])}."
+        for name in ("plain", *plans)
+    ]
+    sentences[0] = f"Compared with '{BASELINE}' (peak {peaks[BASELINE]} MiB): {sentences[0]}"
+    lowest = [name for name in plans if peaks[name] == min(peaks[each] for each in plans)]
+    fastest = [name for name in plans if float(times[name]) == min(float(times[each]) for each in plans)]
+    sentences.append(f"Of the plans {_names(lowest)} the lowest peak, and {_names(fastest)} the shortest step.")
+    differing = [name for name, row in by_name.items() if row[header[-1]] == "DIFFERENT"]
+    if differing:
+        sentences.append(f"NOT the same to the bit as plain: {', '.join(differing)}.")
+    else:
+        sentences.append("Every loss, and every weight at the end, is plain's to the bit.")
+    return sentences
+
+
+def _change(size: int, baseline: int) -> str:
+    percent = round(100 * (size - baseline) / baseline)
+    return "as high" if percent == 0 else f"{abs(percent)} % {'lower' if percent < 0 else 'higher'}"
+
+
+def _names(names: Sequence[str]) -> str:
+    return f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -193,7 +229,7 @@ def legend(report: Mapping[str, Any]) -> str:
             f"{plain['state_bytes'] / MIB:.0f} MiB): activations, gradients, temporaries",
             "kept ...      MiB of activations of one step, by what became of them",
             "s/step        median",
-            "plain, malloc plain with the C library's thresholds as lowtide sets them: what they alone change",
+            f"{BASELINE} plain with the C library's thresholds as lowtide sets them; times are over its time",
         ]
     )
 
@@ -216,7 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _note("demo: interrupted")
         return 130
-    print(f"\n{table(report)}\n\n{legend(report)}", file=sys.stderr if args.json else sys.stdout)
+    print(
+        "\n" + "\n\n".join([table(report), legend(report), "\n".join(words(report))]),
+        file=sys.stderr if args.json else sys.stdout,
+    )
     if args.json:
         print(json.dumps(report, indent=2))
     found = differences(report["runs"])

@@ -24,7 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
-from lowtide.runtime.malloc import configure_malloc
+from lowtide.engines.tiers.host_buffers import configure_malloc
 from lowtide.train.data import NUM_BYTE_TOKENS, Sampler, open_corpus, standard_library
 from lowtide.train.progress import resident_bytes
 

@@ -11,20 +11,20 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lowtide.version import __version__
+
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.catalog.site import Profile
-    from lowtide.config.native import MemoryConfig
+    from lowtide.config.memory import MemoryConfig
+    from lowtide.core.plan import Plan
+    from lowtide.core.profile import Profile
+    from lowtide.engines.base import Engine
     from lowtide.errors import BudgetError, ConfigError
-    from lowtide.planner.plan import Plan
-    from lowtide.runtime.adapt import AutoTide
-    from lowtide.runtime.engines.base import Engine
-    from lowtide.runtime.tide import Tide
-    from lowtide.runtime.written import WrittenTide
+    from lowtide.runtime.autopilot.autopilot import Autopilot
+    from lowtide.runtime.session.tide import Tide
     from lowtide.timeline.hardware import Hardware
 
-__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
@@ -42,9 +42,9 @@ __all__ = [
 _HOMES = {
     "BudgetError": "lowtide.errors",
     "ConfigError": "lowtide.errors",
-    "Plan": "lowtide.planner.plan",
-    "Profile": "lowtide.catalog.site",
-    "Tide": "lowtide.runtime.tide",
+    "Plan": "lowtide.core.plan",
+    "Profile": "lowtide.core.profile",
+    "Tide": "lowtide.runtime.session.tide",
 }
 
 
@@ -57,7 +57,7 @@ def apply(
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
-) -> Tide | WrittenTide:
+) -> Tide | Autopilot:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
@@ -70,8 +70,8 @@ def apply(
     `tp_group`, the tensor-parallel process group, is for their `recompute_slice_activation`.
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
-    from lowtide.runtime.tide import apply as apply_plan
-    from lowtide.runtime.written import follow, sections_in
+    from lowtide.mindformers.follow import follow, sections_in
+    from lowtide.runtime.session.apply import apply as apply_plan
 
     sections = sections_in(memory)
     if sections is not None:
@@ -117,7 +117,7 @@ def plan(
     rules. `hardware` is a name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
     Raises `BudgetError` when no plan fits, `ConfigError` for every other mistake.
     """
-    from lowtide.runtime.planning import plan_model
+    from lowtide.runtime.autopilot.plan_model import plan_model
 
     return plan_model(
         model,
@@ -142,7 +142,7 @@ def observe(
     """Run one real step of `model` on `batch` (as in `plan`) and say what it saves, where, for how long, and what each
     operator costs. Gradients, buffers and random state are left as they were. Raises `ConfigError` for a batch that
     does not fit the model or a loss that is not a scalar."""
-    from lowtide.catalog.observe import observe as observe_step
+    from lowtide.profiling.observe_step import observe as observe_step
 
     return observe_step(model, batch, loss=loss, optimizer=optimizer)
 
@@ -156,7 +156,7 @@ def optimize(
     engine: Engine | str | None = None,
     group: Any = None,
     say: Callable[[str], None] | None = None,
-) -> AutoTide:
+) -> Autopilot:
     """Make `model` train within `budget` bytes per device, until `remove()` or the end of the `with` block.
 
     The first forward pass is observed (one extra step that leaves no trace) and planned for; later ones follow the
@@ -164,7 +164,7 @@ def optimize(
     ranks (`group`) all follow one plan, for the smallest budget. `say` gets a line when a plan is made.
     Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
     """
-    from lowtide.runtime.adapt import optimize as optimize_model
+    from lowtide.runtime.autopilot.optimize import optimize as optimize_model
 
     return optimize_model(model, budget=budget, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
 

@@ -6,9 +6,20 @@ Every user-facing mistake (a wrong key, a pattern that matches nothing, a tier t
 
 from __future__ import annotations
 
+import difflib
+import functools
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for. The text is one message: where, what, how to fix."""
+    """A mistake in what the user asked for. The text is one message: where, what, how to fix.
+
+    It is one line, whatever it quotes: control characters become escapes, and of a very long text the middle is left
+    out, so that the place in front and the way out at the end stay.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
 
 
 class BudgetError(ConfigError):
@@ -16,6 +27,44 @@ class BudgetError(ConfigError):
     ways out, each one sentence, best first."""
 
     def __init__(self, message: str, *, floor_bytes: int, suggestions: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
+        ValueError.__init__(self, message)  # what each way out would give stands on lines of its own
         self.floor_bytes = floor_bytes
         self.suggestions = suggestions
+
+    def __reduce__(self) -> tuple:
+        make = functools.partial(type(self), floor_bytes=self.floor_bytes, suggestions=self.suggestions)
+        return make, (str(self),)
+
+
+_MOST_CHARACTERS = 3000
+
+
+def _one_line(text: str) -> str:
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS - 1000]} ... {text[-1000:]}"
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'budget'?`, or nothing when no choice is near."""
+    nearest = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean '{nearest[0]}'?" if nearest else ""
+
+
+class TierFull(Exception):
+    """`allocate` found no room on the tier (a cap, or a full disk). The runtime tries the next tier, then keeps."""
+
+
+class RecomputeRefusedError(RuntimeError):
+    """The recomputed module `path` cannot be run again to the bit. `can_stay`: a solved plan chose to run it again, and
+    keeps it from now on; else a rule of the user's did."""
+
+    def __init__(self, message: str, path: str, *, can_stay: bool) -> None:
+        self.path = path
+        self.can_stay = can_stay
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple:
+        return functools.partial(type(self), can_stay=self.can_stay), (str(self), self.path)

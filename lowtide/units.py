@@ -15,6 +15,8 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
+MOST_BYTES = 1 << 60
+"""1 EiB: no memory and no disk of one rank has as much, and sums of a few sizes still fit into 64 bits."""
 
 _BYTES_PER_UNIT = {
     "": 1,
@@ -28,20 +30,23 @@ _BYTES_PER_UNIT = {
     "gb": 10**9,
     "tb": 10**12,
 }
+_MOST_CHARACTERS = 40
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
 def parse_bytes(value: int | str) -> int:
     """Bytes from `20GiB`, `20GB`, `512 MiB`, `1.5gib` or a plain number of bytes. Fractions of a byte are dropped.
 
-    Raises `ValueError` saying what a size looks like.
+    Raises `ValueError` saying what a size looks like, or that it is more than `MOST_BYTES`.
     """
     if isinstance(value, bool):
         raise ValueError(_not_a_size(value))
     if isinstance(value, int):
         if value < 0:
             raise ValueError(f"{value} is not a size; a size is never negative")
-        return value
+        return _checked(value, value)
+    if len(value) > _MOST_CHARACTERS:
+        raise ValueError(_not_a_size(f"{value[:_MOST_CHARACTERS]}..."))
     match = _SIZE.fullmatch(value.strip())
     if match is None:
         raise ValueError(_not_a_size(value))
@@ -50,7 +55,14 @@ def parse_bytes(value: int | str) -> int:
         raise ValueError(_not_a_size(value))
     if unit in ("", "b") and "." in match["number"]:
         raise ValueError(_not_a_size(value))
-    return int(Fraction(match["number"].replace("_", "")) * _BYTES_PER_UNIT[unit])
+    return _checked(int(Fraction(match["number"].replace("_", "")) * _BYTES_PER_UNIT[unit]), value)
+
+
+def _checked(num_bytes: int, written: int | str) -> int:
+    if num_bytes > MOST_BYTES:
+        text = written if num_bytes < 10**_MOST_CHARACTERS else "a number of so many digits"
+        raise ValueError(f"{text} is too large; the largest size is 1048576TiB")
+    return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,12 @@ else:
     hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("default")
 
-_PLAIN_DIRECTORIES = ("config", "planner", "cli")
+_PLAIN_DIRECTORIES = ("config", "core", "planner", "cli")
+
+
+if threading.current_thread() is threading.main_thread():
+    # A shell that starts the suite in the background has Ctrl-C ignored, and every child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -6,17 +6,8 @@ products, and `silu` and `mul` that can be made from these.
 
 from __future__ import annotations
 
-from lowtide.catalog.site import (
-    Anchor,
-    Geometry,
-    HiddenBytes,
-    Profile,
-    Recipe,
-    RecipeInput,
-    RecipeStep,
-    Site,
-    StateBytes,
-)
+from lowtide.core.profile import HiddenBytes, Profile, Site, StateBytes
+from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput, RecipeStep
 
 MIB = 1 << 20
 SECONDS = 1e-3

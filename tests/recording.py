@@ -18,10 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowtide.catalog.graph import Call, Storage, Value
-from lowtide.catalog.recipes import Target
-from lowtide.catalog.site import Geometry
-from lowtide.catalog.trace import is_plain, op_name
+from lowtide.core.recipe import Geometry
+from lowtide.profiling.producer_names import op_name
+from lowtide.recipes.build import Target
+from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.tensors.kinds import is_plain
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 

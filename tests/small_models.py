@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lowtide.catalog.observe import observe
-from lowtide.catalog.site import Profile
-from lowtide.planner.fate import Fate
-from lowtide.planner.plan import Plan
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.profiling.observe_step import observe
 from tests import zoo
 from tests.solved import plan_with
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from lowtide.catalog.site import Profile, Site
-from lowtide.planner.fate import Fate
-from lowtide.planner.plan import Plan, SiteDecision
+from lowtide.core.decisions import SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile, Site
 
 
 def random_plan(profile: Profile, seed: int, *, made: float = 0.5, swapped: float = 0.3) -> Plan:

@@ -10,14 +10,15 @@ import pytest
 
 import lowtide
 import lowtide.config
+import lowtide.core
 import lowtide.planner
 import lowtide.timeline
 
 HEAVY = ("torch", "transformers", "numpy", "scipy", "rich")
 FRONT = ["lowtide", "lowtide.units", "lowtide.errors", "lowtide.cli.main"]
-PLAIN = ["lowtide.catalog.site"] + [
+PLAIN = [
     f"{package.__name__}.{module.name}"
-    for package in (lowtide.config, lowtide.planner, lowtide.timeline)
+    for package in (lowtide.core, lowtide.config, lowtide.planner, lowtide.timeline)
     for module in pkgutil.iter_modules(package.__path__)
 ]
 

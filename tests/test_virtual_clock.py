@@ -18,20 +18,20 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import lowtide
-from lowtide.catalog.cost import op_seconds
-from lowtide.catalog.fake import trace
-from lowtide.catalog.graph import Call, Storage, Value
-from lowtide.catalog.site import Profile
-from lowtide.config.native import load_memory
-from lowtide.planner.autoplan import plan_profile, problem_of
-from lowtide.planner.fate import Fate
-from lowtide.planner.plan import Plan
+from lowtide.config.memory import load_memory
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.planner.plan_profile import plan_profile, problem_of
 from lowtide.planner.problem import decisions
-from lowtide.runtime.engines.clocked import ClockedEngine, ClockMode
+from lowtide.profiling.fake.roofline import op_seconds
+from lowtide.profiling.fake.trace import trace
+from lowtide.recipes.graph import Call, Storage, Value
 from lowtide.timeline.events import run
 from lowtide.timeline.hardware import Hardware
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
+from tests.engines.clocked import ClockedEngine, ClockMode
 
 MIN_BYTES = 4096
 NUM_PLANS = 24

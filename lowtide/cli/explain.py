@@ -15,15 +15,16 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.waiting import Waiting
-from lowtide.config.mindformers import Resolution, Sections, read_sections
-from lowtide.config.mindformers.aliases import layer_tree
-from lowtide.config.run import RunConfig, load_run
 from lowtide.config.source import read_yaml
-from lowtide.planner.sections import Row, layer_sums, names_of_layers, plan_sections, rows_without_step, table
+from lowtide.mindformers.plan import names_of_layers, plan_sections
+from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
+from lowtide.mindformers.schema import Resolution, Sections, read_sections
+from lowtide.mindformers.schema.aliases import layer_tree
+from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.catalog.site import Profile
+    from lowtide.core.profile import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

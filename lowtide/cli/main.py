@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide import __version__
 from lowtide.errors import ConfigError
+from lowtide.version import __version__
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # whoever read stdout has seen enough, as `head` has
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- flushed once more when Python ends
         return EXIT_NOBODY_READS
     except KeyboardInterrupt:

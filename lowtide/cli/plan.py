@@ -18,19 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.waiting import Waiting
-from lowtide.config.native import MemoryConfig
-from lowtide.config.run import RunConfig, load_run
+from lowtide.config.memory import MemoryConfig
+from lowtide.config.source import read_text
 from lowtide.errors import ConfigError
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.train.run_file import RunConfig, load_run
+from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lowtide.catalog.site import Profile
-    from lowtide.planner.curve import Curve
-    from lowtide.planner.ladder import Rung
-    from lowtide.planner.plan import Plan
+    from lowtide.core.plan import Plan
+    from lowtide.core.profile import Profile
+    from lowtide.report.budget_sweep import SweptBudget
+    from lowtide.report.memory_curve import Curve
     from lowtide.timeline.step import Link
 
 _MAX_CURVE_POINTS = 1024
+_MOST_PROFILE_BYTES = 256 * MIB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,19 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises `ConfigError` for mistakes, `BudgetError` when no plan fits."""
     settings = load_run(args.run)
+    check_writable(args.out)
     memory = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
-        from lowtide.planner.autoplan import plan_profile
-        from lowtide.planner.curve import memory_curve
-        from lowtide.planner.ladder import ladder
+        from lowtide.planner.plan_profile import plan_profile
+        from lowtide.report.budget_sweep import budget_sweep
+        from lowtide.report.memory_curve import memory_curve
 
         waiting.say("planning")
         # From the second micro-batch of a step on, gradients are there from the start.
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
         plan = plan_profile(profile, memory, **kind, progress=lambda text: waiting.say(f"planning: {text}"))
-        rungs = ladder(plan, profile, memory, **kind, progress=waiting.say)
+        rungs = budget_sweep(plan, profile, memory, **kind, progress=waiting.say)
         curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
     if args.out is not None:
         write(args.out, plan.to_json())
@@ -88,6 +91,21 @@ def memory_with(
     return memory
 
 
+def check_writable(path: Path | None) -> None:
+    """Refuses a file that the command line names and that cannot be written, before the work for it is done."""
+    if path is None:
+        return
+    try:
+        is_there = path.exists()
+        if is_there and not path.is_file() and not path.is_dir():
+            return  # a pipe or a device: to open one now would be to end it
+        path.open("a").close()
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+
+
 def write(path: Path, text: str) -> None:
     """Writes a file that the command line names."""
     try:
@@ -104,7 +122,7 @@ def _size(option: str, text: str) -> int:
 
 
 def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Waiting) -> tuple[Profile, Link]:
-    from lowtide.catalog.site import Profile
+    from lowtide.core.profile import Profile
     from lowtide.timeline.hardware import load_hardware
 
     hardware = load_hardware(args.hardware) if args.hardware is not None else None
@@ -114,11 +132,7 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
         device = hardware or hardware_of_run(settings)
         return trace_run(settings, device, say=waiting.say), device.link
-    try:
-        text = args.profile.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--profile: {args.profile} cannot be read: {error.strerror}") from None
-    profile = Profile.from_json(text)
+    profile = Profile.from_json(read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: "))
     shape = [settings.train.batch_size, settings.data.sequence_length]
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
@@ -153,9 +167,9 @@ def _stdout_kept_clean() -> Iterator[None]:
 # -- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _lines(plan: Plan, profile: Profile, rungs: tuple[Rung, ...], curve: Curve | None) -> list[str]:
-    from lowtide.planner.curve import curve_lines
-    from lowtide.planner.ladder import ladder_lines
+def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> list[str]:
+    from lowtide.report.budget_sweep import sweep_lines
+    from lowtide.report.memory_curve import curve_lines
 
     lines = [f"{profile.model}, one step of {profile.batch}", str(plan)]
     if profile.hidden:
@@ -165,13 +179,13 @@ def _lines(plan: Plan, profile: Profile, rungs: tuple[Rung, ...], curve: Curve |
             f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    lines += ["", "what other budgets would give", *ladder_lines(rungs)]
+    lines += ["", "what other budgets would give", *sweep_lines(rungs)]
     if curve is not None:
         lines += ["", *curve_lines(curve)]
     return lines
 
 
-def _document(plan: Plan, profile: Profile, rungs: tuple[Rung, ...], curve: Curve | None) -> str:
+def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> str:
     assert curve is not None
     document: dict[str, Any] = {
         "model": profile.model,
@@ -180,8 +194,8 @@ def _document(plan: Plan, profile: Profile, rungs: tuple[Rung, ...], curve: Curv
         "is_fake": profile.is_fake,
         "plan": json.loads(plan.to_json()),
         "budgets": [
-            {"budget_bytes": rung.budget_bytes, "is_asked": rung.is_asked, **dataclasses.asdict(rung.predicted)}
-            for rung in rungs
+            {"budget_bytes": swept.budget_bytes, "is_asked": swept.is_asked, **dataclasses.asdict(swept.predicted)}
+            for swept in rungs
         ],
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
         "curve": curve.thinned(_MAX_CURVE_POINTS),

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.plan import write
+from lowtide.cli.plan import check_writable, write
 from lowtide.cli.waiting import Waiting
-from lowtide.config.run import load_run
 from lowtide.errors import ConfigError
+from lowtide.train.run_file import load_run
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lowtide.catalog.site import Profile
+    from lowtide.core.profile import Profile
 
 _NUM_TOP_SITES = 8
 _OUTSIDE = "outside layers"
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hardware is not None and not args.fake:
         raise ConfigError("--hardware: a real step runs on the device of the run; add --fake, or leave it out")
     settings = load_run(args.run)
+    check_writable(args.out)
     with Waiting() as waiting:
         waiting.say("loading torch")
         from lowtide.timeline.hardware import load_hardware
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def profile_lines(profile: Profile) -> list[str]:
     """Layers, and the largest sites."""
-    from lowtide.planner.text import align
+    from lowtide.core.plan_table import align
 
     sites = profile.sites
     how = f"traced, times by roofline of {profile.device}" if profile.is_fake else f"observed on {profile.device}"
@@ -80,7 +81,7 @@ def profile_lines(profile: Profile) -> list[str]:
 
 
 def _layer_cells(profile: Profile) -> list[tuple[str, ...]]:
-    from lowtide.planner.table import layers_label, runs
+    from lowtide.core.plan_table import layers_label, runs
 
     num_ops, seconds = _by_layer(profile)
     cells: list[tuple[str, ...]] = [("", "operators", "forward", "backward", "saved", "with a recipe")]

@@ -9,15 +9,17 @@ stdout stays empty unless `--json` is given.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
-from lowtide.config.run import RunConfig, load_run
 from lowtide.errors import ConfigError
+from lowtide.train.run_file import RunConfig, load_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _override(load_run(args.run), args)
+    if os.environ.get("RANK", "0") == "0":
+        _check_folders(settings, args)
     if settings.memory is not None or settings.sections is not None:
         # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -64,3 +68,32 @@ def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"--{error}") from None
     return dataclasses.replace(settings, train=train, output_dir=args.output_dir or settings.output_dir)
+
+
+def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
+    """A folder that cannot be written is refused now, not after the first hours of training."""
+    try:
+        check_folder(settings.output_dir)
+    except OSError as error:
+        text = f"{settings.output_dir} cannot be made or written to: {error.strerror}; choose another folder"
+        if args.output_dir is not None:
+            raise ConfigError(f"--output-dir: {text}") from None
+        raise settings.mistake("train.output_dir", f"'train.output_dir': {text}") from None
+    try:
+        check_folder(settings.checkpoint_dir)
+    except OSError as error:
+        text = f"{settings.checkpoint_dir} cannot be made or written to: {error.strerror}; choose another folder"
+        raise settings.mistake("train.checkpoint_dir", f"'train.checkpoint_dir': {text}") from None
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `OSError` if the folder is not there and cannot be made, or cannot be written to. Leaves nothing."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()

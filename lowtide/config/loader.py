@@ -20,24 +20,24 @@ raise `FieldError`).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from lowtide.config.source import Entry, Node, join_path, read_mapping, read_yaml
-from lowtide.errors import ConfigError
+from lowtide.config.source import MOST_DIGITS, Entry, Node, join_path, read_mapping, read_yaml, shown, too_many_digits
+from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import parse_bytes
 
 T = TypeVar("T")
 
+MOST_CHARACTERS = 4_096
 _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", re.ASCII)
 
@@ -108,12 +108,6 @@ def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memo
     return typing.cast(T, _Builder(in_file=False).build(read_mapping(mapping, where), cls, where))
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'budget'?`, or nothing when no choice is near."""
-    nearest = difflib.get_close_matches(word, list(choices), n=1)
-    return f"; did you mean '{nearest[0]}'?" if nearest else ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Builder:
     """One load. `in_file` decides only how messages name the key."""
@@ -149,6 +143,9 @@ class _Builder:
 
     def _wrong(self, node: Node, want: Any, path: str) -> NoReturn:
         choices = _choices(want)
+        if too_many_digits(node) is not None:
+            rest = f", not {node.describe()}; the most is {MOST_DIGITS}"
+            self._fail(node.place, path, f"expected {_join_or(_describe(want))}", " for ", rest)
         is_word = node.kind == "scalar" and not node.is_null and node.value not in choices
         hint = did_you_mean(str(node.value), choices) if is_word else ""
         self._fail(node.place, path, f"expected {_join_or(_describe(want))}", " for ", f", not {node.describe()}{hint}")
@@ -168,9 +165,16 @@ class _Builder:
         if want is float and _is_float(node):
             return float(typing.cast(Any, value))
         if want is str and isinstance(value, str):
+            self._check_text(value, node, path)
             return value
         if want is Path and isinstance(value, str | os.PathLike):
-            return Path(value).expanduser()
+            self._check_text(os.fspath(value), node, path)
+            expanded = Path(os.path.expanduser(value))  # noqa: PTH111 -- Path.expanduser raises for `~nobody`
+            if expanded.parts[:1] and expanded.parts[0].startswith("~"):
+                self._fail(
+                    node.place, path, f"there is no user '{expanded.parts[0][1:]}'", " for ", "; write the path out"
+                )
+            return expanded
         if isinstance(want, type) and issubclass(want, enum.Enum):
             for member in want:
                 if value is member or value == member.value:
@@ -180,11 +184,21 @@ class _Builder:
         )
         self._wrong(node, want, path)
 
+    def _check_text(self, value: str, node: Node, path: str) -> None:
+        """No name, pattern or path has a line break or a NUL byte in it, or is as long as a page."""
+        if len(value) > MOST_CHARACTERS:
+            self._fail(
+                node.place, path, f"expected at most {MOST_CHARACTERS:,} characters", " for ", f", not {len(value):,}"
+            )
+        if not value.isprintable():
+            self._fail(node.place, path, "expected text without control characters", " for ", f", not {shown(value)}")
+
     def _bytes(self, node: Node, want: Any, path: str) -> int:
-        if node.kind != "scalar" or node.is_null or not isinstance(node.value, int | str):
+        value = node.value
+        if node.kind != "scalar" or node.is_null or not isinstance(value, int | str) or too_many_digits(node):
             self._wrong(node, want, path)
         try:
-            return parse_bytes(node.value)
+            return parse_bytes(value)
         except ValueError as error:
             prefix = f"'{path}': " if self.in_file else ""
             raise ConfigError(f"{node.place}: {prefix}{error}") from None
@@ -211,6 +225,8 @@ class _Builder:
             return node.value
         if node.value in ("true", "false"):
             return node.value == "true"
+        if too_many_digits(node) is not None:
+            self._wrong(node, int, path)
         if _is_int(node):
             return int(typing.cast(str, node.value))
         if _is_float(node):
@@ -226,7 +242,10 @@ class _Builder:
         takers = [member for member in members if node.kind in _kinds(member) and member is not type(None)]
         if node.is_null or not takers:
             self._wrong(node, want, path)
-        if len(takers) == 1 and (node.kind != "scalar" or Bytes in getattr(takers[0], "__metadata__", ())):
+        if isinstance(node.value, str) and (str in takers or Path in takers):
+            self._check_text(node.value, node, path)
+        is_path = takers == [Path] and isinstance(node.value, str)
+        if is_path or (len(takers) == 1 and (node.kind != "scalar" or Bytes in getattr(takers[0], "__metadata__", ()))):
             return self.build(node, takers[0], path)  # its own message is more exact than the union's
         for member in takers:
             try:
@@ -318,12 +337,16 @@ def _places(node: Node) -> dict[str, str]:
 
 
 def _is_int(node: Node) -> bool:
+    if too_many_digits(node) is not None:
+        return False
     if node.is_text:
         return _INT.fullmatch(str(node.value)) is not None
     return isinstance(node.value, int) and not isinstance(node.value, bool)
 
 
 def _is_float(node: Node) -> bool:
+    if too_many_digits(node) is not None:
+        return False
     if node.is_text:
         return _FLOAT.fullmatch(str(node.value)) is not None
     return isinstance(node.value, int | float) and not isinstance(node.value, bool)

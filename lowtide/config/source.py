@@ -1,8 +1,12 @@
 """Where settings come from: a YAML file or a Python mapping, both turned into one small tree that knows its places.
 
 Why: PyYAML's constructors lose the line of every value and apply YAML 1.1 (`no` is False, `1e-4` is text, `12:30` is
-750). Its *node tree* has both the marks and the untouched text, so types are decided by what the field declares
+750). Its *events* have both the marks and the untouched text, so types are decided by what the field declares
 (loader.py), never by how a value looks.
+Why there are limits: a file may be generated, or hostile. A file that is larger or deeper than any file of settings is
+refused in one line, before it costs more than a second or a few megabytes. Limits are on size, nesting, number of
+values (an alias counts for all that it stands for) and length of keys. Only regular files are read, so a pipe or a
+device cannot hang the program.
 
 Not covered: YAML tags (`!!python/...`) and merge keys (`<<`); both are refused with a message.
 """
@@ -11,15 +15,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import yaml
 
 from lowtide.errors import ConfigError
+from lowtide.units import KIB
 
+MOST_YAML_BYTES = 256 * KIB
+MOST_VALUES = 10_000
+MOST_DEPTH = 64
+MOST_KEY_CHARACTERS = 1_000
+MOST_DIGITS = 18
+"""Of an integer: every number of as many digits fits into 64 bits."""
+_MOST_SHOWN = 80
+_DIGITS = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _LOOKS_TYPED = re.compile(r"[-+.0-9][-+.0-9eE_]*|true|false")
 
 
@@ -59,9 +72,11 @@ class Node:
             return "a mapping"
         if self.is_null:
             return "nothing"
+        if (num_digits := too_many_digits(self)) is not None:
+            return f"a number of {num_digits} digits"
         if isinstance(self.value, str) and not self.is_text and _LOOKS_TYPED.fullmatch(self.value):
-            return f"the text {self.value!r}"  # otherwise the message would read "expected a number, not '1'"
-        return repr(self.value)
+            return f"the text {shown(self.value)}"  # otherwise the message would read "expected a number, not '1'"
+        return shown(self.value)
 
 
 def join_path(parent: str, key: str | int) -> str:
@@ -71,86 +86,204 @@ def join_path(parent: str, key: str | int) -> str:
     return f"{parent}.{key}" if parent else key
 
 
-def read_yaml(path: str | os.PathLike[str]) -> Node:
-    """The tree of a file. Raises `ConfigError` when it is missing, unreadable, not YAML or empty."""
+def shown(value: object) -> str:
+    """A value as messages show it: its `repr`, cut to some 80 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits; lists without end
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}...{text[-17:]}"
+
+
+def too_many_digits(node: Node) -> int | None:
+    """How many digits an integer has that is larger than any setting; None for everything else."""
+    value = node.value
+    if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        return int(abs(value).bit_length() * 0.30103) + 1  # str() refuses numbers of more than 4,300 digits
+    if isinstance(value, str) and node.is_text and len(value) > MOST_DIGITS and _DIGITS.fullmatch(value):
+        num_digits = len(value.lstrip("+-").replace("_", "").lstrip("0"))
+        return num_digits if num_digits > MOST_DIGITS else None
+    return None
+
+
+def read_text(path: str | os.PathLike[str], *, most_bytes: int, where: str = "") -> str:
+    """The text of a regular file. Raises `ConfigError` that starts with `where` (`--profile: `) and names the file.
+
+    Costs at most `most_bytes`, whatever the file is: a pipe or a device is refused without waiting for it.
+    """
     name = os.fspath(path)
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            content = file.read(most_bytes + 1) if is_regular else b""
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file; check the path") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: this is not a text file; save it as UTF-8") from None
+        raise ConfigError(f"{where}{name}: no such file; check the path") from None
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{where}{name}: cannot be read: {error.strerror}") from None
+    except ValueError:  # a NUL byte, or half of a surrogate pair
+        raise ConfigError(f"{where}{shown(name)} is not the name of a file") from None
+    if not is_regular:
+        raise ConfigError(f"{where}{name}: this is a pipe or a device; write its content to a file first")
+    if len(content) > most_bytes:
+        raise ConfigError(f"{where}{name}: larger than {most_bytes:,} bytes; this is another kind of file")
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}{name}: this is not a text file; save it as UTF-8") from None
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Node:
+    """The tree of a file. Raises `ConfigError` when it is missing, unreadable, not YAML, empty or past a limit."""
+    name = os.fspath(path)
+    text = read_text(path, most_bytes=MOST_YAML_BYTES)
+    try:
+        return _YamlReader(name, yaml.SafeLoader(text)).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{name}: not valid YAML: character {error.position + 1}: {error.reason}") from None
-    if root is None:
-        raise ConfigError(f"{name}:1:1: the file is empty")
-    return _YamlReader(name).node(root, "")
+    except ConfigError:
+        raise
+    except (ValueError, OverflowError):  # PyYAML's own, for "\\U00110000" and for a %YAML version without end
+        raise ConfigError(f"{name}: not valid YAML: a character or a version that does not exist") from None
 
 
 def read_mapping(value: object, path: str) -> Node:
-    """The tree of Python values (mappings, lists, tuples, scalars); places are dotted paths that start with `path`."""
+    """The tree of Python values (mappings, lists, tuples, scalars); places are dotted paths that start with `path`.
+
+    Raises `ConfigError` for keys that are no text and for nesting without end.
+    """
+    return _python_node(value, path, 0)
+
+
+def _python_node(value: object, path: str, depth: int) -> Node:
+    if depth > MOST_DEPTH:
+        raise ConfigError(f"{path}: nested more than {MOST_DEPTH} deep; no setting is")
     if isinstance(value, Mapping):
         entries = []
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ConfigError(f"{path}: expected text keys, not {key!r}")
+                raise ConfigError(f"{path}: expected text keys, not {shown(key)}")
             below = join_path(path, key)
-            entries.append(Entry(key=key, place=below, node=read_mapping(item, below)))
+            entries.append(Entry(key=key, place=below, node=_python_node(item, below, depth + 1)))
         return Node(kind="mapping", place=path, entries=tuple(entries))
     if isinstance(value, list | tuple):
-        items = tuple(read_mapping(item, join_path(path, index)) for index, item in enumerate(value))
-        return Node(kind="list", place=path, items=items)
+        items = (_python_node(item, join_path(path, index), depth + 1) for index, item in enumerate(value))
+        return Node(kind="list", place=path, items=tuple(items))
     return Node(kind="scalar", place=path, value=value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Anchored:
+    """What an alias stands for; without a node while its value is still being read."""
+
+    place: str
+    node: Node | None = None
+    num_values: int = 0
+    height: int = 0
+
+
 class _YamlReader:
-    """Turns PyYAML nodes into ours, and refuses what has no single meaning: duplicate keys, tags, merges, cycles."""
+    """Turns PyYAML's events into a tree. Refuses what has no single meaning (duplicate keys, tags, merges, cycles) and
+    what passes a limit (size, depth, number of values)."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, parser: yaml.SafeLoader) -> None:
         self._name = name
-        self._open: set[int] = set()
+        self._parser = parser
+        self._anchors: dict[str, _Anchored] = {}
+        self._num_values = 0
 
-    def node(self, node: yaml.Node, path: str) -> Node:
-        place = self._place(node)
-        if id(node) in self._open:
-            raise ConfigError(f"{place}: this alias contains itself; write the value out")
-        if node.tag.startswith("!") or node.tag.startswith("tag:yaml.org,2002:python"):
-            raise ConfigError(f"{place}: tags such as {node.tag!r} are not supported; remove it")
-        if isinstance(node, yaml.ScalarNode):
-            return Node(kind="scalar", place=place, value=node.value, is_text=node.style is None)
-        self._open.add(id(node))
-        try:
-            if isinstance(node, yaml.SequenceNode):
-                items = tuple(self.node(item, join_path(path, index)) for index, item in enumerate(node.value))
-                return Node(kind="list", place=place, items=items)
-            return Node(kind="mapping", place=place, entries=self._entries(node, path))
-        finally:
-            self._open.discard(id(node))
+    def document(self) -> Node:
+        """The one document of the stream."""
+        self._parser.get_event()  # the start of the stream
+        if self._parser.check_event(yaml.StreamEndEvent):
+            raise ConfigError(f"{self._name}:1:1: the file is empty")
+        self._parser.get_event()  # the start of the document
+        root, _ = self._value("", 1)
+        self._parser.get_event()  # the end of the document
+        if not self._parser.check_event(yaml.StreamEndEvent):
+            place = self._place(self._parser.get_event())
+            raise ConfigError(f"{place}: not valid YAML: but found another document")
+        return root
 
-    def _entries(self, node: yaml.Node, path: str) -> tuple[Entry, ...]:
+    def _value(self, path: str, depth: int) -> tuple[Node, int]:
+        """The next value, and how many levels it has."""
+        event = self._parser.get_event()
+        place = self._place(event)
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event.anchor, place, depth)
+        if event.tag is not None:
+            raise ConfigError(f"{place}: tags such as {shown(event.tag)} are not supported; remove it")
+        if depth > MOST_DEPTH:
+            raise ConfigError(f"{place}: nested more than {MOST_DEPTH} deep; no setting is")
+        self._count(1, place)
+        before = self._num_values
+        if event.anchor is not None:
+            self._anchors[event.anchor] = _Anchored(place=place)
+        height = 1
+        if isinstance(event, yaml.ScalarEvent):
+            node = Node(kind="scalar", place=place, value=event.value, is_text=event.style is None)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            items: list[Node] = []
+            while not self._parser.check_event(yaml.SequenceEndEvent):
+                item, below = self._value(join_path(path, len(items)), depth + 1)
+                items.append(item)
+                height = max(height, below + 1)
+            self._parser.get_event()
+            node = Node(kind="list", place=place, items=tuple(items))
+        else:
+            pairs = list(self._pairs(path, depth))
+            height += max((below for _, below in pairs), default=0)
+            node = Node(kind="mapping", place=place, entries=tuple(entry for entry, _ in pairs))
+        if event.anchor is not None:
+            num_values = self._num_values - before + 1
+            self._anchors[event.anchor] = _Anchored(place=place, node=node, num_values=num_values, height=height)
+        return node, height
+
+    def _pairs(self, path: str, depth: int) -> Iterator[tuple[Entry, int]]:
+        """The entries of a mapping, with the levels of each."""
         first_place: dict[str, str] = {}
-        entries = []
-        for key_node, value_node in node.value:
-            place = self._place(key_node)
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{place}: expected a plain key, not a list or a mapping")
-            key = key_node.value
-            if key_node.tag == "tag:yaml.org,2002:merge":
+        while not self._parser.check_event(yaml.MappingEndEvent):
+            event = self._parser.get_event()
+            place = self._place(event)
+            if not isinstance(event, yaml.ScalarEvent):
+                what = "an alias" if isinstance(event, yaml.AliasEvent) else "a list or a mapping"
+                raise ConfigError(f"{place}: expected a plain key, not {what}")
+            key = event.value
+            if event.tag is not None:
+                raise ConfigError(f"{place}: tags such as {shown(event.tag)} are not supported; remove it")
+            if key == "<<" and event.style is None:
                 raise ConfigError(f"{place}: merge keys ('<<') are not supported; write the keys out")
+            if len(key) > MOST_KEY_CHARACTERS or not key.isprintable():
+                raise ConfigError(f"{place}: expected a plain key, not {shown(key)}")
             below = join_path(path, key)
             if key in first_place:
                 raise ConfigError(f"{place}: duplicate key '{below}'; it is already set at {first_place[key]}")
             first_place[key] = place
-            entries.append(Entry(key=key, place=place, node=self.node(value_node, below)))
-        return tuple(entries)
+            node, height = self._value(below, depth + 1)
+            yield Entry(key=key, place=place, node=node), height
+        self._parser.get_event()
 
-    def _place(self, node: yaml.Node) -> str:
-        return f"{self._name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+    def _alias(self, name: str | None, place: str, depth: int) -> tuple[Node, int]:
+        anchored = self._anchors.get(name or "")
+        if anchored is None:
+            raise ConfigError(f"{place}: not valid YAML: found undefined alias {shown(name)}")
+        if anchored.node is None:
+            raise ConfigError(f"{anchored.place}: this alias contains itself; write the value out")
+        if depth + anchored.height - 1 > MOST_DEPTH:
+            raise ConfigError(f"{place}: nested more than {MOST_DEPTH} deep; no setting is")
+        self._count(anchored.num_values, place)
+        return anchored.node, anchored.height
+
+    def _count(self, num_values: int, place: str) -> None:
+        """An alias counts for all that it stands for: a few lines of aliases can stand for billions of values."""
+        self._num_values += num_values
+        if self._num_values > MOST_VALUES:
+            raise ConfigError(f"{place}: the file has more than {MOST_VALUES:,} values; write fewer, such as ranges")
+
+    def _place(self, event: yaml.Event) -> str:
+        assert event.start_mark is not None, "every event of a text has a mark"
+        return f"{self._name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.catalog.site import Profile, Site
-from lowtide.planner.fate import Fate
-from lowtide.planner.plan import SiteDecision
+from lowtide.core.decisions import SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.profile import Profile, Site
 from lowtide.timeline.step import Item, Step, Tick
 
 

@@ -1,8 +1,9 @@
 """The fastest fates that fit a budget, and how far from the fastest possible they may be.
 
-What: `solve` bounds the step from below by a linear program (program.py), turns its shares into fates (search.py) and
-plays them on the timeline (timeline/events.py), which alone decides whether they fit and how long the step takes. Small
-steps also get the exact program, and every pair of changes. Where nothing fits, the ways out are solved as well.
+What: `solve` bounds the step from below by a linear program (relaxation.py), turns its shares into fates
+(local_search.py) and plays them on the timeline (timeline/events.py), which alone decides whether they fit and how long
+the step takes. Small steps also get the exact program, and every pair of changes. Where nothing fits, the ways out are
+solved as well.
 
 Why a reserve: whole items leave a little later than the fluid of the program. Solved once more for a budget that is
 smaller by a few items, its shares leave room for that, and the timeline needs no stalls.
@@ -24,14 +25,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lowtide.core.fate import Fate
 from lowtide.errors import BudgetError
-from lowtide.planner.closed_form import closed_form
-from lowtide.planner.fate import Fate
-from lowtide.planner.lowest import BLOCKS, UNREACHABLE, WHOLE_ITEMS, first_of, first_points, floor, quick_floor
-from lowtide.planner.program import Program, Relaxation
-from lowtide.planner.search import SMALL, Fates, Judge, Outcome, drawn, improve, repair, roundings
+from lowtide.planner.greedy import closed_form
+from lowtide.planner.local_search import SMALL, Evaluator, Fates, Outcome, improve, repair, roundings
+from lowtide.planner.min_peak import BLOCKS, UNREACHABLE, WHOLE_ITEMS, first_of, first_points, floor, quick_floor
+from lowtide.planner.relaxation import Program, Relaxation
 from lowtide.timeline.events import Timeline
-from lowtide.timeline.memory import Frame, Spans, floor_curve
+from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.timeline.step import Item, Link, Step
 from lowtide.units import GIB, MIB, format_bytes, format_seconds
 
@@ -44,7 +45,6 @@ _LP_GAP = 5e-3
 _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
-_STARTS = 8
 _WAY_OUT_SECONDS = 2.0
 
 Progress = Callable[[str], None]
@@ -83,20 +83,20 @@ def solve(
     Raises `BudgetError` when no fates do.
     """
     began = time.perf_counter()
-    frame = Frame.of(step)
+    arrays = StepArrays.of(step)
     tell = progress or (lambda _: None)
-    judge = Judge(frame, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
-    floor_bytes, floor_fates, is_proven = quick_floor(frame, host_bytes)
+    evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
+    floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes)
     if is_proven and floor_bytes > budget_bytes:
-        raise _budget_error(judge, floor_bytes, floor_fates, time_limit_seconds)
-    bound, how, best = _best(judge, floor_fates, is_proven, tell)
+        raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds)
+    bound, how, best = _best(evaluator, floor_fates, is_proven, tell)
     if not best.fits:
         tell("looking for the smallest peak")
-        floor_bytes, floor_fates = floor(frame, link, host_bytes)
-        best = judge.play(floor_fates)
+        floor_bytes, floor_fates = floor(arrays, host_bytes)
+        best = evaluator.play(floor_fates)
         if not best.fits:
-            raise _budget_error(judge, floor_bytes, floor_fates, time_limit_seconds)
-    floor_bytes = min(floor_bytes, judge.floor(best.fates))
+            raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds)
+    floor_bytes = min(floor_bytes, evaluator.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
     return Solution(
@@ -110,74 +110,74 @@ def solve(
     )
 
 
-def _best(judge: Judge, low_fates: Fates, is_lowest: bool, tell: Progress) -> tuple[float, str, Outcome]:
+def _best(evaluator: Evaluator, low_fates: Fates, is_lowest: bool, tell: Progress) -> tuple[float, str, Outcome]:
     """The bound, how it was found, and the best outcome; it may not fit. `low_fates` have a small peak, if any have."""
-    frame = judge.frame
-    kept = _everything_kept(judge)
+    arrays = evaluator.arrays
+    kept = _everything_kept(evaluator)
     if kept is not None:
         return kept.seconds, "everything fits", kept
-    pool = [judge.play(low_fates), *_filled(judge)]
-    if not is_lowest and len(frame.step.items) <= WHOLE_ITEMS:
-        pool.append(judge.play(floor(frame, judge.link, judge.host_bytes)[1]))
+    pool = [evaluator.play(low_fates), *_filled(evaluator)]
+    if not is_lowest and len(arrays.step.items) <= WHOLE_ITEMS:
+        pool.append(evaluator.play(floor(arrays, evaluator.host_bytes)[1]))
     if importlib.util.find_spec("scipy") is not None:
-        return _programmed(judge, pool, tell)
-    bound = frame.step.compute_seconds
-    return bound, "closed form (scipy is not installed)", _polished(judge, pool, bound)
+        return _programmed(evaluator, pool, tell)
+    bound = arrays.step.compute_seconds
+    return bound, "closed form (scipy is not installed)", _polished(evaluator, pool, bound)
 
 
-def _everything_kept(judge: Judge) -> Outcome | None:
-    items = judge.frame.step.items
+def _everything_kept(evaluator: Evaluator) -> Outcome | None:
+    items = evaluator.arrays.step.items
     if any(Fate.KEEP not in item.fates for item in items):
         return None
-    outcome = judge.play((Fate.KEEP,) * len(items))
+    outcome = evaluator.play((Fate.KEEP,) * len(items))
     return outcome if outcome.fits else None
 
 
-def _filled(judge: Judge) -> list[Outcome]:
+def _filled(evaluator: Evaluator) -> list[Outcome]:
     """The closed form for growing amounts of eviction, repaired where it falls short."""
-    frame = judge.frame
-    fates: Fates = tuple(first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in frame.step.items)
-    over = judge.excess(fates)[1]
+    arrays = evaluator.arrays
+    fates: Fates = tuple(first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in arrays.step.items)
+    over = evaluator.excess(fates)[1]
     outcomes = []
     for factor in (1.0, 1.05, 1.15, 1.3):
-        filled = closed_form(frame, judge.link, over * factor, judge.host_bytes)
-        outcomes.append(judge.play(repair(judge, filled)))
-        if judge.is_late:
+        filled = closed_form(arrays, evaluator.link, over * factor, evaluator.host_bytes)
+        outcomes.append(evaluator.play(repair(evaluator, filled)))
+        if evaluator.is_late:
             break
     return outcomes
 
 
-def _programmed(judge: Judge, pool: list[Outcome], tell: Progress) -> tuple[float, str, Outcome]:
+def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress) -> tuple[float, str, Outcome]:
     """The bound, how it was found, and the best outcome. Everything that was played joins the pool."""
-    frame = judge.frame
-    step = frame.step
-    program = Program(step, judge.link, judge.budget_bytes, judge.host_bytes)
-    points = first_points(frame, program.plain)
+    arrays = evaluator.arrays
+    step = arrays.step
+    program = Program(step, evaluator.link, evaluator.budget_bytes, evaluator.host_bytes)
+    points = first_points(arrays, program.plain)
     bound, how = step.compute_seconds, "closed form"
     for _ in range(_ROUNDS):
-        shares = program.solve(points, time_limit_seconds=_left(judge))
+        shares = program.solve(points, time_limit_seconds=_left(evaluator))
         if shares is None or not math.isfinite(shares.bound_seconds):
             break  # numbers that the program cannot tell apart: something fits, as the pool shows
         bound, how = max(bound, shares.bound_seconds), "lp"
-        pool += roundings(judge, shares)
-        more = _violated(frame, program, shares, judge.budget_bytes) - points
-        if not more or _is_good(_least(pool), bound) or judge.is_late:
+        pool += roundings(evaluator, shares)
+        more = _violated(arrays, program, shares, evaluator.budget_bytes) - points
+        if not more or _is_good(_least(pool), bound) or evaluator.is_late:
             break
         points |= more
     if how == "closed form":
-        return bound, how, _polished(judge, pool, bound)
+        return bound, how, _polished(evaluator, pool, bound)
     tell(f"at least {format_seconds(bound)} a step, {format_seconds(_least(pool).seconds)} found")
-    largest = float(frame.nbytes.max(initial=0))
+    largest = float(arrays.nbytes.max(initial=0))
     for reserve in _RESERVES:
-        if _is_good(_least(pool), bound) or judge.is_late:
+        if _is_good(_least(pool), bound) or evaluator.is_late:
             break
-        shares = program.solve(points, reserve_bytes=reserve * largest, time_limit_seconds=_left(judge))
+        shares = program.solve(points, reserve_bytes=reserve * largest, time_limit_seconds=_left(evaluator))
         if shares is None or not math.isfinite(shares.bound_seconds):
             break
-        pool += roundings(judge, shares)
+        pool += roundings(evaluator, shares)
         if shares.bound_seconds >= _least(pool).seconds:
             break  # a larger reserve costs more than rounding does
-    best = _polished(judge, pool, bound)
+    best = _polished(evaluator, pool, bound)
     how += " + search" if best.rank < _least(pool).rank else ""
     if len(step.items) > WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
         return bound, how, best
@@ -185,27 +185,21 @@ def _programmed(judge: Judge, pool: list[Outcome], tell: Progress) -> tuple[floa
     overhead = max(bound - step.compute_seconds, 1e-12)
     gap = min(max(GOOD_GAP * bound / overhead / 2, 1e-4), 0.1)
     ticks = points if len(step.ticks) > 2 * BLOCKS else range(len(step.ticks))
-    whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(judge))
+    whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(evaluator))
     if whole is not None and math.isfinite(whole.bound_seconds):
         bound = max(bound, whole.bound_seconds)
-        exact = _polished(judge, roundings(judge, whole), bound)
+        exact = _polished(evaluator, roundings(evaluator, whole), bound)
         if exact.rank < best.rank:
             best, how = exact, "milp"
     return bound, how, best
 
 
-def _polished(judge: Judge, pool: list[Outcome], bound: float) -> Outcome:
-    """Search from the best of the pool; in small steps, where it gets stuck most, from several."""
+def _polished(evaluator: Evaluator, pool: list[Outcome], bound: float) -> Outcome:
+    """Search from the best of the pool."""
     best = _least(pool)
-    is_small = len(best.fates) <= SMALL
-    starts = sorted({outcome.fates: outcome for outcome in pool}.values(), key=lambda outcome: outcome.rank)
-    starts = [*starts[:_STARTS], *drawn(judge, _STARTS)] if is_small and not _is_good(best, bound) else starts[:1]
-    for start in starts:
-        if _is_good(best, bound) or judge.is_late:
-            break
-        found = improve(judge, start, max_plays=4_000 if is_small else 200)
-        best = _least([best, found])
-    return best
+    if _is_good(best, bound) or evaluator.is_late:
+        return best
+    return improve(evaluator, best, max_plays=4_000 if len(best.fates) <= SMALL else 200)
 
 
 def _least(outcomes: Iterable[Outcome]) -> Outcome:
@@ -216,80 +210,80 @@ def _is_good(outcome: Outcome, bound: float, gap: float = GOOD_GAP) -> bool:
     return outcome.fits and outcome.seconds - bound <= gap * outcome.seconds
 
 
-def _left(judge: Judge) -> float:
-    return max(judge.deadline - time.perf_counter(), 0.1)
+def _left(evaluator: Evaluator) -> float:
+    return max(evaluator.deadline - time.perf_counter(), 0.1)
 
 
-def _violated(frame: Frame, program: Program, shares: Relaxation, budget_bytes: float) -> set[int]:
+def _violated(arrays: StepArrays, program: Program, shares: Relaxation, budget_bytes: float) -> set[int]:
     """The worst tick of each piece in which the shares do not fit even on an infinitely fast link."""
-    end = np.maximum(program.needs.last, frame.dies)
-    change = np.zeros(frame.num_ticks + 1)
+    end = np.maximum(program.needs.last, arrays.dies)
+    change = np.zeros(arrays.num_ticks + 1)
     is_anchor = program.is_anchor
-    gone = np.where(is_anchor, -shares.keep, shares.swap + shares.recompute) * frame.nbytes
-    np.add.at(change, frame.dies, gone)
+    gone = np.where(is_anchor, -shares.keep, shares.swap + shares.recompute) * arrays.nbytes
+    np.add.at(change, arrays.dies, gone)
     np.subtract.at(change, end, gone)
     curve = program.plain - np.cumsum(change)[:-1]
-    worst = first_points(frame, curve)
+    worst = first_points(arrays, curve)
     return {tick for tick in worst if curve[tick] > budget_bytes * (1 + 1e-6)}
 
 
 # -- what to say when nothing fits -----------------------------------------------------------------------------------
 
 
-def _budget_error(judge: Judge, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
+def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
     """Says what is in the way, and tries the ways out: those that keep the budget first, then larger budgets."""
-    frame, budget_bytes, host_bytes = judge.frame, judge.budget_bytes, judge.host_bytes
-    free_step = dataclasses.replace(frame.step, items=tuple(map(_unrestricted, frame.step.items)))
-    num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, frame.step.items))
-    tries: list[tuple[str, Frame, int, int | None, Fates]] = []
+    arrays, budget_bytes, host_bytes = evaluator.arrays, evaluator.budget_bytes, evaluator.host_bytes
+    free_step = dataclasses.replace(arrays.step, items=tuple(map(_unrestricted, arrays.step.items)))
+    num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, arrays.step.items))
+    tries: list[tuple[str, StepArrays, int, int | None, Fates]] = []
     if host_bytes is not None:
-        tries.append(("a host budget of {host}", frame, budget_bytes, None, quick_floor(frame, None)[1]))
+        tries.append(("a host budget of {host}", arrays, budget_bytes, None, quick_floor(arrays, None)[1]))
     if num_freed:
         what = f"every fate allowed for the {num_freed} activation{'s' * (num_freed > 1)} that rules restrict"
-        free = Frame.of(free_step)
+        free = StepArrays.of(free_step)
         tries.append((what, free, budget_bytes, host_bytes, quick_floor(free, host_bytes)[1]))
     if floor_bytes < UNREACHABLE:
-        plain_bytes = judge.floor(tuple(first_of(item, (Fate.KEEP, *item.fates)) for item in frame.step.items))
+        plain_bytes = evaluator.floor(tuple(first_of(item, (Fate.KEEP, *item.fates)) for item in arrays.step.items))
         for enough in dict.fromkeys((_up(floor_bytes), _up((floor_bytes + plain_bytes) // 2))):
-            tries.append((f"a budget of {format_bytes(enough)}", frame, enough, host_bytes, floor_fates))
+            tries.append((f"a budget of {format_bytes(enough)}", arrays, enough, host_bytes, floor_fates))
     sentences = []
     for what, other, other_budget, other_host, fates in tries:
         deadline = time.perf_counter() + min(time_limit_seconds, _WAY_OUT_SECONDS)
-        retry = Judge(other, judge.link, other_budget, other_host, deadline=deadline)
+        retry = Evaluator(other, evaluator.link, other_budget, other_host, deadline=deadline)
         *_, best = _best(retry, fates, other_budget > budget_bytes, lambda _: None)
         if best.timeline is None:
             continue
         way = what.format(host=format_bytes(_up(best.timeline.slower_bytes)))
-        slower = best.seconds / max(frame.step.compute_seconds, 1e-12) - 1
+        slower = best.seconds / max(arrays.step.compute_seconds, 1e-12) - 1
         sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {slower:.1%} over keeping everything")
     return BudgetError(
-        _what_is_in_the_way(frame, budget_bytes, host_bytes, floor_bytes, floor_fates),
+        _what_is_in_the_way(arrays, budget_bytes, host_bytes, floor_bytes, floor_fates),
         floor_bytes=floor_bytes,
         suggestions=tuple(sentences[:3]),
     )
 
 
 def _what_is_in_the_way(
-    frame: Frame, budget_bytes: int, host_bytes: int | None, floor_bytes: int, floor_fates: Fates
+    arrays: StepArrays, budget_bytes: int, host_bytes: int | None, floor_bytes: int, floor_fates: Fates
 ) -> str:
     if floor_bytes >= UNREACHABLE:
         return (
             f"budget {format_bytes(budget_bytes)}: rules swap more than the host budget of "
             f"{format_bytes(host_bytes or 0)} takes; raise it or swap less"
         )
-    spans = Spans.of(frame, floor_fates)
-    curve = floor_curve(frame, spans)
+    lifetimes = Lifetimes.of(arrays, floor_fates)
+    curve = floor_curve(arrays, lifetimes)
     tick = int(np.argmax(curve))
-    num_forward = frame.step.num_forward_ticks
+    num_forward = arrays.step.num_forward_ticks
     nameless = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
-    where = frame.step.ticks[tick].name or nameless
-    base_bytes = int(frame.base[tick])
-    there = (frame.born <= tick) & (tick < frame.dies) | (spans.need <= tick) & (tick < spans.release)
-    there |= spans.is_held & (frame.born <= tick) & (tick < spans.release)
+    where = arrays.step.ticks[tick].name or nameless
+    base_bytes = int(arrays.base[tick])
+    there = (arrays.born <= tick) & (tick < arrays.dies) | (lifetimes.need <= tick) & (tick < lifetimes.release)
+    there |= lifetimes.is_held & (arrays.born <= tick) & (tick < lifetimes.release)
     largest = ""
     if there.any():
-        index = max(np.flatnonzero(there).tolist(), key=lambda index: frame.nbytes[index])
-        item = frame.step.items[index]
+        index = max(np.flatnonzero(there).tolist(), key=lambda index: arrays.nbytes[index])
+        item = arrays.step.items[index]
         largest = f", the largest activation there is '{item.name}' with {format_bytes(item.nbytes)}"
     return (
         f"budget {format_bytes(budget_bytes)}: no plan fits; the least that can be reached is "

@@ -1,15 +1,16 @@
-"""A step on a clock: compute, a copy lane out and a copy lane in, and what they make each other wait for.
+"""A step on a clock: one compute lane, one lane for copies out, one for copies in, and how they wait for each other.
 
 What: `run` plays one step with given fates over a link, chooses when each swapped item has to be gone (`leave`) and
 when its fetch starts (`fetch`), and says how long the step takes and how many bytes are on the device in each tick.
 
 The rules:
 - a copy out starts when its item was saved and the lane is free, in order of `saved`;
-- an item that only autograd holds stays until its `leave` tick: late enough for a link somewhat slower than planned,
-  early enough for the budget. Compute waits there for a copy that is late: a stall, never more memory;
+- an item that only autograd holds stays until its `leave` tick. That tick is late enough for a link that is a little
+  slower than planned, and early enough for the budget. If the copy is not complete by then, compute waits: the step
+  gets longer, the memory does not grow;
 - everything has left when backward starts;
-- fetches go out in order of need, at the last tick from which they still arrive with some slack, later if memory does
-  not allow it, and never after the need. Compute waits at the need for what has not arrived;
+- fetches start in order of need, each at the last tick from which it still arrives with some slack; later where memory
+  has no room yet, but never after the need. At the need compute waits for a fetch that is not complete;
 - recomputed items are made at their first need, in a chain, on the compute lane;
 - a copy slows compute down by `compute_share` of its own time, charged to the tick at which it is issued.
 
@@ -17,7 +18,7 @@ With `leave` and `fetch` given (a plan that exists), only the clock is played: o
 and the curve is the same. A faster link never makes a step slower (`compute_share` aside: where a slow copy is waited
 for anyway, its contention costs nothing).
 
-Cost: about 2 ms for 32 layers of 11 items, 20 ms for 128 of 40; see `Frame` for many runs over one step.
+Cost: about 2 ms for 32 layers of 11 items, 20 ms for 128 of 40; see `StepArrays` for many runs over one step.
 
 Not covered: a link that both directions share, a third tier, collectives, and what really happened (a report's work).
 """
@@ -30,11 +31,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.timeline.memory import (
-    Frame,
     Ints,
-    Spans,
+    Lifetimes,
+    StepArrays,
     Ticks,
     earliest_leave,
     floor_curve,
@@ -86,7 +87,7 @@ class Timeline:
 
 
 def run(
-    step: Step | Frame,
+    step: Step | StepArrays,
     fates: Sequence[Fate],
     link: Link,
     *,
@@ -100,38 +101,38 @@ def run(
 
     `leave` and `fetch`, one entry for each item, fix what is chosen otherwise.
     """
-    frame = Frame.of(step)
-    spans = Spans.of(frame, fates)
-    clock = _Clock(frame, spans, link, slack, with_events)
-    curve = floor_curve(frame, spans)
+    arrays = StepArrays.of(step)
+    lifetimes = Lifetimes.of(arrays, fates)
+    clock = _Clock(arrays, lifetimes, link, slack, with_events)
+    curve = floor_curve(arrays, lifetimes)
     swapped = clock.swapped
 
     clock.play_forward(curve, budget_bytes, None if leave is None else swapped_ticks(leave, swapped))
     leave_ticks = np.array(clock.leave, np.int64)
-    curve += presence(frame, earliest_leave(frame)[swapped], leave_ticks, frame.nbytes[swapped])
+    curve += presence(arrays, earliest_leave(arrays)[swapped], leave_ticks, arrays.nbytes[swapped])
 
     if fetch is None:
         fetch_ticks = clock.choose_fetches(curve, budget_bytes)
     else:
         fetch_ticks = swapped_ticks(fetch, swapped)
-        ends = np.maximum(spans.need, frame.dies)[swapped]
-        curve += presence(frame, np.maximum(fetch_ticks, frame.dies[swapped]), ends, frame.nbytes[swapped])
+        ends = np.maximum(lifetimes.need, arrays.dies)[swapped]
+        curve += presence(arrays, np.maximum(fetch_ticks, arrays.dies[swapped]), ends, arrays.nbytes[swapped])
     clock.play_backward(fetch_ticks)
 
     peak_bytes, peak_tick = peak(curve)
-    never = frame.num_ticks
+    never = arrays.num_ticks
     return Timeline(
         step_seconds=clock.now,
         stall_seconds=clock.stall_seconds,
-        recompute_seconds=float(frame.recipe_seconds[spans.is_made].sum()),
+        recompute_seconds=float(arrays.recipe_seconds[lifetimes.is_made].sum()),
         contention_seconds=float(clock.contention.sum()),
         peak_bytes=peak_bytes,
         peak_tick=peak_tick,
-        slower_bytes=int(frame.nbytes[swapped].sum()),
+        slower_bytes=int(arrays.nbytes[swapped].sum()),
         curve=tuple(curve.tolist()),
-        leave=_by_item(frame, swapped, leave_ticks),
-        fetch=_by_item(frame, swapped, fetch_ticks),
-        needs=tuple(None if tick == never else tick for tick in spans.need.tolist()),
+        leave=_by_item(arrays, swapped, leave_ticks),
+        fetch=_by_item(arrays, swapped, fetch_ticks),
+        needs=tuple(None if tick == never else tick for tick in lifetimes.need.tolist()),
         events=tuple(clock.events),
     )
 
@@ -139,42 +140,42 @@ def run(
 class _Clock:
     """The lanes. Positions in `swapped` stand for items: 0 is the first that was saved."""
 
-    def __init__(self, frame: Frame, spans: Spans, link: Link, slack: float, with_events: bool) -> None:
-        self.frame = frame
-        self.spans = spans
+    def __init__(self, arrays: StepArrays, lifetimes: Lifetimes, link: Link, slack: float, with_events: bool) -> None:
+        self.arrays = arrays
+        self.lifetimes = lifetimes
         self.slack = slack
         self.with_events = with_events
         self.now = 0.0
         self.stall_seconds = 0.0
         self.events: list[Event] = []
-        swapped = np.flatnonzero(spans.is_swapped)
-        self.swapped = swapped[np.argsort(frame.saved[swapped], kind="stable")]
-        self.leave: list[int] = [frame.step.num_forward_ticks] * len(swapped)
-        nbytes = frame.nbytes[self.swapped]
+        swapped = np.flatnonzero(lifetimes.is_swapped)
+        self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
+        self.leave: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
+        nbytes = arrays.nbytes[self.swapped]
         self.out_seconds = link.latency_seconds + nbytes / link.out_bytes_per_second
         self.in_seconds = link.latency_seconds + nbytes / link.in_bytes_per_second
         self.compute_share = link.compute_share
-        self.contention = np.zeros(frame.num_ticks)
-        np.add.at(self.contention, frame.saved[self.swapped] + 1, self.out_seconds * link.compute_share)
-        self.made_seconds = np.zeros(frame.num_ticks)
-        np.add.at(self.made_seconds, spans.need[spans.is_made], frame.recipe_seconds[spans.is_made])
+        self.contention = np.zeros(arrays.num_ticks)
+        np.add.at(self.contention, arrays.saved[self.swapped] + 1, self.out_seconds * link.compute_share)
+        self.made_seconds = np.zeros(arrays.num_ticks)
+        np.add.at(self.made_seconds, lifetimes.need[lifetimes.is_made], arrays.recipe_seconds[lifetimes.is_made])
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def play_forward(self, floor: Ints, budget_bytes: int | None, fixed: Ints | None) -> None:
-        """Tick by tick: send what was saved, let go of what has landed, wait where memory asks for it."""
-        frame = self.frame
-        num_forward = frame.step.num_forward_ticks
-        assert fixed is None or np.all((fixed > frame.saved[self.swapped]) & (fixed <= num_forward))
-        saved = frame.saved[self.swapped].tolist()
-        nbytes, copy_seconds = frame.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
-        durations = (frame.seconds + self.contention)[:num_forward].tolist()
+        """Tick by tick: start copies of what was saved, release what was copied, wait where memory would run out."""
+        arrays = self.arrays
+        num_forward = arrays.step.num_forward_ticks
+        assert fixed is None or np.all((fixed > arrays.saved[self.swapped]) & (fixed <= num_forward))
+        saved = arrays.saved[self.swapped].tolist()
+        nbytes, copy_seconds = arrays.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
+        durations = (arrays.seconds + self.contention)[:num_forward].tolist()
         # From this tick on only autograd holds it.
-        idle = earliest_leave(frame)[self.swapped]
+        idle = earliest_leave(arrays)[self.swapped]
         due = None if fixed is None else _positions_by_tick(fixed, num_forward)
         landed = [0.0] * len(saved)
         room = None if budget_bytes is None else budget_bytes - floor[:num_forward]
-        coming = _Coming(frame, idle, room)
+        coming = _Coming(arrays, idle, room)
         next_out = 0
         lane_free = 0.0
         for tick in range(num_forward):
@@ -205,17 +206,17 @@ class _Clock:
 
     def fetch_order(self) -> list[int]:
         """Positions by need; among equals the one that was produced last comes first."""
-        return np.lexsort((-self.swapped, -self.frame.born[self.swapped], self.spans.need[self.swapped])).tolist()
+        return np.lexsort((-self.swapped, -self.arrays.born[self.swapped], self.lifetimes.need[self.swapped])).tolist()
 
     def choose_fetches(self, curve: Ints, budget_bytes: int | None) -> Ints:
         """The tick at which each fetch is issued. Adds to `curve` what is there before it is needed."""
-        frame = self.frame
-        num_forward = frame.step.num_forward_ticks
+        arrays = self.arrays
+        num_forward = arrays.step.num_forward_ticks
         order = self.fetch_order()
-        needs = self.spans.need[self.swapped].tolist()
+        needs = self.lifetimes.need[self.swapped].tolist()
         starts = self._nominal_starts()
         wanted = self._latest_ticks(order, needs, starts)
-        nbytes, dies = frame.nbytes[self.swapped].tolist(), frame.dies[self.swapped].tolist()
+        nbytes, dies = arrays.nbytes[self.swapped].tolist(), arrays.dies[self.swapped].tolist()
         chosen = np.zeros(len(order), np.int64)
         earliest = num_forward
         for position, tick in zip(order, wanted):
@@ -226,14 +227,14 @@ class _Clock:
                 # What somebody else still holds takes no room of its own.
                 too_full = too_full[too_full + earliest >= dies[position]]
                 if len(too_full):
-                    earliest = min(int(frame.next_stop[min(earliest + int(too_full[-1]) + 1, need)]), need)
+                    earliest = min(int(arrays.next_stop[min(earliest + int(too_full[-1]) + 1, need)]), need)
             chosen[position] = earliest
             curve[max(earliest, dies[position]) : need] += size
         return chosen
 
     def _latest_ticks(self, order: list[int], needs: list[int], starts: np.ndarray) -> list[int]:
         """In `order`: the last tick that starts early enough for all that comes after it in the lane."""
-        num_forward = self.frame.step.num_forward_ticks
+        num_forward = self.arrays.step.num_forward_ticks
         copy_seconds = (self.in_seconds * (1.0 + self.slack)).tolist()
         latest = np.zeros(len(order))
         following = np.inf
@@ -242,24 +243,24 @@ class _Clock:
             following = min(following, starts[needs[position] - num_forward]) - copy_seconds[position]
             latest[place] = following
         ticks = np.maximum(np.searchsorted(starts, latest, side="right") - 1, 0) + num_forward
-        stops = self.frame.last_stop[ticks]
-        ticks = np.where(stops >= num_forward, stops, self.frame.next_stop[ticks])
+        stops = self.arrays.last_stop[ticks]
+        ticks = np.where(stops >= num_forward, stops, self.arrays.next_stop[ticks])
         return np.clip(ticks, num_forward, np.array(needs, np.int64)[order]).tolist()
 
     def _nominal_starts(self) -> np.ndarray:
         """Start of each backward tick after the start of backward, if nothing has to be waited for."""
-        durations = (self.frame.seconds + self.contention + self.made_seconds)[self.frame.step.num_forward_ticks :]
+        durations = (self.arrays.seconds + self.contention + self.made_seconds)[self.arrays.step.num_forward_ticks :]
         return np.concatenate(([0.0], np.cumsum(durations)))[: len(durations)]
 
     def play_backward(self, fetch_ticks: Ints) -> None:
-        """From need to need: between two of them nothing can delay compute."""
-        frame = self.frame
-        num_forward = frame.step.num_forward_ticks
-        assert np.all((fetch_ticks >= num_forward) & (fetch_ticks <= self.spans.need[self.swapped]))
+        """From need to need: compute can be delayed at a need only."""
+        arrays = self.arrays
+        num_forward = arrays.step.num_forward_ticks
+        assert np.all((fetch_ticks >= num_forward) & (fetch_ticks <= self.lifetimes.need[self.swapped]))
         order = self.fetch_order()
         np.add.at(self.contention, fetch_ticks, self.in_seconds * self.compute_share)
         starts = self._nominal_starts()
-        needs, issues = self.spans.need[self.swapped].tolist(), fetch_ticks.tolist()
+        needs, issues = self.lifetimes.need[self.swapped].tolist(), fetch_ticks.tolist()
         copy_seconds = self.in_seconds.tolist()
         shift = self.now
         lane_free = 0.0
@@ -278,7 +279,7 @@ class _Clock:
             self._wait(arrived[position], position)
             shift = self.now - float(starts[need - num_forward])
             shifts.append((need, shift))
-        durations = (frame.seconds + self.contention + self.made_seconds)[num_forward:]
+        durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
         self.now = shift + float(durations.sum())
         if self.with_events:
             self._note_backward(starts, shifts)
@@ -301,40 +302,41 @@ class _Clock:
             self.events.append(Event(lane=lane, name=name, start=start, end=end))
 
     def _name(self, position: int) -> str:
-        return self.frame.step.items[self.swapped[position]].name
+        return self.arrays.step.items[self.swapped[position]].name
 
     def _note_backward(self, starts: np.ndarray, shifts: list[tuple[int, float]]) -> None:
         """Compute events of backward, once all delays are known. What is recomputed comes before its tick."""
-        frame = self.frame
-        num_forward = frame.step.num_forward_ticks
+        arrays = self.arrays
+        num_forward = arrays.step.num_forward_ticks
         made: dict[int, list[int]] = {}
         # Inputs first: a chain is made from its end.
-        inputs_first = dict.fromkeys((*reversed(frame.dependents_first), *range(len(frame.step.items))))
+        inputs_first = dict.fromkeys((*reversed(arrays.dependents_first), *range(len(arrays.step.items))))
         for index in inputs_first:
-            if self.spans.is_made[index]:
-                made.setdefault(int(self.spans.need[index]), []).append(index)
+            if self.lifetimes.is_made[index]:
+                made.setdefault(int(self.lifetimes.need[index]), []).append(index)
         place = 0
-        for tick in range(num_forward, frame.num_ticks):
+        for tick in range(num_forward, arrays.num_ticks):
             while place + 1 < len(shifts) and shifts[place + 1][0] <= tick:
                 place += 1
             now = shifts[place][1] + float(starts[tick - num_forward])
             for index in made.get(tick, ()):
-                item = frame.step.items[index]
+                item = arrays.step.items[index]
                 self._note("compute", f"recompute {item.name}", now, now + item.recipe_seconds)
                 now += item.recipe_seconds
-            seconds = float(frame.seconds[tick] + self.contention[tick])
+            seconds = float(arrays.seconds[tick] + self.contention[tick])
             self._note("compute", f"backward {tick - num_forward}", now, now + seconds)
 
 
 class _Coming:
-    """What only autograd holds by the next stop, and what of it can leave at this one.
+    """Items that only autograd holds by the next stop, and which of them may leave at this stop.
 
-    Between two stops nothing can be waited for, so what becomes idle on the way counts from the stop before.
+    Compute can wait for a copy only at a stop. So an item that becomes idle between two stops counts from the first of
+    the two.
     """
 
-    def __init__(self, frame: Frame, idle: Ints, room: Ints | None) -> None:
-        num_forward = frame.step.num_forward_ticks
-        stops = np.unique(np.append(frame.next_stop[:num_forward], num_forward))
+    def __init__(self, arrays: StepArrays, idle: Ints, room: Ints | None) -> None:
+        num_forward = arrays.step.num_forward_ticks
+        stops = np.unique(np.append(arrays.next_stop[:num_forward], num_forward))
         stops = stops[stops <= num_forward]
         self._ends = dict(zip(stops[:-1].tolist(), stops[1:].tolist()))
         self._least = {}
@@ -356,7 +358,7 @@ class _Coming:
         return tick in self._ends
 
     def enter(self, tick: int, saved: list[int], nbytes: list[int]) -> None:
-        """The step has come to the stop `tick`."""
+        """The step has reached the stop `tick`."""
         new = [*self._late, *self._idle.get(tick, ())]
         self._bytes += sum(nbytes[position] for position in self._idle.get(tick, ()))
         self._late = [position for position in new if saved[position] >= tick]
@@ -366,11 +368,11 @@ class _Coming:
         self._room = self._least.get(tick, 0)
 
     def has_room(self) -> bool:
-        """Whether everything that waits may go on waiting until the next stop."""
+        """Whether memory has room until the next stop if nothing leaves at this one."""
         return not self._has_budget or self._bytes <= self._room
 
     def leave(self, nbytes: list[int]) -> None:
-        """The first to land is let go of."""
+        """The item whose copy completes first is released."""
         self._bytes -= nbytes[heapq.heappop(self.waiting)]
 
 
@@ -383,8 +385,8 @@ def _positions_by_tick(ticks: Ints, num_ticks: int) -> list[list[int]]:
     return by_tick
 
 
-def _by_item(frame: Frame, swapped: Ints, ticks: Ints) -> tuple[int | None, ...]:
-    chosen: list[int | None] = [None] * len(frame.step.items)
+def _by_item(arrays: StepArrays, swapped: Ints, ticks: Ints) -> tuple[int | None, ...]:
+    chosen: list[int | None] = [None] * len(arrays.step.items)
     for index, tick in zip(swapped.tolist(), ticks.tolist()):
         chosen[index] = tick
     return tuple(chosen)

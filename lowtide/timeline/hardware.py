@@ -19,8 +19,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lowtide.config.loader import did_you_mean
-from lowtide.errors import ConfigError
+from lowtide.config.source import MOST_YAML_BYTES, read_text
+from lowtide.errors import ConfigError, did_you_mean
 from lowtide.timeline.step import Link
 from lowtide.units import parse_bytes
 
@@ -78,11 +78,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     """
     name = os.fspath(name_or_path)
     if _is_toml(name):
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
-        return _parse(text, name, Path(name).stem)
+        return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)
     names = hardware_names()
     if name not in names:
         raise ConfigError(
@@ -105,6 +101,8 @@ def _parse(text: str, where: str, name: str) -> Hardware:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
+    except (RecursionError, ValueError):  # tables without end; an integer of more than 4,300 digits
+        raise ConfigError(f"{where}: not valid TOML: nested too deep, or a number of too many digits") from None
     entries = _flatten(document, "")
     known = (*_KEYS, *_OPTIONAL_KEYS)
     for key in entries:

@@ -1,6 +1,6 @@
 """How many bytes are on the device in each tick of a step, for given fates.
 
-What: who needs an item, when for the first time and until when (`Spans`), and the memory curve that follows from it.
+What: for each item its first need, its readers and its end (`Lifetimes`), and the memory curve that follows from these.
 An item's presence, in half-open ticks:
 - keep: [born, max(dies, release)); an anchor that no recipe reads: [born, dies), whatever its fate;
 - swap: [born, max(dies, leave)) and [fetch, release), where the two may meet;
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.timeline.step import Item, Step
 
 Ints = NDArray[np.int64]
@@ -35,8 +35,9 @@ Ticks = Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Frame:
-    """A step as arrays, prepared once. Everything here that takes a `Step` takes its `Frame` too, and is faster."""
+class StepArrays:
+    """A step as arrays, prepared once. Everything here that takes a `Step` takes its `StepArrays` too, and is
+    faster."""
 
     step: Step
     seconds: Floats
@@ -58,12 +59,12 @@ class Frame:
     """For each tick the last stop that is not after it; -1 if there is none."""
 
     @classmethod
-    def of(cls, step: Step | Frame) -> Frame:
+    def of(cls, step: Step | StepArrays) -> StepArrays:
         """The frame of a step."""
-        if isinstance(step, Frame):
+        if isinstance(step, StepArrays):
             return step
         num_ticks, items = len(step.ticks), step.items
-        frame = cls(
+        arrays = cls(
             step=step,
             seconds=np.array([tick.seconds for tick in step.ticks], float),
             base=np.array([tick.base_bytes for tick in step.ticks], np.int64),
@@ -79,10 +80,10 @@ class Frame:
             **_stops(step),
         )
         assert num_ticks > 0 and 0 <= step.num_forward_ticks <= num_ticks
-        assert np.all((frame.born >= 0) & (frame.born <= frame.saved) & (frame.saved < step.num_forward_ticks))
-        assert np.all((frame.dies >= frame.born) & (frame.dies <= num_ticks) & (frame.release <= num_ticks))
-        assert np.all(frame.first_read >= step.num_forward_ticks)
-        return frame
+        assert np.all((arrays.born >= 0) & (arrays.born <= arrays.saved) & (arrays.saved < step.num_forward_ticks))
+        assert np.all((arrays.dies >= arrays.born) & (arrays.dies <= num_ticks) & (arrays.release <= num_ticks))
+        assert np.all(arrays.first_read >= step.num_forward_ticks)
+        return arrays
 
     @property
     def num_ticks(self) -> int:
@@ -91,13 +92,13 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spans:
+class Lifetimes:
     """What a choice of fates means for each item."""
 
     is_swapped: Bools
     """It is copied out and back."""
     is_made: Bools
-    """It is made again."""
+    """Whether its fate is recompute."""
     is_held: Bools
     """It stays from forward to backward."""
     need: Ints
@@ -106,16 +107,16 @@ class Spans:
     """First tick in which backward no longer needs it."""
 
     @classmethod
-    def of(cls, step: Step | Frame, fates: Sequence[Fate]) -> Spans:
+    def of(cls, step: Step | StepArrays, fates: Sequence[Fate]) -> Lifetimes:
         """Follow needs from readers to the inputs of recipes."""
-        frame = Frame.of(step)
-        items = frame.step.items
+        arrays = StepArrays.of(step)
+        items = arrays.step.items
         assert len(fates) == len(items)
         for item, fate in zip(items, fates):
             assert fate in item.fates, f"{item.name} cannot be {fate}"
-        never = frame.num_ticks
-        need, release = frame.first_read.tolist(), frame.release.tolist()
-        for index in frame.dependents_first:
+        never = arrays.num_ticks
+        need, release = arrays.first_read.tolist(), arrays.release.tolist()
+        for index in arrays.dependents_first:
             tick = need[index]
             if fates[index] is not Fate.RECOMPUTE or tick == never:
                 continue
@@ -135,33 +136,35 @@ class Spans:
         )
 
 
-def plain_curve(step: Step | Frame) -> Ints:
-    """Bytes on the device in each tick when everything is kept, also what is not allowed to be."""
-    frame = Frame.of(step)
-    items = frame.step.items
+def plain_curve(step: Step | StepArrays) -> Ints:
+    """Bytes on the device in each tick when everything is kept, also items that may not be kept."""
+    arrays = StepArrays.of(step)
+    items = arrays.step.items
     if any(Fate.KEEP not in item.fates for item in items):
         items = tuple(dataclasses.replace(item, fates=(Fate.KEEP,)) for item in items)
-        frame = Frame.of(dataclasses.replace(frame.step, items=items))
-    return curve(frame, [Fate.KEEP] * len(items))
+        arrays = StepArrays.of(dataclasses.replace(arrays.step, items=items))
+    return curve(arrays, [Fate.KEEP] * len(items))
 
 
-def curve(step: Step | Frame, fates: Sequence[Fate], *, leave: Ticks | None = None, fetch: Ticks | None = None) -> Ints:
+def curve(
+    step: Step | StepArrays, fates: Sequence[Fate], *, leave: Ticks | None = None, fetch: Ticks | None = None
+) -> Ints:
     """Bytes on the device in each tick. A swapped item is there until its `leave` tick, and from its `fetch` tick.
 
     Without `leave` it is gone as early as it can be, without `fetch` it comes back at its first need: no timing of
     copies gives less memory.
     """
-    frame = Frame.of(step)
-    spans = Spans.of(frame, fates)
-    total = floor_curve(frame, spans)
-    swapped = np.flatnonzero(spans.is_swapped)
-    num_bytes = frame.nbytes[swapped]
+    arrays = StepArrays.of(step)
+    lifetimes = Lifetimes.of(arrays, fates)
+    total = floor_curve(arrays, lifetimes)
+    swapped = np.flatnonzero(lifetimes.is_swapped)
+    num_bytes = arrays.nbytes[swapped]
     if leave is not None:
-        total += presence(frame, earliest_leave(frame)[swapped], swapped_ticks(leave, swapped), num_bytes)
+        total += presence(arrays, earliest_leave(arrays)[swapped], swapped_ticks(leave, swapped), num_bytes)
     if fetch is not None:
-        dies = frame.dies[swapped]
+        dies = arrays.dies[swapped]
         start = np.maximum(swapped_ticks(fetch, swapped), dies)
-        total += presence(frame, start, np.maximum(spans.need[swapped], dies), num_bytes)
+        total += presence(arrays, start, np.maximum(lifetimes.need[swapped], dies), num_bytes)
     return total
 
 
@@ -171,36 +174,38 @@ def peak(curve: Ints) -> tuple[int, int]:
     return int(curve[tick]), tick
 
 
-def earliest_leave(frame: Frame) -> Ints:
-    """For each item: the first tick that it can miss in forward."""
-    return np.maximum(frame.dies, frame.saved + 1)
+def earliest_leave(arrays: StepArrays) -> Ints:
+    """For each item: the first forward tick in which a swapped item may be off the device."""
+    return np.maximum(arrays.dies, arrays.saved + 1)
 
 
-def floor_curve(frame: Frame, spans: Spans) -> Ints:
+def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     """The curve when every copy lands at once and every fetch takes no time."""
     end = np.select(
-        [spans.is_held, spans.is_swapped], [np.maximum(frame.dies, spans.release), earliest_leave(frame)], frame.dies
+        [lifetimes.is_held, lifetimes.is_swapped],
+        [np.maximum(arrays.dies, lifetimes.release), earliest_leave(arrays)],
+        arrays.dies,
     )
-    total = frame.base + presence(frame, frame.born, end, frame.nbytes)
-    made, swapped = spans.is_made, spans.is_swapped
-    total += presence(frame, spans.need[made], spans.release[made], frame.nbytes[made])
-    back = np.maximum(spans.need, frame.dies)[swapped]
-    total += presence(frame, back, spans.release[swapped], frame.nbytes[swapped])
-    transient = np.zeros(frame.num_ticks, np.int64)
-    np.maximum.at(transient, spans.need[made], frame.recipe_bytes[made])
+    total = arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)
+    made, swapped = lifetimes.is_made, lifetimes.is_swapped
+    total += presence(arrays, lifetimes.need[made], lifetimes.release[made], arrays.nbytes[made])
+    back = np.maximum(lifetimes.need, arrays.dies)[swapped]
+    total += presence(arrays, back, lifetimes.release[swapped], arrays.nbytes[swapped])
+    transient = np.zeros(arrays.num_ticks, np.int64)
+    np.maximum.at(transient, lifetimes.need[made], arrays.recipe_bytes[made])
     return total + transient
 
 
-def presence(frame: Frame, start: Ints, end: Ints, nbytes: Ints) -> Ints:
-    """Bytes in each tick of things that are there from `start` to `end` (excluded; never, if it is not after)."""
-    change = np.zeros(frame.num_ticks + 1, np.int64)
+def presence(arrays: StepArrays, start: Ints, end: Ints, nbytes: Ints) -> Ints:
+    """Bytes in each tick of things that exist in ticks `start .. end-1`; of those with `end <= start` none."""
+    change = np.zeros(arrays.num_ticks + 1, np.int64)
     np.add.at(change, start, nbytes)
     np.subtract.at(change, np.maximum(start, end), nbytes)
     return np.cumsum(change)[:-1]
 
 
 def swapped_ticks(ticks: Ticks, swapped: Ints) -> Ints:
-    """The ticks of these items, none of which may lack one."""
+    """The ticks of these items. Each of them must have one."""
     chosen = [ticks[index] for index in swapped.tolist()]
     assert all(tick is not None for tick in chosen), "every swapped item leaves and is fetched at some tick"
     return np.array(chosen, np.int64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

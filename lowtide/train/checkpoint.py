@@ -1,46 +1,49 @@
-"""Everything a run needs to go on to the bit, in a folder that is either whole or not there.
+"""Everything a run needs to go on to the bit, in a folder that is either whole or not there, and in which nothing runs.
 
-What: `step-00000120/` holds the model and the optimizer (written by `torch.distributed.checkpoint`), one
-`rank-0.json` per rank (random states) and `run.json`: step, place in the data, the settings that shape the loss curve,
-sizes and checksums of all files (torch reads a flipped bit as a number). The learning rate is a pure function of the
-step, so the step is the scheduler's state.
-Why a folder is whole: it is written under another name, flushed to disk, and renamed at the end. A kill at any moment
-leaves the older checkpoints as they were. The newest `num_kept` are kept.
-Cost: one copy of the weights and two of their size for AdamW per checkpoint, the time to flush them, and to read them
-back for the checksum (rank 0, at saving and at loading); the step waits for it.
+What: `step-00000120/` holds for each rank a share of the tensors of the model and the optimizer (`rank-0.safetensors`)
+and its random states (`rank-0.json`), and for all of them `run.json`: step, place in the data, the settings that shape
+the loss curve, the optimizer's groups, size and SHA-256 of every file, and of itself. The learning rate is a pure
+function of the step, so the step is the scheduler's state.
+Why a folder is whole: it is written under another name, each file and the folder flushed to disk, and renamed at the
+end. A kill or a power cut at any moment leaves the older checkpoints as they were. The newest `num_kept` are kept.
+What it protects from: damage. A flipped bit, a file cut short or taken from another checkpoint is named. It does not
+protect from somebody who may write to the folder and makes the hashes fit: such a person decides with which numbers
+training goes on, but runs no code by it, for there are no pickles, only JSON and bytes. Files are 0600, folders 0700.
+Cost: one pass over the weights and two of their size for AdamW per checkpoint, hashed on the way, and the time to flush
+them; one more read at loading (rank 0). The step waits for it.
 Not covered: another number of ranks than at saving (refused, because the random states and the order of the sums would
-differ), saving in the background, folders that the ranks do not share, file systems without an atomic rename. As
-everywhere in torch, a checkpoint contains pickles: load only your own.
+differ), saving in the background, folders that the ranks do not share, file systems without an atomic rename, and
+checkpoints of version 0.1, which are pickles (refused by name).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import re
 import shutil
 import sys
-import warnings
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from lowtide.config.run import RunConfig
+from lowtide.config.source import read_text, shown
+from lowtide.core.json_text import parse_json
 from lowtide.errors import ConfigError
 from lowtide.train.ranks import Ranks
+from lowtide.train.run_file import RunConfig
 from lowtide.train.stop import TrainingError
+from lowtide.train.tensors import TensorFile, open_new, write_tensors
 
-FORMAT = 1
-_CHUNK_BYTES = 1 << 20
+FORMAT = 2
+_MOST_JSON_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_SUFFIX = ".partial"
 
@@ -73,25 +76,26 @@ def save(
     partial = folder / f".{path.name}{_PARTIAL_SUFFIX}"
     try:
         if ranks.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(folder)
             for leftover in folder.glob(f".step-*{_PARTIAL_SUFFIX}"):
                 shutil.rmtree(leftover)
-            partial.mkdir()
+            partial.mkdir(mode=0o700)
         ranks.barrier()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        with _quiet():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), no_dist=ranks.is_alone)
-        _write_json(partial / f"rank-{ranks.rank}.json", random_state(device))
+        tensors, groups = _state(model, optimizer)
+        share = shares(tensors, num_ranks=ranks.num_ranks)[ranks.rank]
+        written = write_tensors(partial / _tensors_name(ranks.rank), share)
+        own = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
+        _write_json(partial / _rank_name(ranks.rank), own)
         ranks.barrier()
         if ranks.is_first:
-            run = {"format": FORMAT, "step": step, "num_ranks": ranks.num_ranks, "data": dict(data)}
-            run |= {"settings": dict(settings), "files": _describe_files(partial)}
-            _write_json(partial / "run.json", run)
+            run = {"step": step, "num_ranks": ranks.num_ranks, "data": dict(data), "settings": dict(settings)}
+            run |= {"groups": groups, "files": _files_of(partial, ranks.num_ranks)}
+            _write_json(partial / "run.json", {"format": FORMAT, "sha256": _sha256_of(run), "run": run})
+            _flush_folder(partial)
             partial.rename(path)
             _flush_folder(folder)
             _drop_oldest(folder, num_kept=num_kept)
-    except (OSError, CheckpointException) as error:
+    except OSError as error:
         raise TrainingError(f"checkpoint {path} could not be written: {error}; older ones are untouched") from error
     ranks.barrier()
     return path
@@ -107,20 +111,99 @@ def load(
 ) -> Saved:
     """Fills the model and the optimizer from a whole checkpoint of the same run.
 
-    Raises `ConfigError`: the folder is damaged, other settings, another number of ranks.
+    Raises `ConfigError`: the folder is damaged, other settings, another number of ranks, version 0.1.
     """
-    run = _read_json(path / "run.json")
-    _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    run = _read_run(path)
     try:
-        with _quiet():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=ranks.is_alone)
-    except (Exception, CheckpointException) as error:  # a CheckpointException is not an Exception
-        raise _damaged(path, _first_line(error)) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    random = _read_json(path / f"rank-{ranks.rank}.json")
-    return Saved(step=run["step"], data=run["data"], random=random)
+        _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
+        own = _read_json(path / _rank_name(ranks.rank))
+        tensors, groups = _state(model, optimizer)
+        _read_tensors(path, tensors, num_ranks=ranks.num_ranks)
+        _put_back(model, optimizer, tensors, run["groups"], like=groups)
+        saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=dict(own["random"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _damaged(path, f"it does not say what it must ({type(error).__name__}: {error})") from None
+    return saved
+
+
+# -- the state as tensors and JSON ---------------------------------------------------------------------------------
+
+
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """All tensors by name, and the optimizer's groups as JSON takes them."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in model_state.items()}
+    state: Any = optimizer_state["state"]
+    tensors |= {f"optimizer.{key}.{name}": value for name, values in state.items() for key, value in values.items()}
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()), "AdamW's state is tensors"
+    groups: Any = optimizer_state["param_groups"]
+    return tensors, [dict(group) for group in groups]
+
+
+def _put_back(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    groups: list[Any],
+    *,
+    like: list[Any],
+) -> None:
+    """Into the model and the optimizer. `like`: the groups as they are here, which decide what a saved one may be."""
+    if [(sorted(group), group["params"]) for group in groups] != [(sorted(group), group["params"]) for group in like]:
+        raise TypeError("the optimizer has other groups")
+    typed = [
+        {key: _like(value, here[key]) for key, value in group.items()} for group, here in zip(groups, like, strict=True)
+    ]
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, key, parameter = name.split(".", 2)
+            state.setdefault(parameter, {})[key] = tensor
+    model_state: Any = {
+        name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")
+    }
+    optimizer_state: Any = {"state": state, "param_groups": typed}
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def _like(value: Any, here: Any) -> Any:
+    """A setting of the optimizer out of JSON, of the type that it has here."""
+    if isinstance(here, tuple):
+        return tuple(_like(one, other) for one, other in zip(value, here, strict=True))
+    is_number = isinstance(value, int | float)
+    if isinstance(here, int | float) and not is_number:
+        raise TypeError(f"{shown(value)} stands where a number belongs")
+    return value
+
+
+def shares(tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> list[dict[str, torch.Tensor]]:
+    """What each rank writes: the largest tensor to the rank that has the fewest bytes; on all ranks the same."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
+    num_bytes = [0] * num_ranks
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        rank = num_bytes.index(min(num_bytes))
+        found[rank][name] = tensors[name]
+        num_bytes[rank] += tensors[name].nbytes
+    return found
+
+
+def _read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> None:
+    """Fills all tensors from the files of all ranks, once it is sure that none is missing."""
+    try:
+        files = [TensorFile(path / _tensors_name(rank)) for rank in range(num_ranks)]
+        names = [name for file in files for name in file.entries]
+        if sorted(names) != sorted(tensors):
+            other = next(iter(set(names) ^ set(tensors)), "a name that is there twice")
+            raise ConfigError(f"the tensors are not those of this model: {shown(other)}")
+        for file in files:
+            file.read_into(tensors)
+    except ConfigError as error:
+        raise _damaged(path, str(error)) from None
+
+
+# -- which checkpoint ----------------------------------------------------------------------------------------------
 
 
 def find(folder: Path) -> list[Path]:
@@ -142,7 +225,7 @@ def to_resume(run: RunConfig) -> Path | None:
     found = find(run.checkpoint_dir)
     if wanted == "auto":
         return found[-1] if found else None
-    chosen = None if wanted == "never" else _named_checkpoint(run, Path(wanted).expanduser())
+    chosen = None if wanted == "never" else _named_checkpoint(run, Path(os.path.expanduser(wanted)))  # noqa: PTH111 -- does not raise
     first_step = step_of(chosen) if chosen else 0
     if found and step_of(found[-1]) > first_step:
         run.fail(
@@ -154,10 +237,11 @@ def to_resume(run: RunConfig) -> Path | None:
 
 
 def _named_checkpoint(run: RunConfig, path: Path) -> Path:
-    if path.resolve() in [found.resolve() for found in find(path.parent)]:
-        return path
-    if found := find(path):
-        return found[-1]
+    with suppress(OSError):  # a name that no file system takes
+        if path.resolve() in [found.resolve() for found in find(path.parent)]:
+            return path
+        if found := find(path):
+            return found[-1]
     run.fail(
         "train.resume",
         f"'train.resume': {path} is not a checkpoint; write auto, never, or the path of a folder such as step-00000100",
@@ -180,6 +264,17 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Raises `ConfigError` if it is not the state of such generators."""
+    try:
+        _set_random_state(state, device)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"checkpoint: its random state cannot be taken up ({text}); resume from another one"
+        ) from None
+
+
+def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(_bytes_tensor(state["cpu"]))
@@ -190,38 +285,28 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(tuple(state["numpy"]))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A run without a process group is a normal run, not one to be warned about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
 def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object], rank: int, num_ranks: int) -> None:
-    if run.get("format") != FORMAT:
+    if run["num_ranks"] != num_ranks:
         raise ConfigError(
-            f"{path}: written in format {run.get('format')}, this version reads format {FORMAT}; "
-            "finish the run with the version that started it, or start a new one with another train.output_dir"
+            f"{path}: saved by {run['num_ranks']} ranks, this run has {num_ranks}; "
+            f"start it on as many with torchrun, or start a new run with another train.output_dir"
         )
-    for name, (size_bytes, checksum) in run["files"].items():
+    expected = {name for each in range(num_ranks) for name in (_rank_name(each), _tensors_name(each))}
+    if set(run["files"]) != expected:
+        raise _damaged(path, "run.json lists other files than those of its ranks")
+    for name, (size_bytes, sha256) in run["files"].items():
         file = path / name
         found_bytes = file.stat().st_size if file.is_file() else None
         if found_bytes is None:
             raise _damaged(path, f"{name} is missing")
         if found_bytes != size_bytes:
             raise _damaged(path, f"{name} has {found_bytes} of {size_bytes} bytes")
-        if rank == 0 and _checksum(file) != checksum:
+        if rank == 0 and _sha256_of_file(path, name) != sha256:
             raise _damaged(path, f"the content of {name} is not what was written")
-    if run["num_ranks"] != num_ranks:
-        raise ConfigError(
-            f"{path}: saved by {run['num_ranks']} ranks, this run has {num_ranks}; "
-            f"start it on as many with torchrun, or start a new run with another train.output_dir"
-        )
     then, now = run["settings"], json.loads(json.dumps(dict(settings)))
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     if changed:
@@ -237,44 +322,82 @@ def _damaged(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path}: the checkpoint is damaged: {why}; delete this folder to resume from the one before it")
 
 
-def _first_line(error: BaseException) -> str:
-    """The cause, without the pages of traceback that torch.distributed.checkpoint puts around it."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+def _read_run(path: Path) -> dict[str, Any]:
+    """`run.json`, checked against its own hash."""
+    document = _read_json(path / "run.json")
+    if document.get("format") == 1:
+        raise ConfigError(
+            f"{path}: written by lowtide 0.1, whose checkpoints are pickles, which this version does not read; finish "
+            "the run with lowtide 0.1, or start a new one with another train.output_dir"
+        )
+    if document.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path}: written in format {shown(document.get('format'))}, this version reads format {FORMAT}; "
+            "finish the run with the version that started it, or start a new one with another train.output_dir"
+        )
+    run = document.get("run")
+    if not isinstance(run, dict) or document.get("sha256") != _sha256_of(run):
+        raise _damaged(path, "the content of run.json is not what was written")
+    return run
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise _damaged(path.parent, f"{path.name} is missing")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _damaged(path.parent, f"{path.name} is missing") from None
-    except (OSError, ValueError) as error:
-        raise _damaged(path.parent, f"{path.name}: {error}") from None
+        found = parse_json(read_text(path, most_bytes=_MOST_JSON_BYTES), path.name)
+    except ConfigError as error:
+        raise _damaged(path.parent, str(error).replace(str(path), path.name)) from None
     if not isinstance(found, dict):
         raise _damaged(path.parent, f"{path.name} is not a mapping")
     return found
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file)
+    with open_new(path) as file:
+        file.write(json.dumps(value).encode())
         file.flush()
         os.fsync(file.fileno())
 
 
-def _describe_files(folder: Path) -> dict[str, tuple[int, int]]:
-    return {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
+def _rank_name(rank: int) -> str:
+    return f"rank-{rank}.json"
 
 
-def _checksum(path: Path) -> int:
-    """CRC-32: against damage, not against malice."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+def _tensors_name(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def _files_of(folder: Path, num_ranks: int) -> dict[str, tuple[int, str]]:
+    """Size and hash of every rank's files. Those of the tensors are taken from the rank that wrote them: read back they
+    would only say what the page cache holds."""
+    found: dict[str, tuple[int, str]] = {}
+    for rank in range(num_ranks):
+        name = _rank_name(rank)
+        found[name] = ((folder / name).stat().st_size, _sha256_of_file(folder, name))
+        num_bytes, sha256 = _read_json(folder / name)["tensors"]
+        found[_tensors_name(rank)] = (num_bytes, sha256)
+    return found
+
+
+def _sha256_of(run: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256_of_file(folder: Path, name: str) -> str:
+    try:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _damaged(folder, f"{name} cannot be read: {error.strerror}") from None
+
+
+def _make_folder(folder: Path) -> None:
+    """The folder of checkpoints, for its owner only, with its name on disk; one that is there stays as it is."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700 if path == folder else 0o777, exist_ok=True)
+        _flush_folder(path.parent)
 
 
 def _flush_folder(folder: Path) -> None:

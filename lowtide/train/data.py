@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from pathlib import Path
 
 import torch
 
-from lowtide.config.run import RunConfig
+from lowtide.config.source import shown
 from lowtide.errors import ConfigError
+from lowtide.train.run_file import RunConfig
 
 NUM_BYTE_TOKENS = 256
 _CHUNK_BYTES = 1 << 20
@@ -105,7 +107,11 @@ def open_text(run: RunConfig) -> Corpus:
     """The text of a run. Raises `ConfigError`: a pattern that matches no file, not enough text for one sequence."""
     paths: list[Path] = []
     for index, pattern in enumerate(run.data.files):
-        found = _match(pattern)
+        try:
+            found = _match(pattern)
+        except (ValueError, OSError) as error:
+            where = f"data.files[{index}]"
+            run.fail(where, f"'{where}': {shown(pattern)} is not a path or a glob: {error}")
         if not found:
             run.fail(f"data.files[{index}]", f"'data.files[{index}]': no file matches {pattern!r}; check the path")
         paths += found
@@ -120,7 +126,8 @@ def open_text(run: RunConfig) -> Corpus:
 
 
 def _match(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    """The files that a path or a glob names, sorted. Raises `ValueError` or `OSError` for one that cannot be."""
+    path = Path(os.path.expanduser(pattern))  # noqa: PTH111 -- Path.expanduser raises for `~nobody`
     if path.is_file():
         return [path]
     root = Path(path.anchor or ".")

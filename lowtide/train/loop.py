@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 
-from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
+from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.train.progress import MetricsFile, PlanRecord, Progress, StepRecord, open_progress, resident_bytes
 from lowtide.train.ranks import Ranks, choose_device
-from lowtide.train.stop import StopRequest
+from lowtide.train.run_file import RunConfig
+from lowtide.train.stop import StopRequest, TrainingError
 from lowtide.train.trainer import Trainer
 
 
@@ -77,8 +78,21 @@ def train(
                     summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.model))
             ranks.leave()
         except Exception as error:
-            ranks.fail(error)
+            ranks.fail(_told(error, ranks))
     return summary
+
+
+def _told(error: Exception, ranks: Ranks) -> Exception:
+    """Alone, a run that is out of memory ends with one line; in a group, `Ranks.fail` says which rank it was."""
+    if not ranks.is_alone or not is_out_of_memory(error):
+        return error
+    where = f"step {ranks.step}" if ranks.step else "while the run started"
+    lines = str(error).splitlines() or [type(error).__name__]
+    told = TrainingError(
+        f"{where}: out of memory: {lines[0]}; lower train.batch_size, or write a budget into the section 'memory'"
+    )
+    told.__cause__ = error
+    return told
 
 
 def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord], None] | None) -> Summary:

@@ -24,17 +24,20 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lowtide.config.loader import did_you_mean
-from lowtide.config.run import RunConfig
-from lowtide.errors import ConfigError
+from lowtide.engines.tiers.host_limit import host_limit
+from lowtide.errors import ConfigError, did_you_mean
 from lowtide.train.data import NUM_BYTE_TOKENS
+from lowtide.train.run_file import RunConfig
+from lowtide.units import format_bytes
 
 
 def build_model(run: RunConfig) -> torch.nn.Module:
     """The model in training mode, in the dtype of its weights. Raises `ConfigError` with the place of the mistake."""
     config = model_config(run)
-    torch.manual_seed(run.model.seed)
     dtype = getattr(torch, run.model.dtype)
+    if run.model.path is None:
+        _check_weights_fit(run, config, dtype)
+    torch.manual_seed(run.model.seed)
     if run.model.path is not None:
         return _from_folder(run, run.model.path, config, dtype).train()
     return fresh_model(run, config, dtype).train()
@@ -53,11 +56,28 @@ def model_config(run: RunConfig) -> PretrainedConfig:
 
 
 def fresh_model(run: RunConfig, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """A model with weights that nobody has trained. Under `FakeTensorMode` it has none."""
+    """A model with fresh weights. Under `FakeTensorMode` its weights have no bytes."""
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # the library checks its own fields, with whatever exception its authors chose
         raise _refused(run, type(config), error) from None
+
+
+def _check_weights_fit(run: RunConfig, config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Without it, a field with a few digits too many fills the machine's memory, and the kernel ends the process."""
+    try:
+        with torch.device("meta"):
+            model = fresh_model(run, config, dtype)
+    except ConfigError:
+        return  # not every model can be built without memory; and a wrong field is said where it is built with it
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    limit = host_limit()
+    if limit.limit_bytes is not None and weights_bytes > limit.limit_bytes:
+        run.fail(
+            "model",
+            f"'model': its weights are {format_bytes(weights_bytes)}, and {format_bytes(limit.limit_bytes)} of main "
+            f"memory are free ({limit.source}); make the model smaller, or plan it without weights: lowtide plan",
+        )
 
 
 def _from_folder(run: RunConfig, path: Path, config: PretrainedConfig, dtype: torch.dtype) -> Any:

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lowtide.catalog.observe import observe
-from lowtide.catalog.site import Profile
-from lowtide.config.run import RunConfig
+from lowtide.config.memory import plan_from_rules
+from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.profiling.observe_step import observe
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
 from lowtide.train.data import Sampler, open_text
 from lowtide.train.model import build_model, fresh_model, model_config
 from lowtide.train.ranks import choose_device
+from lowtide.train.run_file import RunConfig
 from lowtide.train.trainer import make_optimizer
 
 Say = Callable[[str], None]
@@ -38,7 +39,7 @@ def device_of_run(run: RunConfig) -> torch.device:
 
 def hardware_of_run(run: RunConfig) -> Hardware:
     """What is known about that device."""
-    from lowtide.runtime.planning import hardware_of_device
+    from lowtide.runtime.autopilot.plan_model import hardware_of_device
 
     return load_hardware(hardware_of_device(device_of_run(run)))
 
@@ -68,7 +69,7 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
 
 def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
-    from lowtide.catalog.fake import trace
+    from lowtide.profiling.fake.trace import trace
 
     say("building the model without weights")
     config = model_config(run)
@@ -98,10 +99,9 @@ def _as_trained(run: RunConfig, model: torch.nn.Module, device_type: str) -> Ite
 
 def link_of_device(run: RunConfig, device_type: str) -> Link:
     """The link of a device of this machine, measured or as it was measured before."""
-    from lowtide.catalog.links import cache_path, measure_link
-    from lowtide.config.native import MemoryConfig
-    from lowtide.planner.plan import Plan
-    from lowtide.runtime.engines.choose import choose_engine
+    from lowtide.config.memory import MemoryConfig
+    from lowtide.engines.bandwidth import cache_path, measure_link
+    from lowtide.engines.choose import choose_engine
 
     device = device_of_run(run)
     if device.type != device_type:
@@ -111,6 +111,6 @@ def link_of_device(run: RunConfig, device_type: str) -> Link:
         )
     memory = run.memory or MemoryConfig()
     place = torch.nn.Linear(1, 1, device=device)
-    engine = choose_engine(run.train.engine, place, Plan.from_rules(memory, ()))
+    engine = choose_engine(run.train.engine, place, plan_from_rules(memory, ()))
     with contextlib.closing(engine):
         return measure_link(engine, device, place=str(memory.disk_path or ""), cache=cache_path())

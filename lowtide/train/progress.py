@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lowtide.config.source import shown
+from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 
 
@@ -32,7 +34,7 @@ class PlanRecord:
     """Forward and backward, mean over the micro-batches of the step; the first step also observes and plans."""
     predicted_stall_seconds: float
     num_corrections: int
-    """How often the plan was made again because a step was not as predicted."""
+    """How often a new plan was made because a step was not as predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +156,25 @@ class MetricsFile:
     """metrics.jsonl: one line per step, also across interruptions."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
+        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again.
+
+        Raises `ConfigError` if the file cannot be written, or holds anything but lines of an earlier run.
+        """
         self.last_loss: float | None = None
         self._digest = hashlib.sha256()
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("w", encoding="utf-8") as file:
-            for line in kept:
-                file.write(line + "\n")
-                self._count(json.loads(line)["loss"])
-        partial.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            with partial.open("w", encoding="utf-8") as file:
+                for line in _lines(path):
+                    step, loss = _step_and_loss(path, line)
+                    if step <= first_step:
+                        file.write(line + "\n")
+                        self._count(loss)
+            partial.replace(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another train.output_dir") from None
 
     def append(self, record: StepRecord) -> None:
         self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
@@ -184,13 +193,24 @@ class MetricsFile:
         self._digest.update(f"{loss.hex()}\n".encode())
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> Iterator[str]:
     """The whole lines of an earlier run; a kill may have cut the last one."""
-    if not path.is_file():
-        return []
-    return [
-        line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{") and line.endswith("}")
-    ]
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("{") and line.rstrip("\n").endswith("}"):
+                    yield line.rstrip("\n")
+
+
+def _step_and_loss(path: Path, line: str) -> tuple[int, float]:
+    try:
+        record = json.loads(line)
+        return int(record["step"]), float(record["loss"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ConfigError(
+            f"{path}: this is not a line of lowtide's: {shown(line)}; move the file away, or choose another "
+            "train.output_dir"
+        ) from None
 
 
 def resident_bytes() -> tuple[int | None, int | None]:

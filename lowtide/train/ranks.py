@@ -101,7 +101,7 @@ class Ranks:
             self.sum([0.0])
 
     def leave(self) -> None:
-        """The good end: all ranks are here, nobody watches any more, the group is gone."""
+        """The end of a run without errors: wait for all ranks, stop the watching thread, leave the process group."""
         if self.is_alone:
             return
         assert self._watch is not None

@@ -26,18 +26,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from lowtide.config.run import RunConfig, TrainConfig
-from lowtide.runtime.written import follow
+from lowtide.mindformers.follow import follow
 from lowtide.train import checkpoint
 from lowtide.train.data import Sampler, mix, open_text
 from lowtide.train.model import build_model
 from lowtide.train.progress import PlanRecord, StepRecord, resident_bytes
 from lowtide.train.ranks import Ranks
+from lowtide.train.run_file import RunConfig, TrainConfig
 from lowtide.train.stop import StopRequest, TrainingError
 
 if TYPE_CHECKING:
-    from lowtide.runtime.adapt import AutoTide
-    from lowtide.runtime.tide import Tide
+    from lowtide.runtime.autopilot.autopilot import Autopilot
+    from lowtide.runtime.session.tide import Tide
 
 
 class Trainer:
@@ -72,7 +72,7 @@ class Trainer:
         else:
             _seed(mix(run.train.seed, ranks.rank))
 
-    def _take_up_memory(self) -> Tide | AutoTide | None:
+    def _take_up_memory(self) -> Tide | Autopilot | None:
         """Rules are followed as written; a budget is planned for in the first step."""
         memory, sections = self.run.memory, self.run.sections
         how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
@@ -85,7 +85,7 @@ class Trainer:
         return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)
 
     def _tell(self, line: str) -> None:
-        self.say(line)  # whoever listens now; nobody did when the autopilot was made
+        self.say(line)  # looked up at each call: `self.say` is set after the autopilot was made
 
     @property
     def tokens_per_step(self) -> int:

@@ -10,8 +10,9 @@ import torch
 import lowtide
 from benchmarks import methods, subjects
 from benchmarks.children import CannotRunError
-from benchmarks.methods import METHODS, Method, Running
-from benchmarks.worker import allocated_peak_bytes, compare, counted_copies, peak_bytes, take_gradients
+from benchmarks.methods import METHODS, Method
+from benchmarks.peaks import Running, allocated_peak_bytes, peak_bytes
+from benchmarks.worker import compare, counted_copies, take_gradients
 
 SETTINGS = {"every n-th layer": 2.0}
 NEEDS_A_DEVICE = ("layer checkpointing, inputs offloaded", "torchtune offloading", "trl offloading", "torch sac_ilp")

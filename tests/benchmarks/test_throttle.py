@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.throttle import ThrottledEngine
-from lowtide.runtime.engines.base import Lane
-from lowtide.runtime.engines.clocked import ClockedEngine
-from lowtide.runtime.engines.host import HostEngine
+from lowtide.engines.base import Lane
+from lowtide.engines.host import HostEngine
+from tests.engines.clocked import ClockedEngine
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -104,9 +104,9 @@ def test_a_checksum_sees_a_bit_of_loss_and_gradients() -> None:
 @pytest.mark.parametrize("policy", ["late", "early", 1, 2])
 def test_padding_keeps_the_order_of_an_accelerator(policy: str | int) -> None:
     """Streams that run as late, as early, or as unevenly as they may."""
-    from lowtide.runtime.engines.accelerator import AcceleratorEngine
+    from lowtide.engines.accelerator import AcceleratorEngine
     from tests import zoo
-    from tests.runtime.engines.sim_device import SimDevice
+    from tests.engines.sim_device import SimDevice
 
     device = SimDevice(policy, computes_on_host=True)
     inner = AcceleratorEngine(device.device, 512 * MIB, ops=device)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from profiles import decoder_profile
 
-from lowtide.catalog.site import Profile
 from lowtide.cli import waiting
 from lowtide.cli.main import main
-from lowtide.planner.plan import Plan
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 RUN = """\
@@ -253,7 +253,7 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
         ),
         (
             ["--budget", "1GiB", "--profile", "nowhere.json"],
-            "--profile: nowhere.json cannot be read: No such file or directory",
+            "--profile: nowhere.json: no such file; check the path",
         ),
         (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
         (

@@ -191,7 +191,7 @@ def test_mistakes_below_memory(read: Any, line: str, message: str | None) -> Non
         ("- a\n", "run.yaml:1:1: expected a mapping, not a list"),
         ("memory: {}\n", "run.yaml:1:1: missing key 'name'; expected text"),
         ("name: x\nmemory:\n", "run.yaml:2:8: expected a mapping for 'memory', not nothing"),
-        ("name: x\nname: [\n", "run.yaml:3:1: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("name: x\nmodel: [\n", "run.yaml:3:1: not valid YAML: expected the node content, but found '<stream end>'"),
         ("name: a: b\n", "run.yaml:1:8: not valid YAML: mapping values are not allowed here"),
         ("name: x\n---\nname: y\n", "run.yaml:2:1: not valid YAML: but found another document"),
         ("name: \x07\n", "run.yaml: not valid YAML: character 7: special characters are not allowed"),

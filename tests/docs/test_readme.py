@@ -67,11 +67,11 @@ def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_yaml_block_is_a_good_section(page: Path, tmp_path: Path) -> None:
-    from lowtide.config.mindformers import has_sections
-    from lowtide.config.mindformers import load as load_sections
-    from lowtide.config.native import load_memory
-    from lowtide.config.run import load_run
+    from lowtide.config.memory import load_memory
     from lowtide.config.source import read_yaml
+    from lowtide.mindformers.schema import has_sections
+    from lowtide.mindformers.schema import load as load_sections
+    from lowtide.train.run_file import load_run
 
     for text in blocks(page, "yaml"):
         file = tmp_path / "run.yaml"
@@ -92,7 +92,7 @@ def test_every_python_block_is_python(page: Path) -> None:
 
 
 def test_the_mistakes_that_are_shown_are_the_ones_that_are_made(tmp_path: Path) -> None:
-    from lowtide.config.native import load_memory
+    from lowtide.config.memory import load_memory
     from lowtide.errors import ConfigError
 
     file = tmp_path / "run.yaml"
@@ -114,8 +114,8 @@ def test_links_and_files_exist(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
     for name in re.findall(r"`((?:tests|examples|lowtide|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"`((?:runtime|catalog|planner|config|train)/[\w./]+\.py)`", text):
-        assert (ROOT / "lowtide" / name).exists(), name
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+        assert (ROOT / "lowtide" / name).exists() or (ROOT / name).exists(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -134,8 +134,8 @@ def test_the_contract_has_twelve_points_with_tests() -> None:
 def test_every_key_is_documented() -> None:
     import dataclasses
 
-    from lowtide.config.native import MemoryConfig
-    from lowtide.config.run import DataConfig, TrainConfig
+    from lowtide.config.memory import MemoryConfig
+    from lowtide.train.run_file import DataConfig, TrainConfig
 
     pages = {MemoryConfig: "memory-rules.md", DataConfig: "trainer.md", TrainConfig: "trainer.md"}
     for config, page in pages.items():
@@ -152,7 +152,8 @@ def test_picture_and_table_are_of_the_measured_numbers(make_picture: ModuleType)
     report = json.loads(make_picture.RESULT.read_text(encoding="utf-8"))
     assert make_picture.PICTURE.read_text(encoding="utf-8") == make_picture.picture(report)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert make_picture.readme(readme, report) == readme
+    interleaved = json.loads(make_picture.INTERLEAVED.read_text(encoding="utf-8"))
+    assert make_picture.readme(readme, report, interleaved) == readme
     assert make_picture._demo().differences(report["runs"]) == []
 
 
@@ -160,3 +161,23 @@ def test_the_picture_says_what_was_measured(make_picture: ModuleType) -> None:
     report = json.loads(make_picture.RESULT.read_text(encoding="utf-8"))
     report["runs"]["swap"]["peak_resident_bytes"] = 1234 * 2**20
     assert ">1234<" in make_picture.picture(report)
+
+
+def test_times_are_over_the_run_that_the_readme_says_to_compare_with(make_picture: ModuleType) -> None:
+    """In the demo, in the picture and in the interleaved run the same baseline is 1, and no row is left out."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    report = json.loads(make_picture.RESULT.read_text(encoding="utf-8"))
+    interleaved = json.loads(make_picture.INTERLEAVED.read_text(encoding="utf-8"))
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    demo = {row[0].removeprefix("| "): row for row in rows if len(row) == 9}
+    assert list(demo)[2:] == list(report["runs"])
+    column = demo["run"].index("x plain, malloc")
+    medians = {name: sorted(run["step_seconds"])[1] for name, run in report["runs"].items()}
+    for name in report["runs"]:
+        assert demo[name][column] == f"{medians[name] / medians['plain, malloc']:.2f}"
+        assert f">{demo[name][column]}<" in make_picture.PICTURE.read_text(encoding="utf-8")
+    assert "Time of a step, plain, malloc = 1" in make_picture.PICTURE.read_text(encoding="utf-8")
+    table = [
+        row for row in rows if len(row) == 5 and row[0] in {f"| {name}" for name in make_picture.VARIANTS.values()}
+    ]
+    assert [float(row[1]) for row in table] == [round(row["ratio_median"], 2) for row in interleaved["rows"]]

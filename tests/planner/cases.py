@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 import random
 
-from lowtide.planner.fate import Fate
-from lowtide.planner.lowest import UNREACHABLE, floor
+from lowtide.core.fate import Fate
+from lowtide.planner.min_peak import UNREACHABLE, floor
 from lowtide.timeline.events import Timeline, run
-from lowtide.timeline.memory import Frame
+from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Item, Link, Step, Tick
 
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def random_case(seed: int, max_items: int) -> Case:
     )
     host_bytes = rng.choice([None, None, None, int(total * rng.random())])
     plain_bytes = run(step, [item.fates[0] for item in step.items], link).peak_bytes
-    floor_bytes, _ = floor(step, link, host_bytes)
+    floor_bytes, _ = floor(step, host_bytes)
     if floor_bytes == UNREACHABLE:
         return Case(step=step, link=link, budget_bytes=plain_bytes, host_bytes=host_bytes)
     room = max(plain_bytes - floor_bytes, 5)
@@ -93,10 +93,10 @@ def random_case(seed: int, max_items: int) -> Case:
 
 def exhaustive(case: Case) -> Timeline | None:
     """The fastest of all fates that fit, judged by the timeline. Cost: the product of the numbers of fates."""
-    frame = Frame.of(case.step)
+    arrays = StepArrays.of(case.step)
     best: Timeline | None = None
     for fates in itertools.product(*(item.fates for item in case.step.items)):
-        timeline = run(frame, fates, case.link, budget_bytes=case.budget_bytes)
+        timeline = run(arrays, fates, case.link, budget_bytes=case.budget_bytes)
         fits_host = case.host_bytes is None or timeline.slower_bytes <= case.host_bytes
         if timeline.peak_bytes > case.budget_bytes or not fits_host:
             continue

@@ -9,18 +9,9 @@ import dataclasses
 
 import pytest
 
-from lowtide.catalog.site import (
-    Anchor,
-    Geometry,
-    Profile,
-    Recipe,
-    RecipeInput,
-    RecipeStep,
-    Site,
-    StateBytes,
-    StayingBytes,
-)
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
+from lowtide.core.profile import Profile, Site, StateBytes, StayingBytes
+from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput, RecipeStep
 from lowtide.planner.problem import Problem, decisions, make_problem, op_base_bytes
 from lowtide.timeline.memory import plain_curve
 
@@ -186,3 +177,15 @@ def test_what_no_plan_can_move_is_kept_and_said() -> None:
     assert made.step == problem().step  # its bytes are among those of the operators
     *_, last = decisions(made, [KEEP] * 3, [None] * 3, [None] * 3, dict.fromkeys(range(3), "fits"))
     assert (last.name, last.nbytes, last.fate, last.reason) == ("m.topk:1", 64, KEEP, "never read by backward")
+
+
+def test_the_step_of_the_optimizer_must_fit_too() -> None:
+    last = problem().step.ticks[-1]
+    assert (last.name, last.base_bytes, last.seconds) == ("the step of the optimizer", 1000 + 3 + 2000 + 30 + 5, 0.0)
+
+
+def test_what_is_saved_is_sent_with_the_next_save() -> None:
+    """a and tiny are saved by one operator: a copy of a begins when b is saved, not before."""
+    made = problem()
+    _, a, b = made.step.items
+    assert [made.starts[item.saved] for item in (a, b)] == [2, 3]

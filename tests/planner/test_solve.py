@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import sys
 import time
 
 import pytest
 
+from lowtide.core.fate import Fate
 from lowtide.errors import BudgetError
-from lowtide.planner.fate import Fate
 from lowtide.planner.solve import Solution, floor, solve
 from lowtide.timeline.events import run
-from lowtide.timeline.memory import Frame, Spans, floor_curve
+from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
 from tests.planner.cases import ALL, GIB, H200_LINK, MIB, Case, exhaustive, llama, llama_budget, random_case
 
@@ -45,25 +46,25 @@ def _compare(seed: int, max_items: int) -> float | None:
 
 
 def test_small_random_steps_are_as_fast_as_exhaustive_search() -> None:
-    slower = [_compare(seed, max_items=4) for seed in range(120)]
+    slower = [_compare(seed, max_items=4) for seed in range(60)]
     found = [share for share in slower if share is not None]
-    assert len(found) > 80
+    assert len(found) > 40
     assert max(found) <= 0.01
-    assert len(slower) - len(found) > 5, "some cases must have no solution"
+    assert len(slower) - len(found) > 2, "some cases must have no solution"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(3))
 def test_random_steps_are_as_fast_as_exhaustive_search(block: int) -> None:
-    slower = [_compare(10_000 + 60 * block + number, max_items=7) for number in range(60)]
+    slower = [_compare(10_000 + 12 * block + number, max_items=7) for number in range(12)]
     found = [share for share in slower if share is not None]
     assert max(found) <= 0.01
 
 
 @pytest.mark.slow
 def test_ten_items_are_as_fast_as_exhaustive_search() -> None:
-    seeds = [seed for seed in range(20_000, 20_400) if len(random_case(seed, 10).step.items) == 10][:4]
-    for seed in seeds:
+    seeds = (seed for seed in range(20_000, 20_400) if len(random_case(seed, 10).step.items) == 10)
+    for seed in itertools.islice(seeds, 1):
         slower = _compare(seed, max_items=10)
         assert slower is None or slower <= 0.01
 
@@ -92,7 +93,7 @@ def test_a_very_large_stack() -> None:
 
 def test_a_larger_budget_is_never_slower() -> None:
     step = llama(8)
-    shares = [0.15 + 0.05 * number for number in range(18)]
+    shares = [0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0]
     solutions = [solve(step, H200_LINK, llama_budget(step, share)) for share in shares]
     for tight, loose in itertools.pairwise(solutions):
         assert loose.timeline.step_seconds <= tight.timeline.step_seconds * (1 + 1e-3)
@@ -102,9 +103,9 @@ def test_a_larger_budget_is_never_slower() -> None:
 
 @pytest.mark.slow
 def test_a_larger_budget_is_never_slower_in_random_steps() -> None:
-    for seed in range(300, 312):
+    for seed in range(300, 304):
         case = random_case(seed, max_items=7)
-        floor_bytes, _ = floor(case.step, case.link, case.host_bytes)
+        floor_bytes, _ = floor(case.step, case.host_bytes)
         if floor_bytes > 1 << 40:
             continue
         seconds = [
@@ -161,12 +162,26 @@ def _two_item_step(**changes: object) -> Step:
 
 
 def test_the_floor_is_reached_by_its_fates() -> None:
-    for seed in range(60):
+    for seed in range(30):
         case = random_case(seed, max_items=6)
-        floor_bytes, fates = floor(case.step, case.link, case.host_bytes)
-        frame = Frame.of(case.step)
+        floor_bytes, fates = floor(case.step, case.host_bytes)
+        arrays = StepArrays.of(case.step)
         if floor_bytes <= 1 << 40:
-            assert int(floor_curve(frame, Spans.of(frame, fates)).max()) == floor_bytes
+            assert int(floor_curve(arrays, Lifetimes.of(arrays, fates)).max()) == floor_bytes
+
+
+def test_the_floor_is_no_higher_than_a_plan_that_exists() -> None:
+    """Where nothing may be swapped, too: what recomputing reaches is found."""
+    for seed in range(20):
+        step = random_case(seed, max_items=5).step
+        items = tuple(
+            dataclasses.replace(item, fates=tuple(fate for fate in item.fates if fate is not Fate.SWAP) or ALL[:1])
+            for item in step.items
+        )
+        arrays = StepArrays.of(dataclasses.replace(step, items=items))
+        floor_bytes, _ = floor(arrays)
+        every = itertools.product(*(item.fates for item in items))
+        assert floor_bytes == min(int(floor_curve(arrays, Lifetimes.of(arrays, fates)).max()) for fates in every)
 
 
 def test_a_budget_below_the_floor_says_where_what_and_how() -> None:
@@ -211,3 +226,16 @@ def test_forced_swaps_that_the_host_cannot_take() -> None:
     assert str(caught.value) == (
         "budget 100.0 GiB: rules swap more than the host budget of 512.0 MiB takes; raise it or swap less"
     )
+
+
+def test_the_floor_does_not_depend_on_times() -> None:
+    """Two observations of one step have other times; what one was told must be enough for the other."""
+    for seed in range(12):
+        step, host_bytes = random_case(seed, 9).step, random_case(seed, 9).host_bytes
+        draw = random.Random(seed)
+        ticks = tuple(dataclasses.replace(tick, seconds=tick.seconds * draw.uniform(0.2, 5)) for tick in step.ticks)
+        items = tuple(
+            dataclasses.replace(item, recipe_seconds=item.recipe_seconds * draw.uniform(0.2, 5)) for item in step.items
+        )
+        other = dataclasses.replace(step, ticks=ticks, items=items)
+        assert floor(step, host_bytes) == floor(other, host_bytes)

@@ -23,7 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.runtime import handle, hooks, recompute, state, swap, tape
+from lowtide.runtime.hooks import forward_pass as hooks
+from lowtide.runtime.offload import scheduler as swap
+from lowtide.runtime.offload import site as queue
+from lowtide.runtime.recompute import region as recompute
+from lowtide.runtime.saved import handle
+from lowtide.tensors import run_state as state
 from tests import zoo
 
 KEEP = {"keep": ["layers"], "swap": "all", "min_bytes": 0}
@@ -88,10 +93,22 @@ def under(model: nn.Module, memory: dict, engine: Any = "virtual:0") -> Iterator
 
 
 # What lives as long as the tide itself; everything else belongs to graphs.
-_OF_THE_TIDE = ("Mover", "Setting", "Counters", "Ledger", "Region", "Entry")
+_OF_THE_TIDE = (
+    "OffloadScheduler",
+    "PlanContext",
+    "Counters",
+    "Ledger",
+    "LayerTable",
+    "SavedTensorEntry",
+    "Watch",
+    "Found",
+    "HostRandom",
+    "Draws",
+    "Hooks",
+)
 _OWNERS = {
     found
-    for module in (handle, hooks, recompute, state, swap, tape)
+    for module in (handle, hooks, recompute, state, swap, queue)
     for found in vars(module).values()
     if isinstance(found, type) and found.__module__ == module.__name__ and found.__name__ not in _OF_THE_TIDE
 }
@@ -393,6 +410,36 @@ def test_contract_03_a_new_version_is_another_site(fate: str, seed: int) -> None
         step_twice(model, twin, _input_grad)
 
 
+class OldAndNew(nn.Module):
+    """The graph that saved a storage first is alive, and never run; the storage changes, and is saved again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.5
+        # What is saved is sent with the next save.
+        self.old = y.sin() + x.exp()
+        with torch.no_grad():
+            y.add_(1.0)
+        return y.cos() + x
+
+
+@every_fate
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("seed", range(4))
+def test_contract_03_a_write_makes_a_new_site_while_the_old_one_lives(fate: str, limit: int | None, seed: int) -> None:
+    model, twin = small(OldAndNew), small(OldAndNew)
+
+    def do(tried: nn.Module) -> list[Tensor]:
+        found = _input_grad(tried)
+        for layer in tried.layers:
+            layer.old = None
+        return found
+
+    with under(model, FATES[fate], f"virtual:{seed}") as tide:
+        tide.set_limit(limit)
+        step_twice(model, twin, do)
+        tide.set_limit(None)  # a guard remembers its last queues
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Parameters
 
@@ -438,6 +485,18 @@ def test_contract_04_autocast_copies_of_parameters_are_not_activations(name: str
             tide.settle()
             assert (tide.stats.swapped_bytes, tide.stats.copied_out_bytes) == (want, want)
             loss.backward()
+
+
+def test_contract_04_autocast_copies_of_parameters_are_not_counted_as_recomputed() -> None:
+    case = zoo.CASES["llama_autocast"]
+    model = case.build(3)
+    with under(model, RECOMPUTE) as tide:
+        found = []
+        for step in range(3):
+            tide.reset_stats()
+            case.loss(model, case.batch(step)).backward()
+            found.append(tide.stats.recomputed_bytes)
+        assert found[0] == found[1] == found[2] > 0
 
 
 def test_contract_04_parameters_that_are_replaced_or_added_later_are_not_activations() -> None:
@@ -538,7 +597,9 @@ def test_contract_05_modified_between_forward_and_backward_but_not_saved(fate: s
         for _ in range(3):
             with pytest.raises(RuntimeError) as caught:
                 do(model)
-            assert str(caught.value).startswith("lowtide: an input of a recomputed Exp was modified in place")
+            assert str(caught.value).startswith(
+                "lowtide: an input of the recomputed 'layers.0' (Exp) was modified in place"
+            )
             del caught
             step_twice(model, twin, _input_grad, num=1)
 
@@ -1030,6 +1091,32 @@ def test_contract_07_divergence_is_counted() -> None:
         tide.reset_stats()
         _input_grad(model)
         assert tide.stats.num_divergences == 0
+
+
+class Alternating(nn.Module):
+    """Saves one tensor in all moods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.mood = "calm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.weight
+        return {"calm": y.sin, "result": y.exp, "rows": lambda: torch.sin(y[None] + self.weight)}[self.mood]()
+
+
+@pytest.mark.parametrize("mood", ["result", "rows"])
+def test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted(mood: str) -> None:
+    model = small(Alternating)
+    with under(model, SWAP) as tide:
+        for _ in range(2):
+            _input_grad(model)
+        assert tide.stats.num_divergences == 0
+        for layer in model.layers:
+            layer.mood = mood
+        _input_grad(model)
+        assert tide.stats.num_divergences > 0
 
 
 @every_fate

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.catalog.observe import observe
-from lowtide.catalog.sharded import fsdp_modules, gathered_storages
 from lowtide.errors import ConfigError
-from lowtide.runtime.written import follow, sections_in
+from lowtide.mindformers.follow import follow, sections_in
+from lowtide.profiling.observe_step import observe
+from lowtide.tensors.fsdp import fsdp_modules, gathered_storages
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY = 4, 32, 96, 48
 LAYER_BYTES = (3 * WIDTH * INNER + 2 * WIDTH) * 4
@@ -369,9 +369,9 @@ def follows(rank: int, way: str, config: str) -> dict[str, Any]:
     model = net(way)
     with lowtide.apply(model, CONFIGS[config], engine=f"virtual:{rank}") as tide:
         bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
-        rows = [(row.layer, row.part, row.fate, row.nbytes) for row in tide.written.rows]
-        freed = sum(row.nbytes for row in tide.written.rows if row.fate == "recompute")
-        moved = sum(row.nbytes for row in tide.written.rows if row.fate == "swap")
+        rows = [(row.layer, row.part, row.fate, row.nbytes) for row in tide.source.written.rows]
+        freed = sum(row.nbytes for row in tide.source.written.rows if row.fate == "recompute")
+        moved = sum(row.nbytes for row in tide.source.written.rows if row.fate == "swap")
         stats, digest = tide.stats, tide.plan.digest()
     plain = same(step(model, 10 * rank), truth[0])
     return {

@@ -1,4 +1,4 @@
-"""Two thousand schedules: whenever copies happen to run, no number is wrong and nothing is left over.
+"""Many schedules: whenever copies happen to run, no number is wrong and nothing is left over.
 
 Each seed of the virtual engine is another machine: another moment at which every copy runs, and poison wherever a
 program looks too early or lets go too soon. The truth of each model is computed once; each schedule then runs an
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime import swap
+from lowtide.runtime.offload import scheduler as swap
 from tests import zoo
 
 # Those that run in a few milliseconds and differ in what they do to the order of copies.
@@ -32,7 +32,9 @@ LATE = {"swap": [{"match": "*", "prefetch": 0, "tier": "disk"}], "min_bytes": 0}
 TIGHT = {"swap": "all", "min_bytes": 0, "host_budget": 3000, "disk_budget": 2000}
 PLANS = (SWAP, BOTH, FAR, LATE, TIGHT)
 NUM_SCHEDULES = 2_000
+"""With those of `make test-extended`; `make test` runs a fifth of them."""
 SEEDS_A_TEST = NUM_SCHEDULES // (len(NAMES) * len(PLANS))
+NUM_FIRST = SEEDS_A_TEST // 5
 
 
 def _life(case: zoo.Case, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -70,13 +72,23 @@ def _frozen() -> Iterator[None]:
 
 def _num_owners() -> int:
     gc.collect()
-    return sum(type(o) in (swap.Site, swap.Copy, swap.Tape, swap.Mover) for o in gc.get_objects())
+    return sum(
+        type(o) in (swap.OffloadedStorage, swap.Copy, swap.PrefetchQueue, swap.OffloadScheduler)
+        for o in gc.get_objects()
+    )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "numbers",
+    [range(NUM_FIRST), pytest.param(range(NUM_FIRST, SEEDS_A_TEST), marks=pytest.mark.extended)],
+    ids=["first", "more"],
+)
 @pytest.mark.parametrize(("name", "plan"), list(itertools.product(NAMES, range(len(PLANS)))))
 @pytest.mark.filterwarnings("ignore:lowtide. no room:UserWarning")
-def test_every_schedule_gives_the_same_bits(name: str, plan: int, record_property: Callable[[str, int], None]) -> None:
+def test_every_schedule_gives_the_same_bits(
+    name: str, plan: int, numbers: range, record_property: Callable[[str, int], None]
+) -> None:
     case = zoo.CASES[name]
     twin = case.build(3)
     model = case.build(3)
@@ -85,7 +97,7 @@ def test_every_schedule_gives_the_same_bits(name: str, plan: int, record_propert
     owners_before = _num_owners()
     # Every test has seeds of its own, so that no two tests run the same schedule.
     start = (NAMES.index(name) * len(PLANS) + plan) * SEEDS_A_TEST
-    for seed in range(start, start + SEEDS_A_TEST):
+    for seed in (start + number for number in numbers):
         model.load_state_dict(weights)
         tide = lowtide.apply(model, PLANS[plan], engine=f"virtual:{seed}")
         seen = _life(case, model)
@@ -98,7 +110,7 @@ def test_every_schedule_gives_the_same_bits(name: str, plan: int, record_propert
         assert (left.host_bytes, left.disk_bytes, tide.engine.num_slots) == (0, 0, 0), f"seed {seed}"
         del tide
     assert _num_owners() == owners_before
-    record_property("num_schedules", SEEDS_A_TEST)
+    record_property("num_schedules", len(numbers))
 
 
 def test_the_schedules_are_as_many_as_promised(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Link, Step, Tick
 

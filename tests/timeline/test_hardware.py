@@ -93,7 +93,7 @@ def test_an_unknown_name() -> None:
 
 
 def test_a_file_that_is_not_there() -> None:
-    assert error_of("nowhere/x.toml") == "nowhere/x.toml: cannot be read: No such file or directory"
+    assert error_of("nowhere/x.toml") == "nowhere/x.toml: no such file; check the path"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from timeline.steps import cases, naive_curve, naive_needs, steps
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.timeline.events import run
-from lowtide.timeline.memory import Frame, Spans, curve, peak, plain_curve
+from lowtide.timeline.memory import Lifetimes, StepArrays, curve, peak, plain_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
 
 LINK = Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)
@@ -87,10 +87,10 @@ def test_curve_is_presence_counted_one_by_one(case) -> None:
 @settings(max_examples=1000)
 def test_needs_follow_recipes(case) -> None:
     step, fates, _ = case
-    spans = Spans.of(Frame.of(step), fates)
+    lifetimes = Lifetimes.of(StepArrays.of(step), fates)
     needs, lasts = naive_needs(step, fates)
-    assert [None if tick == len(step.ticks) else tick for tick in spans.need.tolist()] == needs
-    assert spans.release.tolist() == lasts
+    assert [None if tick == len(step.ticks) else tick for tick in lifetimes.need.tolist()] == needs
+    assert lifetimes.release.tolist() == lasts
 
 
 @given(steps())

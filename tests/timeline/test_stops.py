@@ -8,7 +8,7 @@ import random
 import pytest
 from timeline.steps import random_step
 
-from lowtide.planner.fate import Fate
+from lowtide.core.fate import Fate
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import curve, plain_curve
 from lowtide.timeline.step import Link, Step

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.main import main
-from lowtide.config.native import load_memory
-from lowtide.config.run import RunConfig, load_run
-from lowtide.planner.autoplan import plan_profile
-from lowtide.planner.plan import Prediction
+from lowtide.config.memory import load_memory
+from lowtide.core.decisions import Prediction
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
 from lowtide.train.loop import Summary, train
 from lowtide.train.profiling import observe_run
+from lowtide.train.run_file import RunConfig, load_run
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {
@@ -157,7 +157,7 @@ def two_ranks(folder: Path) -> list[dict]:
         port = free.getsockname()[1]
     code = """
     import json, torch
-    from lowtide.config.run import load_run
+    from lowtide.train.run_file import load_run
     from lowtide.train.loop import train
     torch.set_num_threads(1)
     found = train(load_run("run.yaml"), wants_weights_hash=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.config.run import TrainConfig, load_run
 from lowtide.errors import ConfigError
 from lowtide.train import checkpoint
 from lowtide.train.loop import Summary, train
 from lowtide.train.progress import StepRecord
+from lowtide.train.run_file import TrainConfig, load_run
 from lowtide.train.stop import TrainingError
 from lowtide.train.trainer import Trainer, learning_rate_at
 
@@ -310,15 +311,22 @@ def test_file_that_does_not_exist() -> None:
 # ---- several ranks
 
 
+def free_ports(num_ports: int) -> list[int]:
+    """Ports that nobody uses; all are asked for before the first is given back, so they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
 def start_ranks(tmp_path: Path, code: str) -> list[subprocess.Popen[str]]:
     """Two processes that run `code` with `train` and `run` at hand, in a gloo group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = (
-        "from lowtide.config.run import load_run\nfrom lowtide.train.loop import train\nrun = load_run('run.yaml')\n"
-    )
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    first_port, *more_ports = free_ports(7)
+    script = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
+    script += "run = load_run('run.yaml')\n"
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first_port), "PYTHONPATH": str(ROOT)}
+    group |= {"MORE_PORTS": " ".join(map(str, more_ports))}  # for groups that follow one another
     return [
         subprocess.Popen(
             [sys.executable, "-c", script + textwrap.dedent(code)],
@@ -347,10 +355,10 @@ def test_two_ranks_train_as_one_and_resume(tmp_path: Path) -> None:
     go(model=model, output_dir="alone", batch_size=4, grad_accumulation=2)
     write(model=model, output_dir="together", grad_accumulation=2, log_every=1)
     code = """
-    import dataclasses
-    for steps in range(1, 7):
+    import dataclasses, os
+    for steps, port in enumerate(os.environ["MORE_PORTS"].split(), start=1):
         train(dataclasses.replace(run, train=dataclasses.replace(run.train, steps=steps)))
-        import os; os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["MASTER_PORT"] = port
     """
     first, second = finish(start_ranks(tmp_path, code))
     assert (first[0], second[0]) == (0, 0), first[1] + second[1]

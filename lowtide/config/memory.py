@@ -1,0 +1,165 @@
+"""The `memory` section: what a person may ask for, and the rules it turns into.
+
+    memory:
+      recompute: [layers.0-15]                 # none | all | [patterns]
+      swap:                                    # none | all | [patterns or {match, prefetch, tier}]
+        - layers.16-31.mlp
+        - {match: layers.16-31.self_attn, prefetch: 20, tier: disk}
+      keep: [layers.31]                        # wins over both
+      min_bytes: 1MiB                          # smaller storages are kept
+      host_budget: 96GiB                       # pinned or pageable bytes per rank
+      check: full                              # full | sampled: how often recipes are proven
+
+      budget: 20GiB                          # peak device bytes per rank: what no rule names, the solver decides
+
+Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
+budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
+Not covered in this version, and refused with a message: `optimizer: swap`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lowtide.config.loader import ByteSize, FieldError, Locations, load_mapping, load_yaml
+from lowtide.config.source import read_yaml
+from lowtide.core.fate import Fate, Tier
+from lowtide.core.plan import Plan
+from lowtide.core.rules import Pattern, Rule, Rules
+from lowtide.errors import ConfigError
+from lowtide.units import MIB
+from lowtide.version import __version__
+
+_VERSION = ".".join(__version__.split(".")[:2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapRule:
+    """One item of `swap`; a plain string is its `match`."""
+
+    SHORTHAND: ClassVar[str] = "match"
+
+    match: str
+    """A pattern."""
+    prefetch: int | None = None
+    """Start the fetch this many operators of the backward pass before the first reader; 0 fetches when it is needed.
+    Absent: as early as a window of bytes allows."""
+    tier: Literal["host", "disk"] | None = None
+    """Where the bytes go; absent = the fastest tier with room."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch is not None and self.prefetch < 0:
+            raise FieldError("prefetch", f"must be 0 or more, not {self.prefetch}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """The `memory` section as written. Sizes are bytes per rank."""
+
+    budget: ByteSize | None = None
+    """Peak device bytes."""
+    host_budget: ByteSize | None = None
+    """Cap on host bytes for swapped activations; absent = what the cgroup and the machine allow."""
+    disk_budget: ByteSize | None = None
+    """Cap on disk bytes for swapped activations; absent = what the disk has."""
+    disk_path: Path | None = None
+    """Directory for swap files; they are unlinked at once, so nothing is left behind. Absent = the system's own."""
+    recompute: Literal["auto", "none", "all"] | tuple[str, ...] | None = None
+    """Absent: auto with a budget, none without."""
+    swap: Literal["auto", "none", "all"] | tuple[SwapRule, ...] | None = None
+    """Absent: auto with a budget, none without."""
+    keep: tuple[str, ...] = ()
+    """Patterns that are kept whatever `recompute` and `swap` say."""
+    optimizer: Literal["keep", "swap", "auto"] = "keep"
+    min_bytes: ByteSize = MIB
+    """Storages smaller than this are kept."""
+    check: Literal["full", "sampled"] = "full"
+    """How recipes are proven. full: in every forward pass, by all operators that ran, at a price that the solver knows.
+    sampled: so in the first forward pass and in every 64th; between them by what autograd's graph shows and by
+    fingerprints, which do not see frozen weights and numbers that change few values."""
+    layers: tuple[str, ...] | None = None
+    """Dotted names of the layers, in order of the forward pass, for models where they are not found by themselves."""
+    locations: Locations = field(default_factory=lambda: Locations(prefix="memory"), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        missing = f"is not available in lowtide {_VERSION}"
+        if self.budget == 0:
+            raise FieldError("budget", "must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out")
+        for key in ("recompute", "swap"):
+            if self.budget is None and getattr(self, key) == "auto":
+                raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
+        if self.optimizer == "swap":
+            raise FieldError("optimizer", f"swap {missing}: write optimizer: keep")
+        if self.layers == ():
+            raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
+
+    @property
+    def recomputes_freely(self) -> bool:
+        """Whether the solver may recompute what no rule names."""
+        return self.budget is not None and self.recompute in (None, "auto")
+
+    @property
+    def swaps_freely(self) -> bool:
+        """Whether the solver may swap what no rule names."""
+        return self.budget is not None and self.swap in (None, "auto")
+
+    def rules(self) -> Rules:
+        """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""
+        recompute = ("*",) if self.recompute == "all" else _patterns(self.recompute)
+        swap = (SwapRule(match="*"),) if self.swap == "all" else _patterns(self.swap)
+        rules = [self._rule(Fate.RECOMPUTE, text, f"recompute[{index}]") for index, text in enumerate(recompute)]
+        for index, item in enumerate(swap):
+            tier = Tier(item.tier) if item.tier else None
+            rules.append(self._rule(Fate.SWAP, item.match, f"swap[{index}]", prefetch=item.prefetch, tier=tier))
+        rules += [self._rule(Fate.KEEP, text, f"keep[{index}]") for index, text in enumerate(self.keep)]
+        return Rules(tuple(rules))
+
+    def _rule(self, fate: Fate, text: str, path: str, *, prefetch: int | None = None, tier: Tier | None = None) -> Rule:
+        if getattr(self, fate.value) == "all":
+            path = fate.value
+        where = self.locations.of(path)
+        pattern = Pattern.parse(text, where=where)
+        return Rule(pattern=pattern, fate=fate, prefetch=prefetch, tier=tier, where=where)
+
+
+def _patterns(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else ()
+
+
+def load_memory(source: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str]) -> MemoryConfig:
+    """A `MemoryConfig` from a mapping, from a file of its own, or from the `memory` section of a run file.
+
+    Raises `ConfigError` for any mistake, also in a pattern.
+    """
+    if isinstance(source, MemoryConfig):
+        config = source
+    elif isinstance(source, Mapping):
+        config = load_mapping(source, MemoryConfig, where="memory")
+    elif isinstance(source, str | os.PathLike):
+        keys = [entry.key for entry in read_yaml(source).entries]
+        config = load_yaml(source, MemoryConfig, section="memory" if "memory" in keys else None)
+    else:
+        raise ConfigError(f"memory: expected a plan, a mapping or the path of a YAML file, not {source!r}")
+    config.rules()  # a malformed pattern is found when it is read, not when the model is there
+    return config
+
+
+def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
+    """The plan that a `memory` section asks for, on a model with these layers.
+
+    Raises `ConfigError` for a malformed pattern. It does not see patterns that match nothing, because it does not know
+    the model's names; `plan.rules.unmatched(names)` finds them.
+    """
+    return Plan(
+        layers=tuple(layers),
+        rules=config.rules(),
+        min_bytes=config.min_bytes,
+        host_budget_bytes=config.host_budget,
+        disk_budget_bytes=config.disk_budget,
+        disk_path=None if config.disk_path is None else str(config.disk_path),
+        check=config.check,
+    )

@@ -1,0 +1,173 @@
+"""The plan: which fate each activation has, and why. It is the contract between the part that decides and the part
+that does, so it is plain data: frozen, comparable, printable, and the same after a trip through JSON.
+
+A plan made from rules knows the layers of the model and the rules. The sites (names, bytes, dtypes) are known once a
+step was observed; until then `sites` is empty and the table shows the rules.
+
+A plan that the solver found has `sites` from the start, with recipes and distances, and says what it will cost
+(`predicted`) and where the bytes are at the worst moment (`account`).
+
+Not covered in this version: optimizer state that lives elsewhere, schedules of pipelines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.core.decisions import AccountLine, Prediction, SiteDecision
+from lowtide.core.fate import Fate, Tier
+from lowtide.core.json_text import parse_json
+from lowtide.core.plan_table import plan_table
+from lowtide.core.recipe import Anchor, recipe_from_dict
+from lowtide.core.rules import Pattern, Rule, Rules
+from lowtide.errors import ConfigError
+
+SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The fates of a model's activations. Sizes are bytes per rank."""
+
+    layers: tuple[str, ...]
+    """Dotted names of the layers, in order of the forward pass."""
+    rules: Rules = field(default_factory=Rules)
+    min_bytes: int
+    """Storages smaller than this are kept."""
+    host_budget_bytes: int | None = None
+    disk_budget_bytes: int | None = None
+    disk_path: str | None = None
+    sites: tuple[SiteDecision, ...] = ()
+    """In order of production; empty until a step was observed."""
+    is_solved: bool = False
+    """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
+    check: str = "full"
+    """How recipes are proven in planned steps: 'full' (every forward pass) or 'sampled' (some)."""
+    budget_bytes: int | None = None
+    predicted: Prediction | None = None
+    account: tuple[AccountLine, ...] = ()
+
+    def with_sites(self, sites: Iterable[SiteDecision]) -> Plan:
+        """The same plan with what was observed."""
+        return dataclasses.replace(self, sites=tuple(sites))
+
+    @property
+    def does_nothing(self) -> bool:
+        """True when every activation is kept: no rule says otherwise, or none of the observed sites is affected."""
+        if self.sites:
+            return all(site.fate is Fate.KEEP for site in self.sites)
+        return self.rules.does_nothing
+
+    def digest(self) -> str:
+        """12 hex digits over what all ranks must agree on: rules, `min_bytes` and layer names, and the fates of a
+        solved plan; not byte counts, not budgets, and not where a rule was written."""
+        agreed = {
+            "schema": SCHEMA,
+            "layers": self.layers,
+            "min_bytes": self.min_bytes,
+            "rules": [{key: value for key, value in _rule_to_dict(rule).items() if key != "where"}
+                      for rule in self.rules.rules],
+            "sites": [(site.name, site.fate.value, site.tier, site.prefetch, site.leave) for site in self.sites]
+                     if self.is_solved else [],
+            **({} if self.check == "full" else {"check": self.check}),
+        }  # fmt: skip
+        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        """JSON text with two-space indentation and a fixed order of keys; `Plan.from_json` gives back an equal plan."""
+        document = {
+            "schema": SCHEMA,
+            "digest": self.digest(),
+            "layers": self.layers,
+            "min_bytes": self.min_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "disk_budget_bytes": self.disk_budget_bytes,
+            "disk_path": self.disk_path,
+            "rules": [_rule_to_dict(rule) for rule in self.rules.rules],
+            "is_solved": self.is_solved,
+            "check": self.check,
+            "budget_bytes": self.budget_bytes,
+            "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
+            "account": [dataclasses.asdict(line) for line in self.account],
+            "sites": [dataclasses.asdict(site) for site in self.sites],
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote. Raises `ConfigError` when the text is something else or was edited badly."""
+        document = parse_json(text, "plan")
+        schema = document.get("schema") if isinstance(document, dict) else None
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"plan: schema {schema} is not supported by this version; write the plan again (schema {SCHEMA})"
+            )
+        try:
+            plan = cls(
+                layers=tuple(document["layers"]),
+                rules=Rules(tuple(_rule_from_dict(rule) for rule in document["rules"])),
+                min_bytes=document["min_bytes"],
+                host_budget_bytes=document["host_budget_bytes"],
+                disk_budget_bytes=document["disk_budget_bytes"],
+                disk_path=document["disk_path"],
+                sites=tuple(_site_from_dict(site) for site in document["sites"]),
+                is_solved=document["is_solved"],
+                check=document.get("check", "full"),
+                budget_bytes=document["budget_bytes"],
+                predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
+                account=tuple(AccountLine(**line) for line in document["account"]),
+            )
+            digest, own_digest = document["digest"], plan.digest()
+        except KeyError as error:
+            raise ConfigError(f"plan: missing key {error}; write the plan again") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"plan: {error}; write the plan again") from None
+        if own_digest != digest:
+            raise ConfigError(f"plan: the digest {digest} does not fit the rules and layers; write the plan again")
+        return plan
+
+    def __str__(self) -> str:
+        return plan_table(self)
+
+
+def _rule_to_dict(rule: Rule) -> dict[str, Any]:
+    return {
+        "match": rule.pattern.text,
+        "fate": rule.fate.value,
+        "prefetch": rule.prefetch,
+        "tier": rule.tier.value if rule.tier else None,
+        "where": rule.where,
+    }
+
+
+def _rule_from_dict(entry: dict[str, Any]) -> Rule:
+    return Rule(
+        pattern=Pattern.parse(entry["match"]),
+        fate=Fate(entry["fate"]),
+        prefetch=entry["prefetch"],
+        tier=_tier(entry["tier"]),
+        where=entry["where"],
+    )
+
+
+def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
+    anchor = entry["anchor"]
+    return SiteDecision(
+        **{
+            **entry,
+            "fate": Fate(entry["fate"]),
+            "tier": _tier(entry["tier"]),
+            "anchor": None if anchor is None else Anchor(**anchor),
+            "recipe": recipe_from_dict(entry["recipe"]),
+        }
+    )
+
+
+def _tier(name: str | None) -> Tier | None:
+    return None if name is None else Tier(name)

@@ -1,0 +1,259 @@
+"""What was observed: sites, recipes, and the profile of one step. Plain data, no torch.
+
+A *step* here is one micro-batch: its forward pass and its backward pass. Time is counted in operators: operator `i` is
+the i-th that ran, forward first. A lifetime is half open: born at `a`, gone at `b` means present while operators
+`a .. b-1` run.
+
+Nodes are what a plan decides about: *sites* (storages that autograd saves) and *anchors* (module inputs or outputs that
+it does not save, but that a recipe may start from). Both have a name, the path of the module that was running and the
+operator that produced the storage (`model.layers.3.mlp.mul`), unique within one forward pass.
+
+Units: bytes, seconds, operator indices. Not covered: how a profile comes about (observe.py, fake.py, recipes.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.core.json_text import parse_json
+from lowtide.core.recipe import Anchor, Recipe, recipe_from_dict
+from lowtide.errors import ConfigError
+
+PROFILE_SCHEMA = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One node: a storage that autograd saves, or an anchor that it does not."""
+
+    name: str
+    layer: str | None
+    """`model.layers.3`, or None outside the layers."""
+    nbytes: int
+    dtype: str
+    op: str
+    """Short name of the operator that produced it (`mul`, `sdpa`)."""
+    anchor: Anchor | None = None
+    """None for a site; a node that autograd saves is never an anchor."""
+    born: int
+    """Forward operator that produced it; -1 if it was there before the first."""
+    saved: int
+    """Forward operator after which its (first) hook ran: from here on it can be sent away."""
+    dies: int
+    """The first operator that runs after all other owners than autograd have released it."""
+    reads: tuple[int, ...] = ()
+    """Backward operators before which autograd opens it, ascending; empty for an anchor."""
+    release: int = 0
+    """The first operator that runs after backward has released it (if nothing else holds it). 0 for an anchor."""
+    first_sequence: int = 0
+    """Autograd's sequence number at its first save, counted from the start of the forward pass."""
+    last_sequence: int = 0
+    """The same at its last save: backward first reads it at the operator with this number."""
+    recipe: Recipe | None = None
+    why_no_recipe: str = ""
+    """'random', 'collective', 'unknown producer', 'mutated', 'input' or another short phrase; empty with a recipe."""
+    collective_recipe: Recipe | None = None
+    """How all ranks together make it again, where no rank can alone ('collective'). Only for who asks for it by name: a
+    `recipe` is free to use, this is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What is on the device whatever the fates. Bytes of unique storages."""
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    """Of the trained parameters, once they all exist."""
+    optimizer: int = 0
+    """State between steps."""
+    optimizer_temporaries: int = 0
+    """Most that `optimizer.step()` needs beyond everything else."""
+    inputs: int = 0
+    """The batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenBytes:
+    """A storage that a custom `autograd.Function` keeps by itself (`ctx.x = tensor`): no plan can reach it."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StayingBytes:
+    """A storage that autograd saves and that no plan can decide about. It is counted in `Profile.op_bytes`."""
+
+    name: str
+    layer: str | None
+    nbytes: int
+    dtype: str
+    reason: str
+    """'never read by backward', 'not a plain tensor on the device', 'another activation has the same name'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCall:
+    """One call of a layer: what running it once more would take."""
+
+    name: str
+    first_op: int
+    end_op: int
+    """Its forward operators are `first_op .. end_op - 1`."""
+    end_sequence: int
+    """Autograd's sequence number when it was over, counted from the start of the forward pass."""
+    inputs: tuple[str, ...]
+    """Names of the nodes that it was given."""
+    op_bytes: tuple[int, ...]
+    """For each of its operators: bytes alive of what the call itself has made, without the nodes."""
+    staying_bytes: int
+    """What it makes that autograd saves and that is no node: a second run holds it until its backward is over."""
+    why_not: str = ""
+    """Why it cannot be run again; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One observed step. The columns `op_*` have one entry for each operator, forward first."""
+
+    model: str
+    """Class name of the model."""
+    device: str
+    """'cpu', 'cuda', ...: where times were measured, or the hardware whose roofline gave them."""
+    is_fake: bool
+    """True when no device ran: times are a roofline's, bytes are exact."""
+    batch: str
+    """Shapes and dtypes of the batch, as one line; the key under which a plan is cached."""
+    layers: tuple[str, ...]
+    signatures: tuple[str, ...]
+    """Parallel to `layers`: layers of one signature saved the same things."""
+    state: StateBytes
+    num_forward_ops: int
+    op_names: tuple[str, ...]
+    """`model.layers.3.mlp.mul`; backward operators end in `:backward`."""
+    op_seconds: tuple[float, ...]
+    op_bytes: tuple[int, ...]
+    """Bytes alive while the operator runs and its outputs exist, without `state` (gradients excepted: those that have
+    been made so far are in here) and without the nodes."""
+    op_gradient_bytes: tuple[int, ...]
+    """The part of `op_bytes` that is gradients of parameters made so far (each from the operator that made it on)."""
+    nodes: tuple[Site, ...]
+    """In order of `saved`."""
+    staying: tuple[StayingBytes, ...] = ()
+    """What autograd saves beyond the sites."""
+    hidden: tuple[HiddenBytes, ...] = ()
+    """What lives from forward to backward although no hook saw it."""
+    calls: tuple[LayerCall, ...] = ()
+    """Of the layers, in order."""
+    num_collectives: int = 0
+    """Calls in the forward pass that wait for other ranks."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The nodes that autograd saves."""
+        return tuple(node for node in self.nodes if node.anchor is None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Unique bytes that plain autograd keeps between forward and backward."""
+        return sum(site.nbytes for site in self.sites)
+
+    def with_times(self, share: float) -> Profile:
+        """The same step in so much of the time."""
+        seconds = tuple(seconds * share for seconds in self.op_seconds)
+        return dataclasses.replace(self, op_seconds=seconds, nodes=tuple(_faster(node, share) for node in self.nodes))
+
+    def without_sizes(self) -> Profile:
+        """The same step without the recipes that hold for its shapes only."""
+
+        def free(node: Site) -> Site:
+            if node.collective_recipe is not None and not node.collective_recipe.is_shape_free:
+                return dataclasses.replace(node, collective_recipe=None)
+            if node.recipe is None or node.recipe.is_shape_free:
+                return node
+            return dataclasses.replace(node, recipe=None, why_no_recipe="holds for one shape only")
+
+        return dataclasses.replace(self, nodes=tuple(map(free, self.nodes)))
+
+    def without_recipes(self, names: Collection[str]) -> Profile:
+        """The same step, in which these nodes have no recipe."""
+        if not names:
+            return self
+        nodes = (
+            dataclasses.replace(node, recipe=None, why_no_recipe="does not hold in every step")
+            if node.name in names
+            else node
+            for node in self.nodes
+        )
+        return dataclasses.replace(self, nodes=tuple(nodes))
+
+    def without_second_runs(self, layers: Collection[str]) -> Profile:
+        """The same step, in which these layers cannot be run again."""
+        if not layers:
+            return self
+        calls = (
+            dataclasses.replace(call, why_not="a step has refused it") if call.name in layers else call
+            for call in self.calls
+        )
+        return dataclasses.replace(self, calls=tuple(calls))
+
+    def to_json(self) -> str:
+        """JSON text; `Profile.from_json` gives back an equal profile."""
+        return json.dumps({"schema": PROFILE_SCHEMA, **dataclasses.asdict(self)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The profile that `to_json` wrote. Raises `ConfigError` when the text is something else."""
+        document = parse_json(text, "profile")
+        try:
+            if document.pop("schema") != PROFILE_SCHEMA:
+                raise ConfigError("profile: written by another version of lowtide; profile the model again")
+            return _profile_from(document)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"profile: not a profile of lowtide ({error}); profile the model again") from None
+
+
+def _faster(node: Site, share: float) -> Site:
+    alone, together = (
+        None if recipe is None else dataclasses.replace(recipe, seconds=recipe.seconds * share)
+        for recipe in (node.recipe, node.collective_recipe)
+    )
+    return dataclasses.replace(node, recipe=alone, collective_recipe=together)
+
+
+def site_from_dict(entry: dict[str, Any]) -> Site:
+    """A node from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
+    anchor = entry["anchor"]
+    return Site(
+        **{
+            **entry,
+            "anchor": None if anchor is None else Anchor(**anchor),
+            "reads": tuple(entry["reads"]),
+            "recipe": recipe_from_dict(entry["recipe"]),
+            "collective_recipe": recipe_from_dict(entry["collective_recipe"]),
+        }
+    )
+
+
+def _call_from(entry: dict[str, Any]) -> LayerCall:
+    return LayerCall(**{**entry, "inputs": tuple(entry["inputs"]), "op_bytes": tuple(entry["op_bytes"])})
+
+
+def _profile_from(document: dict[str, Any]) -> Profile:
+    columns = ("layers", "signatures", "op_names", "op_seconds", "op_bytes", "op_gradient_bytes")
+    return Profile(
+        **{
+            **document,
+            **{column: tuple(document[column]) for column in columns},
+            "state": StateBytes(**document["state"]),
+            "nodes": tuple(site_from_dict(entry) for entry in document["nodes"]),
+            "staying": tuple(StayingBytes(**entry) for entry in document["staying"]),
+            "hidden": tuple(HiddenBytes(**entry) for entry in document["hidden"]),
+            "calls": tuple(_call_from(entry) for entry in document["calls"]),
+        }
+    )

@@ -1,0 +1,112 @@
+"""A recipe: how one storage is made from others, as data.
+
+What: `Recipe` has inputs and steps, each step one operator with its arguments; `Geometry` is how a tensor lies over its
+storage; `Anchor` is where module hooks catch a storage. Made by `recipes/build.py`, followed by `recipes/execute.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+# Functional collectives, and what waits for them.
+_COLLECTIVES, _WAIT = "_c10d_functional.", "_c10d_functional.wait_tensor."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """How a tensor views a storage: size, stride, offset. Counts are elements of `dtype`, not bytes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    """`bfloat16`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeInput:
+    """One tensor that a recipe starts from."""
+
+    kind: str
+    """'node' (a site or an anchor), 'parameter' or 'buffer'."""
+    name: str
+    """Name of the node, or dotted name of the parameter or buffer."""
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeStep:
+    """One operator of a recipe.
+
+    `args` and `kwargs` are JSON values, in which a dictionary with one key stands for something else:
+    {"input": i} the i-th input of the recipe; {"step": i, "output": k} output k of the i-th step (0 if it has one);
+    {"dtype": "bfloat16"}, {"device": "cuda"} (always the model's own), {"layout": "strided"},
+    {"memory_format": "contiguous_format"}; {"float": "inf"} for what JSON cannot write; {"list": [...]} is not needed.
+    """
+
+    op: str
+    """`aten.mul.Tensor`: namespace, packet, overload."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A straight-line list of operators that makes a node's storage again, bit for bit.
+
+    The last step's output `output` is a tensor whose storage has exactly the node's bytes.
+    """
+
+    inputs: tuple[RecipeInput, ...]
+    steps: tuple[RecipeStep, ...]
+    output: int = 0
+    seconds: float
+    transient_bytes: int
+    """Most bytes that exist at once while it runs, beyond its inputs and including its result."""
+    is_shape_free: bool
+    """No size, stride or offset is written in it: it stays right when shapes change."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes it reads."""
+        return tuple(dict.fromkeys(entry.name for entry in self.inputs if entry.kind == "node"))
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Names of the collectives that it issues, in order (`all_gather_into_tensor`); all ranks must run it."""
+        ops = (step.op for step in self.steps)
+        return tuple(op.split(".")[1] for op in ops if op.startswith(_COLLECTIVES) and not op.startswith(_WAIT))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups of its collectives, as the rank that observed them calls them."""
+        steps = (step for step in self.steps if step.op.startswith(_COLLECTIVES) and not step.op.startswith(_WAIT))
+        return tuple(dict.fromkeys(step.args[-1] for step in steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """Where an ordinary module hook can catch a tensor."""
+
+    module: str
+    side: str
+    """'input' or 'output'."""
+    leaf: int
+    """Which leaf of the (args, kwargs), or of the output, as `torch.utils._pytree` flattens them."""
+    call: int = 0
+    """Which call of that module within one forward pass."""
+
+
+def recipe_from_dict(entry: dict[str, Any] | None) -> Recipe | None:
+    """A recipe from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
+    if entry is None:
+        return None
+    inputs = tuple(RecipeInput(**{**item, "geometry": _geometry(item["geometry"])}) for item in entry["inputs"])
+    steps = tuple(RecipeStep(**{**step, "args": tuple(step["args"])}) for step in entry["steps"])
+    return Recipe(**{**entry, "inputs": inputs, "steps": steps})
+
+
+def _geometry(entry: dict[str, Any]) -> Geometry:
+    return Geometry(**{**entry, "size": tuple(entry["size"]), "stride": tuple(entry["stride"])})

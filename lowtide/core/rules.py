@@ -1,0 +1,96 @@
+"""Rules: patterns and the fate each one gives, and the one place where they are weighed against each other.
+
+Precedence: `keep` wins over `recompute`, which wins over `swap`; what no rule names is kept. Among several rules of one
+fate the last one written wins, so a general rule can come first and its exceptions after it.
+
+Not covered: budgets. Rules say what a person wrote; a solver that fills in the rest writes rules too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lowtide.core.fate import Fate, Tier
+from lowtide.core.pattern import Pattern, modules_of, nearest_names
+from lowtide.errors import ConfigError
+
+__all__ = ["Decision", "Pattern", "Rule", "Rules", "nearest_names", "unmatched_error"]
+
+_PRECEDENCE = (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line that the user wrote."""
+
+    pattern: Pattern
+    fate: Fate
+    prefetch: int | None = None
+    """Swap only: start the fetch this many operators of the backward pass before the first reader; None: by bytes."""
+    tier: Tier | None = None
+    """Swap only: the tier to copy to; None is the fastest that the engine has."""
+    where: str = ""
+    """`run.yaml:4:9` or `memory.swap[0]`."""
+
+    def __str__(self) -> str:
+        return f"{self.fate} '{self.pattern}'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The fate of one layer, module or site, and why."""
+
+    fate: Fate
+    prefetch: int | None = None
+    tier: Tier | None = None
+    reason: str
+    """One short phrase, such as `swap 'layers.*.mlp' (run.yaml:4:9)`."""
+    rule: Rule | None = None
+    """None when no rule matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """All rules of a plan in the order written."""
+
+    rules: tuple[Rule, ...] = ()
+
+    def without_recompute(self) -> Rules:
+        """The fates of storages that are not recomputed: inputs of a recomputed layer, or storages of a solved plan."""
+        return Rules(tuple(rule for rule in self.rules if rule.fate is not Fate.RECOMPUTE))
+
+    def decide(self, name: str, *, is_site: bool = True) -> Decision:
+        """The fate of `name`. For a layer or a module pass `is_site=False`: there `mul` must not mean `mul_1`.
+
+        Cost: linear in the number of rules; callers remember the answer.
+        """
+        for fate in _PRECEDENCE:
+            for rule in reversed(self.rules):
+                if rule.fate is fate and rule.pattern.matches(name, is_site=is_site):
+                    reason = f"{rule} ({rule.where})" if rule.where else str(rule)
+                    return Decision(fate=fate, prefetch=rule.prefetch, tier=rule.tier, reason=reason, rule=rule)
+        return Decision(fate=Fate.KEEP, reason="no rule names it")
+
+    def unmatched(self, names: Iterable[str]) -> list[Rule]:
+        """Rules whose pattern matches none of the names (layers, modules and sites of the model)."""
+        names = list(names)
+        above = modules_of(names)
+        return [
+            rule
+            for rule in self.rules
+            if not any(rule.pattern.matches(name, is_site=name not in above) for name in names)
+        ]
+
+    @property
+    def does_nothing(self) -> bool:
+        """True when every activation is kept whatever the model looks like."""
+        return all(rule.fate is Fate.KEEP for rule in self.rules)
+
+
+def unmatched_error(rule: Rule, names: Sequence[str]) -> ConfigError:
+    """The error for a rule that matches nothing: where it stands, and what the user may have meant."""
+    at = f"{rule.where}: " if rule.where else ""
+    nearest = nearest_names(rule.pattern, names)
+    hint = f"nearest: {', '.join(map(repr, nearest))}" if nearest else "print the plan to see the names"
+    return ConfigError(f"{at}pattern '{rule.pattern}' matches no layer, module or op of this model; {hint}")

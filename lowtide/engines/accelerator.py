@@ -1,0 +1,389 @@
+"""The engine for devices with streams: CUDA, NPU, XPU.
+
+What: copies between device storages and pinned host memory on two streams of our own (`Lane.OUT`, `Lane.IN`), ordered
+against the computation by events; and, where a disk tier is given, copies on to the disk through pinned staging.
+Why: a copy engine moves bytes while the compute units work. All that is needed for right answers is order, and all of
+it is said in `record` and `wait`; nothing here calls `record_stream` (it would hold memory back without bound).
+Cost: a direct copy is two stream switches and one `copy_` per piece, some 10 us of Python. A wait for something already
+complete costs one query. Each event is a new one: to record an event again for which a stream has yet to wait is right
+on CUDA; where an event has one state for all, the stream waits for the wrong thing, or for ever.
+
+Streams, exactly:
+- The compute lane is the calling thread's current stream, looked up in each call, before any stream is switched.
+- Several compute streams: what one saves may be sent while another is current, and memory that the one frees goes to
+  the pool of the stream that allocated it, which nobody can be asked for. So once a second one was seen, a recording on
+  the compute lane is one on each of them, and `wait(COMPUTE, out_event)` blocks the caller until the copy is complete:
+  then the source may be reused by anyone. Until then one stream is all there is, and it waits by itself.
+- Memory comes from the allocator's pool of the compute stream (`new_buffer`), so a block freed by Python may be handed
+  to later *compute* work at once. That is safe for a source after `wait(COMPUTE, out_event)`, and for a target after
+  `wait(COMPUTE, in_event)`; and a copy in must be behind `wait(IN, record(COMPUTE))` made after `new_buffer`. The
+  caller issues these waits; the engine keeps no storage alive beyond the calls, but for jobs that have not settled.
+- Host blocks and disk ranges are freed by the caller when the events are complete, so they need no event of their own.
+
+Disk: no stream can call `pwrite`, so a disk copy is a job of the lane's worker thread (staging.py), and an event behind
+a job is compound: first the host's part (the job is settled), then the device's (the event recorded when it settled).
+While a lane has an unsettled job, later copies queue behind it, since a lane is in order and an event speaks for all
+before it. `wait(COMPUTE, e)` blocks the caller until the job is settled (on the way in: the last copy is issued; on
+the way out: the last byte is *written*, so that `failure(e)` is known before anybody drops the source). `wait(OUT|IN,
+e)` never blocks: it becomes a job itself.
+
+Not covered: CUDA graph capture (refused, see tide.py), peer-to-peer transfer, devices without streams (host.py). A
+device error is sticky: it surfaces from the next torch call, not from `failure`, which reports the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from lowtide.engines.base import Bandwidth, Event, Lane, Slot
+from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, TorchDevice
+from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Disk, Job, LaneWorker, Staging
+from lowtide.engines.stall_meter import StallMeter
+from lowtide.engines.tiers.arena import ALIGN_BYTES, Arena, Block
+from lowtide.engines.tiers.host_limit import host_limit
+from lowtide.errors import ConfigError, TierFull
+from lowtide.tensors.view import byte_view
+
+COPY_BYTES = 64 * 2**20
+"""Largest single transfer. Lanes have streams of their own, so nothing urgent waits behind it. To be measured."""
+PROBE_ROUNDS = 4
+
+
+class Mark:
+    """The engine's event: a point in a lane, either on its stream already (`raw`) or behind a job of its worker."""
+
+    __slots__ = ("copy", "is_cancelled", "job", "lane", "raw")
+
+    def __init__(self, lane: Lane, raw: tuple[RawEvent, ...], job: Job | None, copy: Job | None) -> None:
+        self.lane = lane
+        self.raw = raw
+        self.job = job
+        self.copy = copy  # the last copy before this point, where that was a job
+        self.is_cancelled = False
+
+    def device_events(self) -> tuple[RawEvent, ...]:
+        """What a stream can wait for; nothing when the job has not settled, or the device failed."""
+        if self.job is None:
+            return self.raw
+        return (self.job.tail,) if self.job.settled.is_set() and self.job.tail is not None else ()
+
+    def is_complete(self) -> bool:
+        """Never blocks."""
+        if self.is_cancelled:
+            return True
+        if self.job is not None and not self.job.settled.is_set():
+            return False
+        return all(event.query() for event in self.device_events())
+
+
+class _CopyLane:
+    """A stream, the worker for what the stream cannot do, and what was enqueued last."""
+
+    def __init__(self, ops: DeviceOps, lane: Lane) -> None:
+        self.lane = lane
+        self.stream = ops.new_stream()
+        self.worker = LaneWorker(ops, self.stream, f"lowtide-{lane.value}")
+        self.last_copy: Job | None = None
+        self._last_job: Job | None = None
+
+    def open_job(self) -> Job | None:
+        """The last job, while the host still has something to do for it."""
+        if self._last_job is not None and self._last_job.settled.is_set():
+            self._last_job = None
+        return self._last_job
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        job = Job(work)
+        self._last_job = job
+        self.worker.submit(job)
+        return job
+
+
+class AcceleratorEngine:
+    """`Engine` on streams. See the module's text.
+
+    `host_budget_bytes`: the user's cap on pinned host memory; what the cgroup and the machine can spare is one as well.
+    `disk`: a `DiskTier`, which the engine closes with itself; None = no disk tier.
+    `ops`: the device, for tests; None = the accelerator of this torch.
+    """
+
+    name = "accelerator"
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_budget_bytes: int | None = None,
+        disk: Disk | None = None,
+        *,
+        ops: DeviceOps | None = None,
+    ) -> None:
+        self._ops = ops if ops is not None else TorchDevice(device)
+        self.device = self._ops.device
+        self.device_type = self.device.type
+        self.leftovers: deque = deque()
+        self.tiers: tuple[str, ...] = ("host",) if disk is None else ("host", "disk")
+        self._arena = Arena(_host_cap_bytes(host_budget_bytes), self._ops.new_slab)
+        self._lanes = {lane: _CopyLane(self._ops, lane) for lane in (Lane.OUT, Lane.IN)}
+        # The stream that the model is expected to run on, and any others that it was seen on.
+        self._compute_streams: list[Stream] = [self._ops.current_stream()]
+        self._stalls = StallMeter(self._ops)
+        self._disk = disk
+        self._stage_blocks: list[Block] = []
+        if disk is not None:
+            self._staging_out = self._make_staging(Lane.OUT, disk)
+            self._staging_in = self._make_staging(Lane.IN, disk)
+        self._staging_bytes = self._arena.bytes_in_use
+        self._is_closed = False
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, tier: str) -> Slot:
+        if tier == "host":
+            return Slot(tier, nbytes, self._arena.allocate(nbytes))
+        assert tier in self.tiers, f"no tier '{tier}'"
+        assert self._disk is not None
+        return Slot(tier, nbytes, self._disk.allocate(nbytes))
+
+    def free(self, slot: Slot) -> None:
+        if slot.tier == "host":
+            self._arena.free(slot.place)
+        elif self._disk is not None:
+            self._disk.free(slot.place, slot.nbytes)
+        slot.place = None
+
+    def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        return self._ops.new_storage(nbytes, device)
+
+    def memory_in_use(self) -> Mapping[str, int]:
+        in_use = {"host": self._arena.bytes_in_use - self._staging_bytes}
+        if self._disk is not None:
+            in_use["disk"] = self._disk.used_bytes
+        return in_use
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
+        assert source.nbytes() == slot.nbytes
+        data = byte_view(source)
+        if slot.tier == "host":
+            self._copy(self._lanes[Lane.OUT], [(host, part) for host, part in _pair_up(slot.place, data)])
+        else:
+            lane, staging, offset = self._lanes[Lane.OUT], self._staging_out, slot.place
+            lane.last_copy = lane.submit(lambda: staging.write_out(data, offset))
+
+    def copy_in(self, slot: Slot, target: torch.UntypedStorage) -> None:
+        assert target.nbytes() == slot.nbytes
+        data = byte_view(target)
+        if slot.tier == "host":
+            self._copy(self._lanes[Lane.IN], [(part, host) for host, part in _pair_up(slot.place, data)])
+        else:
+            lane, staging, offset = self._lanes[Lane.IN], self._staging_in, slot.place
+            lane.last_copy = lane.submit(lambda: staging.read_in(offset, data))
+
+    def _copy(self, lane: _CopyLane, pairs: CopyPairs) -> None:
+        if lane.open_job() is None:
+            self._ops.copy(lane.stream, pairs)
+            lane.last_copy = None
+        else:
+            ops, stream = self._ops, lane.stream
+            lane.last_copy = lane.submit(lambda: ops.copy(stream, pairs))
+
+    # -- order ---------------------------------------------------------------------------------------------------------
+
+    def compute_stream(self) -> Stream:
+        stream = self._ops.current_stream()
+        if stream not in self._compute_streams:
+            self._compute_streams.append(stream)
+        return stream
+
+    def record(self, lane: Lane) -> Mark:
+        if lane is Lane.COMPUTE:
+            self.compute_stream()
+            return Mark(lane, tuple(self._recorded(stream) for stream in self._compute_streams), None, None)
+        copy_lane = self._lanes[lane]
+        job = copy_lane.open_job()
+        raw = (self._recorded(copy_lane.stream),) if job is None else ()
+        return Mark(lane, raw, job, copy_lane.last_copy)
+
+    def _recorded(self, stream: Stream) -> RawEvent:
+        event = self._ops.new_event()
+        event.record(stream)
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> float:
+        mark = _mark(event)
+        if mark.is_complete():
+            return 0.0
+        if lane is not Lane.COMPUTE:
+            self._wait_on_copy_lane(self._lanes[lane], mark)
+            return 0.0
+        stream = self.compute_stream()
+        blocked_seconds = self._block_for(mark)
+        for raw in mark.device_events():
+            if mark.lane is Lane.COMPUTE:
+                stream.wait_event(raw)  # one compute stream behind another: no stall of a copy's making
+            elif not raw.query():
+                self._stalls.wait(stream, raw)
+        return blocked_seconds
+
+    def _block_for(self, mark: Mark) -> float:
+        """Until streams can wait for it by themselves; for a source that several streams may reuse, until it left."""
+        must_leave = mark.lane is Lane.OUT and len(self._compute_streams) > 1
+        if not must_leave and (mark.job is None or mark.job.settled.is_set()):
+            return 0.0
+        start = time.perf_counter()
+        if mark.job is not None:
+            mark.job.settled.wait()
+        for raw in mark.device_events() if must_leave else ():
+            raw.synchronize()
+        return time.perf_counter() - start
+
+    def _wait_on_copy_lane(self, lane: _CopyLane, mark: Mark) -> None:
+        events = mark.device_events()
+        for raw in events:
+            lane.stream.wait_event(raw)  # at once, even ahead of queued jobs: they too reach the stream only later
+        job = mark.job
+        if events or mark.lane is lane.lane or job is None:
+            return  # a lane is in order by itself
+
+        def wait_for_job() -> None:
+            job.settled.wait()
+            if job.tail is not None:
+                lane.stream.wait_event(job.tail)
+
+        lane.submit(wait_for_job)
+
+    def query(self, event: Event) -> bool:
+        return _mark(event).is_complete()
+
+    def failure(self, event: Event) -> BaseException | None:
+        copy = _mark(event).copy
+        return copy.error if copy is not None else None
+
+    def cancel(self, event: Event) -> bool:
+        mark = _mark(event)
+        if mark.copy is None or not self._lanes[mark.lane].worker.cancel(mark.copy):
+            return False
+        mark.is_cancelled = True
+        return True
+
+    # -- measures ------------------------------------------------------------------------------------------------------
+
+    def device_bytes(self) -> int | None:
+        return self._ops.allocated_bytes("current")
+
+    def device_peak_bytes(self) -> int | None:
+        return self._ops.allocated_bytes("peak")
+
+    def reset_device_peak(self) -> None:
+        self._ops.reset_peak()
+
+    def stall_seconds(self) -> float:
+        return self._stalls.seconds()
+
+    def is_capturing(self) -> bool:
+        return self._ops.is_capturing()
+
+    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+        """Copies a buffer of `nbytes` each way, `PROBE_ROUNDS` times, both ways at once, after one round unmeasured.
+        Takes `2 * nbytes` on the device and on the host for its duration; raises `TierFull` if the host has no room."""
+        assert all(lane.open_job() is None for lane in self._lanes.values()), "the lanes are busy with the disk"
+        out_slot = self.allocate(nbytes, "host")
+        try:
+            in_slot = self.allocate(nbytes, "host")
+            try:
+                out_seconds, in_seconds = self._time_copies(nbytes, out_slot, in_slot)
+            finally:
+                self.free(in_slot)
+        finally:
+            self.free(out_slot)
+        moved_bytes = PROBE_ROUNDS * nbytes
+        return Bandwidth(out_bytes_per_second=moved_bytes / out_seconds, in_bytes_per_second=moved_bytes / in_seconds)
+
+    def _time_copies(self, nbytes: int, out_slot: Slot, in_slot: Slot) -> tuple[float, float]:
+        source = self.new_buffer(nbytes, self._ops.device)
+        target = self.new_buffer(nbytes, self._ops.device)
+        lanes = (self._lanes[Lane.OUT], self._lanes[Lane.IN])
+        starts, ends = ([self._ops.new_event(timing=True) for _ in lanes] for _ in range(2))
+        ready = self.record(Lane.COMPUTE)
+        for round_index in range(PROBE_ROUNDS + 1):
+            for lane, start in zip(lanes, starts, strict=True):
+                if round_index == 0:
+                    self.wait(lane.lane, ready)
+                elif round_index == 1:
+                    start.record(lane.stream)
+            self.copy_out(source, out_slot)
+            self.copy_in(in_slot, target)
+        for lane, end in zip(lanes, ends, strict=True):
+            end.record(lane.stream)
+        for end in ends:
+            end.synchronize()  # both, before the buffers and slots go
+        out_seconds, in_seconds = (
+            max(start.elapsed_time(end) / 1e3, 1e-9) for start, end in zip(starts, ends, strict=True)
+        )
+        return out_seconds, in_seconds
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    def _make_staging(self, lane: Lane, disk: Disk) -> Staging:
+        try:
+            block = self._arena.allocate(NUM_STAGES * STAGE_BYTES)
+        except TierFull as full:
+            raise ConfigError(
+                f"host_budget: {self._arena.cap_bytes} bytes are too few for the disk tier, which sends everything "
+                f"through {2 * NUM_STAGES * STAGE_BYTES} bytes of pinned host memory; raise it or drop the disk"
+            ) from full
+        self._stage_blocks.append(block)
+        chunks = [chunk for piece in block.pieces() for chunk in piece.split(STAGE_BYTES)]
+        # Pieces are cut from slabs, so all but the ends of pieces are whole chunks; a ring of equal chunks is simpler.
+        whole = [chunk for chunk in chunks if chunk.numel() == STAGE_BYTES] or chunks[:1]
+        return Staging(self._ops, self._lanes[lane].stream, disk, whole)
+
+    def close(self) -> None:
+        """Idempotent. Jobs that have not started are dropped; copies under way finish first."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for lane in self._lanes.values():
+            lane.worker.begin_close()
+        for lane in self._lanes.values():
+            lane.worker.join()
+            lane.stream.synchronize()  # no copy may still touch pinned memory that is about to go
+        if self._disk is not None:
+            self._disk.close()
+        for block in self._stage_blocks:
+            self._arena.free(block)
+        self._stage_blocks.clear()
+        self._staging_bytes = 0
+        # To torch's cache of pinned memory. Emptying that is for the program to do: others have blocks in it.
+        self._arena.trim()
+
+
+def _mark(event: Event) -> Mark:
+    assert isinstance(event, Mark), "an event of another engine"
+    return event
+
+
+def _pair_up(block: Block, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(host, device) parts of equal length, none longer than `COPY_BYTES`."""
+    start = 0
+    for piece in block.pieces():
+        for host in piece.split(COPY_BYTES):
+            yield host, data[start : start + host.numel()]
+            start += host.numel()
+
+
+def _host_cap_bytes(host_budget_bytes: int | None) -> int:
+    """The user's budget, if the cgroup and the machine have that much. Unasked: this rank's share of four fifths of it,
+    since pinned memory cannot be taken back and the program wants to live beside it."""
+    limit = host_limit(host_budget_bytes)
+    assert limit.limit_bytes is not None, "no /proc: give a host_budget"
+    if host_budget_bytes is not None:
+        return limit.limit_bytes // ALIGN_BYTES * ALIGN_BYTES
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return limit.limit_bytes * 4 // 5 // num_local_ranks // ALIGN_BYTES * ALIGN_BYTES

@@ -1,0 +1,157 @@
+"""How fast the next tier really is: both directions at once, while the device computes.
+
+A link that is measured idle promises too much, and a plan made on it breaks memory, not only time: at a real bandwidth
+of 0.82 of the planned one, peak was 1.11 of the budget in simulation. So the link is measured under load, several
+times, and the plan uses the 10th percentile. The same measurement says how much computing suffers while copies run, and
+what each copy costs however small it is.
+
+What: `measure_link` probes an engine while a thread multiplies matrices on the device. The answer is kept in a file per
+machine, since hardware does not change between runs.
+Cost: about half a second, once per machine and engine. Not covered: other ranks of the machine that copy at the same
+time (run it under torchrun, and they do); links that change during a run (the autopilot corrects its plan).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lowtide.timeline.step import Link
+
+_PROBE_BYTES = 32 << 20
+_SMALL_PROBE_BYTES = 256 << 10
+_NUM_PROBES = 10
+_IDLE_SECONDS = 0.1
+_MATRIX = 512
+# An engine without time of its own (the virtual one): copies take next to none, but numbers stay finite.
+_NO_TIME = 1e15
+
+
+class Probed(Protocol):
+    """The part of an engine that is used here."""
+
+    name: str
+    device_type: str
+
+    def probe_bandwidth(self, nbytes: int) -> Any:
+        """`.out_bytes_per_second` and `.in_bytes_per_second`, both directions at once."""
+
+
+def cache_path() -> Path:
+    """`$XDG_CACHE_HOME/lowtide/links.json`, or the same under `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "lowtide" / "links.json"
+
+
+def measure_link(engine: Probed, device: torch.device, *, place: str = "", cache: Path | None = None) -> Link:
+    """The link of `engine` under load, from `cache` if this machine was measured before.
+
+    `place` tells apart links of one engine (the directory of the disk tier). `cache=None` measures anew and writes
+    nothing.
+    """
+    key = f"{platform.node()} {engine.name} {_device_name(device)} {torch.get_num_threads()} {place}".strip()
+    known = _read(cache)
+    if key in known:
+        return Link(**known[key])
+    link = _measure(engine, device)
+    if cache is not None:
+        _write(cache, {**known, key: dataclasses.asdict(link)})
+    return link
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    get_name = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return device.type if get_name is None else str(get_name(device))
+
+
+def _measure(engine: Probed, device: torch.device) -> Link:
+    first = engine.probe_bandwidth(_PROBE_BYTES)
+    if first.out_bytes_per_second == float("inf"):
+        return Link(out_bytes_per_second=_NO_TIME, in_bytes_per_second=_NO_TIME)
+    with _Load(device) as load:
+        time.sleep(_IDLE_SECONDS)
+        idle_rate = load.rate_since_last()
+        probes = [engine.probe_bandwidth(_PROBE_BYTES) for _ in range(_NUM_PROBES)]
+        loaded_rate = load.rate_since_last()
+        small = [engine.probe_bandwidth(_SMALL_PROBE_BYTES).out_bytes_per_second for _ in range(_NUM_PROBES)]
+    share = max(0.0, 1.0 - loaded_rate / idle_rate) if idle_rate else 0.0
+    out_rate = _tenth_percentile([probe.out_bytes_per_second for probe in probes])
+    return Link(
+        out_bytes_per_second=out_rate,
+        in_bytes_per_second=_tenth_percentile([probe.in_bytes_per_second for probe in probes]),
+        latency_seconds=max(0.0, _SMALL_PROBE_BYTES / statistics.median(small) - _SMALL_PROBE_BYTES / out_rate),
+        compute_share=share,
+    )
+
+
+def _tenth_percentile(values: list[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+class _Load:
+    """A thread that multiplies matrices on the device, and counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._count = 0
+        self._seen = (0, 0.0)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        a = torch.ones(_MATRIX, _MATRIX, device=self._device)
+        out = torch.empty_like(a)
+        with torch.no_grad():
+            while not self._is_over.is_set():
+                torch.mm(a, a, out=out)
+                if self._device.type != "cpu":
+                    torch.accelerator.synchronize(self._device)
+                self._count += 1
+
+    def rate_since_last(self) -> float:
+        """Products per second since the last call."""
+        count, seen_at = self._seen
+        now = (self._count, time.perf_counter())
+        self._seen = now
+        return (now[0] - count) / (now[1] - seen_at)
+
+    def __enter__(self) -> _Load:
+        self._thread.start()
+        while self._count < 2:  # the first product starts threads and libraries
+            time.sleep(0.001)
+        self.rate_since_last()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def _read(cache: Path | None) -> dict[str, dict[str, float]]:
+    if cache is None or not cache.exists():
+        return {}
+    try:
+        return dict(json.loads(cache.read_text()))
+    except (OSError, ValueError):
+        return {}  # a broken cache costs a measurement, nothing else
+
+
+def _write(cache: Path, links: dict[str, dict[str, float]]) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(links, indent=2) + "\n")
+        temporary.replace(cache)
+    except OSError:
+        return  # a home that cannot be written: measure again next time

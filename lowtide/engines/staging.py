@@ -1,0 +1,201 @@
+"""Copies that need the host: lane workers, and pinned staging between a device and the disk.
+
+What: a `LaneWorker` is a thread that carries out a lane's jobs in order; a `Job` is one copy (or wait) that cannot be
+put on a stream right away. `Staging` is a small ring of pinned chunks through which bytes travel between the device
+and the disk: on the way out the link runs ahead of the disk by the length of the ring, on the way in the disk runs
+ahead of the link.
+Why: no stream can call `pwrite`. The job's `tail` event, recorded on the lane's stream once the host has done its part,
+turns the job back into something that a stream can wait for.
+Cost: two threads, started with the first job, and `2 * NUM_STAGES * STAGE_BYTES` of pinned memory, taken from the
+host arena so that the cap holds. Each chunk passes through host memory twice.
+
+A job is *settled* when the host has nothing more to do for it. Then `tail` (if the device still works) is complete as
+soon as the device has done its part too. A job settles exactly once: after success, failure, or cancellation.
+
+Not covered: direct transfer from the device to NVMe; several files or disks (see disk.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from lowtide.engines.device_ops import DeviceOps, RawEvent, Stream
+from lowtide.engines.tiers.numa import stay_on
+
+STAGE_BYTES = 8 * 2**20
+"""One chunk on its way to or from the disk: large enough for full disk bandwidth. To be measured on a device."""
+NUM_STAGES = 4
+"""Chunks per direction: one at the disk, one on the link, and slack for both."""
+
+
+class Disk(Protocol):
+    """What is used of `runtime.disk.DiskTier`. Reads and writes block, and come from two threads at a time."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def allocate(self, nbytes: int) -> int: ...
+    def free(self, offset: int, nbytes: int) -> None: ...
+    def write(self, offset: int, address: int, nbytes: int) -> None: ...
+    def read(self, offset: int, address: int, nbytes: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Job:
+    """Something for a lane worker to do. `work` runs on the worker's thread."""
+
+    __slots__ = ("error", "is_cancelled", "is_started", "settled", "tail", "work")
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self.settled = threading.Event()
+        self.tail: RawEvent | None = None
+        self.error: BaseException | None = None
+        self.is_started = False
+        self.is_cancelled = False
+
+
+class LaneWorker:
+    """Carries out one lane's jobs, first come first served."""
+
+    def __init__(self, ops: DeviceOps, stream: Stream, name: str) -> None:
+        self._ops = ops
+        self._stream = stream
+        self._name = name
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. The thread starts with the first one."""
+        with self._changed:
+            assert not self._is_closing
+            self._jobs.append(job)
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def cancel(self, job: Job) -> bool:
+        """Keep a job from starting. False if it has started. It settles when its turn comes."""
+        with self._changed:
+            if job.is_started:
+                return False
+            job.is_cancelled = True
+            job.work = None  # lets go of the storages at once
+            return True
+
+    def begin_close(self) -> None:
+        """Cancel what has not started; let the thread end. Jobs may wait for the other lane: close both, then join."""
+        with self._changed:
+            self._is_closing = True
+            for job in self._jobs:
+                job.is_cancelled, job.work = True, None
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        stay_on(self._ops.local_cpus)
+        self._ops.enter_thread()
+        while True:
+            with self._changed:
+                while not self._jobs and not self._is_closing:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                job.is_started = True
+            self._carry_out(job)
+
+    def _carry_out(self, job: Job) -> None:
+        try:
+            if job.work is not None:
+                job.work()
+        except BaseException as error:
+            job.error = error.with_traceback(None)  # its frames would keep the storages alive
+        try:
+            # After a failure as well: what was issued before it may still be reading the source or filling the target.
+            tail = self._ops.new_event()
+            tail.record(self._stream)
+            job.tail = tail
+        except BaseException as error:
+            job.error = job.error or error.with_traceback(None)
+        job.work = None
+        job.settled.set()
+
+
+class _Stage:
+    """One pinned chunk, and the event of the last copy from or to it."""
+
+    def __init__(self, memory: torch.Tensor, event: RawEvent) -> None:
+        self.memory = memory
+        self.address = memory.data_ptr()
+        self.event = event
+        self.is_busy = False
+
+    def settle(self) -> None:
+        """Wait until no copy uses the chunk."""
+        if self.is_busy:
+            self.event.synchronize()
+            self.is_busy = False
+
+
+class Staging:
+    """One direction's ring. Used by one worker thread only."""
+
+    def __init__(self, ops: DeviceOps, stream: Stream, disk: Disk, chunks: list[torch.Tensor]) -> None:
+        self._ops = ops
+        self._stream = stream
+        self._disk = disk
+        self._stages = deque(_Stage(chunk, ops.new_event()) for chunk in chunks)
+        self._stage_bytes = chunks[0].numel()
+
+    def write_out(self, source: torch.Tensor, offset: int) -> None:
+        """Device to disk. Returns when the last byte is written; the source has then been read to the end."""
+        # A failure leaves copies under way. They do no harm: later ones are behind them on the same stream, and so is
+        # the job's tail.
+        under_way: deque[tuple[_Stage, int, int]] = deque()
+        for start in range(0, source.numel(), self._stage_bytes):
+            if len(under_way) == len(self._stages):
+                self._write_oldest(under_way, offset)
+            chunk = source[start : start + self._stage_bytes]
+            stage = self._next_stage()
+            self._copy(stage, stage.memory[: chunk.numel()], chunk)
+            under_way.append((stage, start, chunk.numel()))
+        while under_way:
+            self._write_oldest(under_way, offset)
+
+    def read_in(self, offset: int, target: torch.Tensor) -> None:
+        """Disk to device. Returns when the last copy is issued on the lane's stream."""
+        for start in range(0, target.numel(), self._stage_bytes):
+            chunk = target[start : start + self._stage_bytes]
+            stage = self._next_stage()
+            stage.settle()
+            self._disk.read(offset + start, stage.address, chunk.numel())
+            self._copy(stage, chunk, stage.memory[: chunk.numel()])
+
+    def _next_stage(self) -> _Stage:
+        stage = self._stages[0]
+        self._stages.rotate(-1)
+        return stage
+
+    def _copy(self, stage: _Stage, target: torch.Tensor, source: torch.Tensor) -> None:
+        stage.is_busy = True
+        self._ops.copy(self._stream, [(target, source)])
+        stage.event.record(self._stream)
+
+    def _write_oldest(self, under_way: deque[tuple[_Stage, int, int]], offset: int) -> None:
+        stage, start, length = under_way.popleft()
+        stage.settle()
+        self._disk.write(offset + start, stage.address, length)

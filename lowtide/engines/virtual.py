@@ -1,0 +1,240 @@
+"""The adversarial engine: a deterministic device on which every forgotten wait becomes a wrong number.
+
+What: main memory plays the device and plain byte buffers play the slower tiers. Copies are queued on their lane and
+run as *late* as the ordering calls allow: at the wait that forces them, or when a seeded coin lets a query see them
+done. Whatever real hardware may do to a careless program happens here on purpose:
+
+- a buffer that is being filled, a slot that is reserved or freed, and the result of a racing copy hold poison
+  (all bits set: NaN in every float format, -1 in every integer);
+- the engine holds sources and targets only weakly, as a stream does: a source that was dropped before its copy ran
+  yields poison, a target that was dropped is reported;
+- a copy out that did not wait for the compute lane, or a copy in whose buffer was not yet free on the compute lane,
+  reads or writes poison.
+
+Every breach is also listed in `violations`. The correct runtime never causes one, whatever the seed.
+
+Cost: none is modelled here; this engine is about order, not time. Not covered: real stream timing, the pinned
+allocator's reuse, driver behaviour.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.engines.base import Bandwidth, Lane, Slot
+from lowtide.errors import TierFull
+from lowtide.tensors.private import disable_current_modes, storage_at, storage_key
+from lowtide.tensors.view import byte_view
+
+_POISON = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualEvent:
+    """Complete once `lane` has run its first `index` entries. `tick` is the compute time that it vouches for."""
+
+    lane: Lane
+    index: int
+    tick: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One queued piece of work: a wait for an event, or a copy."""
+
+    wait_for: VirtualEvent | None = None
+    slot: Slot | None = None
+    storage: StorageWeakRef | None = None
+    is_out: bool = False
+    is_racing: bool = False
+
+
+class _LaneState:
+    __slots__ = ("compute_tick", "done", "queue", "total")
+
+    def __init__(self) -> None:
+        self.queue: deque[_Entry] = deque()
+        self.done = 0
+        self.total = 0
+        # The newest compute time that work enqueued from now on is ordered after.
+        self.compute_tick = -1
+
+
+class VirtualEngine:
+    """Engine protocol on main memory; deterministic for a seed. `host_bytes` / `disk_bytes` cap the two tiers."""
+
+    device_type = "cpu"
+    device = torch.device("cpu")
+    tiers: tuple[str, ...] = ("host", "disk")
+
+    def __init__(self, seed: int = 0, *, host_bytes: int | None = None, disk_bytes: int | None = None) -> None:
+        self.name = f"virtual:{seed}"
+        self.violations: list[str] = []
+        self._random = random.Random(seed)
+        # Some seeds never let a query succeed (copies run only when forced), some let most succeed.
+        self._chance = self._random.choice((0.0, 0.1, 0.5, 0.9))
+        self._lanes = {Lane.OUT: _LaneState(), Lane.IN: _LaneState()}
+        self._tick = 0
+        self._caps = {"host": host_bytes, "disk": disk_bytes}
+        self._in_use = {"host": 0, "disk": 0}
+        self._births: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._num_slots = 0
+        self.leftovers: deque = deque()
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, tier: str) -> Slot:
+        cap = self._caps[tier]
+        if cap is not None and self._in_use[tier] + nbytes > cap:
+            raise TierFull(f"{tier}: {self._in_use[tier]} of {cap} bytes in use, {nbytes} more wanted")
+        with disable_current_modes():
+            slot = Slot(tier, nbytes, torch.full((nbytes,), _POISON, dtype=torch.uint8))
+        self._in_use[tier] += nbytes
+        self._num_slots += 1
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        assert slot.place is not None, "slot freed twice"
+        self._in_use[slot.tier] -= slot.nbytes
+        self._num_slots -= 1
+        slot.place = None
+
+    def new_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        with disable_current_modes():
+            buffer = torch.full((nbytes,), _POISON, dtype=torch.uint8, device=device).untyped_storage()
+        self._tick += 1
+        self._births = {key: birth for key, birth in self._births.items() if not birth[0].expired()}
+        self._births[storage_key(buffer)] = (StorageWeakRef(buffer), self._tick)
+        return buffer
+
+    def memory_in_use(self) -> Mapping[str, int]:
+        return dict(self._in_use)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are reserved now: zero after every graph is gone, or something leaks."""
+        return self._num_slots
+
+    def device_bytes(self) -> int | None:
+        return None
+
+    def device_peak_bytes(self) -> int | None:
+        return None
+
+    def reset_device_peak(self) -> None:
+        return None
+
+    # -- lanes -----------------------------------------------------------------------------------------------------
+
+    def compute_stream(self) -> None:
+        return None
+
+    def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
+        assert source.nbytes() == slot.nbytes
+        lane = self._lanes[Lane.OUT]
+        # The compute lane moved on to produce `source` after the last compute event that this lane waited for.
+        is_racing = lane.compute_tick < self._tick
+        self._tick += 1
+        self._enqueue(lane, _Entry(slot=slot, storage=StorageWeakRef(source), is_out=True, is_racing=is_racing))
+
+    def copy_in(self, slot: Slot, target: torch.UntypedStorage) -> None:
+        assert target.nbytes() == slot.nbytes
+        lane = self._lanes[Lane.IN]
+        birth = self._births.pop(storage_key(target), None)
+        is_racing = birth is not None and lane.compute_tick < birth[1]
+        self._enqueue(lane, _Entry(slot=slot, storage=StorageWeakRef(target), is_racing=is_racing))
+
+    def record(self, lane: Lane) -> VirtualEvent:
+        if lane is Lane.COMPUTE:
+            return VirtualEvent(lane, 0, self._tick)
+        state = self._lanes[lane]
+        return VirtualEvent(lane, state.total, state.compute_tick)
+
+    def wait(self, lane: Lane, event: VirtualEvent) -> float:
+        if lane is Lane.COMPUTE:
+            self._force(event)
+            return 0.0
+        state = self._lanes[lane]
+        state.compute_tick = max(state.compute_tick, event.tick)
+        self._enqueue(state, _Entry(wait_for=event))
+        return 0.0
+
+    def query(self, event: VirtualEvent) -> bool:
+        if self._is_done(event):
+            return True
+        if self._random.random() >= self._chance:
+            return False
+        self._force(event)
+        return True
+
+    def failure(self, event: VirtualEvent) -> BaseException | None:
+        return None
+
+    def cancel(self, event: VirtualEvent) -> bool:
+        return False
+
+    def stall_seconds(self) -> float:
+        return 0.0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+        return Bandwidth(out_bytes_per_second=float("inf"), in_bytes_per_second=float("inf"))
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            self._force(self.record(lane))
+
+    # -- the adversary ---------------------------------------------------------------------------------------------
+
+    def _enqueue(self, state: _LaneState, entry: _Entry) -> None:
+        state.queue.append(entry)
+        state.total += 1
+
+    def _is_done(self, event: VirtualEvent) -> bool:
+        return event.lane is Lane.COMPUTE or self._lanes[event.lane].done >= event.index
+
+    def _force(self, event: VirtualEvent) -> None:
+        if event.lane is Lane.COMPUTE:
+            return
+        state = self._lanes[event.lane]
+        while state.done < event.index:
+            entry = state.queue.popleft()
+            state.done += 1
+            if entry.wait_for is not None:
+                self._force(entry.wait_for)
+            else:
+                # A copy engine does its work beside the program: no mode of the program's sees it.
+                with disable_current_modes():
+                    self._copy(entry)
+
+    def _copy(self, entry: _Entry) -> None:
+        assert entry.slot is not None and entry.storage is not None
+        direction = "out" if entry.is_out else "in"
+        place = entry.slot.place
+        pointer = storage_at(entry.storage.cdata)
+        if place is None:
+            self.violations.append(f"copy {direction}: the slot was freed before the copy ran")
+            return
+        if pointer is None:
+            self.violations.append(f"copy {direction}: the storage was dropped before the copy ran")
+            if entry.is_out:
+                place.fill_(_POISON)
+            return
+        # Nobody who counts operators or live bytes around the step shall see what happens on the other side.
+        with disable_current_modes():
+            device_bytes = byte_view(pointer)
+            if entry.is_racing:
+                self.violations.append(f"copy {direction}: not ordered after the compute lane")
+                (place if entry.is_out else device_bytes).fill_(_POISON)
+            elif entry.is_out:
+                place.copy_(device_bytes)
+            else:
+                device_bytes.copy_(place)

@@ -1,0 +1,359 @@
+"""A plan that follows `recompute_config` and `swap_config` to the letter: fates by name instead of by budget.
+
+What: `plan_sections` takes what was resolved for each layer (mindformers/schema) and the profile of one step, and gives
+every node its fate:
+
+- A layer that is recomputed as a whole runs again. If an output in it is excluded, the layer does not run again as a
+  whole; each of its other nodes is recomputed by its own recipe.
+- The output of a recomputed op is dropped, and recomputed by its recipe. An anchor that the recipe needs is held.
+- The outputs of a swapped op that backward reads are swapped, and the fetch starts as many operators before the first
+  reader as the file says. For a whole layer or a module these are the outputs of everything in it.
+- Recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device.
+- Where the collectives at an op are recomputed, their results are dropped, and they are issued again in backward
+  (mindformers/collectives.py).
+
+Why from a profile: a default file names the attention kernel and the product of the gated MLP, which are no modules;
+and only a step shows what is saved, how large it is, and what reads it.
+Cost: the names times the parts of a layer. Not covered: translating names (the resolution has the model's own names).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lowtide.config.memory import MemoryConfig
+from lowtide.core.decisions import SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.pattern import Pattern, base_op
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile, Site
+from lowtide.core.recipe import Recipe
+from lowtide.core.rules import Rule, Rules
+from lowtide.mindformers.collectives import is_at, made_again
+from lowtide.mindformers.plan_rows import Row, Written, prefetch_of, row_of
+from lowtide.mindformers.schema import LayerPlan, Resolution
+from lowtide.mindformers.schema.flow import LAYER
+from lowtide.mindformers.schema.issues import layers_text
+
+_KERNEL, _AFTER_KERNEL = "self_attn.sdpa", "self_attn.o_proj"
+
+
+def plan_sections(profile: Profile, resolution: Resolution, memory: MemoryConfig | None = None) -> Written:
+    """The plan of a resolution for the model and the step that the profile shows.
+
+    `memory` says where bytes may go, and how small a storage is kept anyway; without it none is too small.
+    """
+    assert len(profile.layers) == len(resolution.layers)
+    return _Writer(profile, resolution, memory).written()
+
+
+@dataclass(slots=True)
+class _Fate:
+    fate: Fate
+    part: tuple[int, str] | None
+    """The (layer, part) in whose row of the table its bytes are counted."""
+    reason: str
+    prefetch: int | None = None
+    runs_with_layer: bool = False
+    is_collective: bool = False
+    """Recomputed by all ranks together."""
+
+    def recipe_of(self, node: Site) -> Recipe | None:
+        """The recipe of the node under this fate. None if it is not recomputed, or is recomputed with its layer."""
+        if self.fate is not Fate.RECOMPUTE or self.runs_with_layer:
+            return None
+        return node.collective_recipe if self.is_collective else node.recipe
+
+
+@dataclass(slots=True)
+class _Writer:
+    profile: Profile
+    resolution: Resolution
+    memory: MemoryConfig | None
+    fates: dict[str, _Fate] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    empty: dict[str, list[int]] = field(default_factory=dict)
+    bare: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """By (part, why): the layers in which no collective at that part can be issued again."""
+    names: dict[int, str] = field(default_factory=dict)
+    by_layer: dict[int, list[Site]] = field(default_factory=dict)
+
+    def written(self) -> Written:
+        numbers = [layer.index for layer in self.resolution.layers]  # a stage of a pipeline does not start at 0
+        self.names = dict(zip(numbers, self.profile.layers, strict=True))
+        self.by_layer = {index: self._nodes_of(name) for index, name in self.names.items()}
+        for layer in self.resolution.layers:
+            self._swap(layer)
+            self._recompute(layer)
+            self._recompute_collectives(layer)
+        self._keep_what_is_read()
+        self._note_distances()
+        plan = Plan(
+            layers=self.profile.layers,
+            rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _runs_again(layer))),
+            min_bytes=self.memory.min_bytes if self.memory else 0,
+            host_budget_bytes=self.memory.host_budget if self.memory else None,
+            disk_budget_bytes=self.memory.disk_budget if self.memory else None,
+            disk_path=str(self.memory.disk_path) if self.memory and self.memory.disk_path else None,
+            sites=self._decisions(),
+            is_solved=True,
+        )
+        return Written(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
+
+    def _layer_rule(self, layer: LayerPlan) -> Rule:
+        pattern = Pattern.parse(self.names[layer.index])
+        return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
+
+    def _nodes_of(self, name: str) -> list[Site]:
+        return [node for node in self.profile.nodes if node.name.startswith(f"{name}.")]
+
+    def _within(self, layer: LayerPlan, part: str) -> list[Site]:
+        """The nodes that a part of a layer produces."""
+        nodes = self.by_layer[layer.index]
+        if part == LAYER:
+            return nodes
+        start = len(self.names[layer.index]) + 1
+        found = [node for node in nodes if _is_of(node.name[start:], part)]
+        if found or part != _KERNEL:
+            return found
+        # Here attention is several operators, not one kernel; the projection after them reads their output.
+        readers = [node.recipe for node in nodes if _is_of(node.name[start:], _AFTER_KERNEL) and node.recipe]
+        outputs = {name for recipe in readers for name in recipe.nodes}
+        return [node for node in nodes if node.name in outputs]
+
+    # ---- fates
+
+    def _swap(self, layer: LayerPlan) -> None:
+        for part, written in layer.swap_ops.items():
+            prefetch = prefetch_of(written)
+            nodes = [node for node in self._within(layer, part) if node.anchor is None]
+            if not nodes:
+                self.empty.setdefault(part, []).append(layer.index)
+            for node in nodes:
+                distance = self._distance(node, layer.index, prefetch)
+                fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], distance)
+                if node.nbytes < (self.memory.min_bytes if self.memory else 1):
+                    fate = _Fate(Fate.KEEP, None, "smaller than min_bytes")
+                elif node.reads and node.dies >= node.reads[0]:
+                    fate = _Fate(Fate.KEEP, (layer.index, part), "something else holds it until backward")
+                self.fates[node.name] = fate
+
+    def _distance(self, node: Site, index: int, prefetch: int) -> int:
+        """The distance in operators. If files count layers: from the first read of something of layer i + N."""
+        if self.resolution.prefetch_unit == "operators":
+            return prefetch
+        ahead = self.by_layer.get(index + prefetch) or self.profile.sites  # in another stage: as early as possible
+        return max(1, max(site.last_sequence for site in ahead if site.anchor is None) - node.last_sequence)
+
+    def _recompute(self, layer: LayerPlan) -> None:
+        if _runs_again(layer):
+            outputs = self._read_outside(layer.index)
+            for node in self.by_layer[layer.index]:
+                if node.anchor is None and node.name not in outputs:
+                    place = (layer.index, LAYER)
+                    self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[LAYER], runs_with_layer=True)
+                else:
+                    self.fates.pop(node.name, None)
+            return
+        kept = {node.name for part in layer.recompute_exclude_ops for node in self._within(layer, part)}
+        parts = [LAYER] if layer.full_recompute else layer.recompute_ops
+        if layer.full_recompute:
+            kept |= self._read_outside(layer.index)
+        for part in parts:
+            nodes = self._within(layer, part)
+            if not any(node.anchor is None for node in nodes):
+                self.empty.setdefault(part, []).append(layer.index)
+            for node in nodes:
+                if node.name in kept:
+                    continue
+                place = (layer.index, part)
+                if node.recipe is None:
+                    reason = f"cannot be made again: {node.why_no_recipe}"
+                    self.fates[node.name] = _Fate(Fate.KEEP, place, reason)
+                else:
+                    self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[part])
+
+    def _recompute_collectives(self, layer: LayerPlan) -> None:
+        nodes = [node for node in self.by_layer[layer.index] if node.anchor is None]
+        start = len(self.names[layer.index]) + 1
+        for part in layer.comm_recompute_ops:
+            found = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
+            for node in found:
+                why = layer.comm_why[part]
+                self.fates[node.name] = _Fate(Fate.RECOMPUTE, (layer.index, part), why, is_collective=True)
+            if not found:
+                others = {node.why_no_recipe for node in nodes if node.collective_recipe is None}
+                why = "; ".join(sorted(other for other in others if other.startswith("collective")))
+                self.bare.setdefault((part, why), []).append(layer.index)
+
+    def _read_outside(self, index: int) -> set[str]:
+        """The outputs of a layer: nodes from which recipes outside of it start."""
+        own = {node.name for node in self.by_layer[index]}
+        readers = [node for node in self.profile.nodes if node.name not in own and node.recipe is not None]
+        return own & {name for node in readers if node.recipe is not None for name in node.recipe.nodes}
+
+    def _keep_what_is_read(self) -> None:
+        """What recomputed nodes start from stays on the device, as MindSpore Transformers' documents say."""
+        for node in self.profile.nodes:
+            fate = self.fates.get(node.name)
+            recipe = fate.recipe_of(node) if fate is not None and not fate.runs_with_layer else node.recipe
+            if fate is None or fate.fate is not Fate.RECOMPUTE or recipe is None:
+                continue
+            for name in recipe.nodes:
+                source = self.fates.get(name)
+                if source is not None and source.fate is Fate.SWAP:
+                    reader = self._named(fate)
+                    self.fates[name] = _Fate(Fate.KEEP, source.part, f"{reader} reads it and is recomputed")
+
+    def _named(self, fate: _Fate) -> str:
+        assert fate.part is not None
+        layer, part = fate.part
+        return f"layer {layer}" if part == LAYER else f"'{part}' of layer {layer}"
+
+    def _note_distances(self) -> None:
+        """Note distances that reach past the start of backward, where no fetch can start, and rules without effect."""
+        last = max((node.last_sequence for node in self.profile.sites), default=0)
+        early: dict[int, set[int]] = {}
+        for node in self.profile.nodes:
+            fate = self.fates.get(node.name)
+            if fate is None or fate.fate is not Fate.SWAP or fate.part is None or fate.prefetch is None:
+                continue
+            if fate.prefetch > last - node.last_sequence:
+                early.setdefault(fate.prefetch, set()).add(fate.part[0])
+        for prefetch, layers in early.items():
+            self.notes.append(
+                f"backward_prefetch {prefetch} reaches past the start of backward in {layers_text(layers)}: "
+                "fetched as early as possible there"
+            )
+        for part, indices in self.empty.items():
+            what = (
+                "backward reads nothing that the layer makes"
+                if part == LAYER
+                else f"backward reads no output of '{part}'"
+            )
+            self.notes.append(f"no effect: {what} in {layers_text(indices)}")
+        self._note_collectives()
+
+    def _note_collectives(self) -> None:
+        for (part, why), indices in self.bare.items():
+            if self.profile.is_fake:
+                self.notes.append(
+                    f"select_comm_recompute at '{part}' in {layers_text(indices)}: a step that is traced in one "
+                    "process has no collectives, so they are not in the table"
+                )
+                continue
+            what = "backward reads no result of a functional collective there"
+            reason = f" ({why})" if why else ""
+            self.notes.append(f"no effect: select_comm_recompute at '{part}' in {layers_text(indices)}: {what}{reason}")
+        excluded = [x.index for x in self.resolution.layers if x.full_recompute and x.comm_recompute_exclude_ops]
+        if excluded:
+            self.notes.append(
+                f"no effect: select_comm_recompute_exclude in {layers_text(excluded)}: what is recomputed there is the "
+                "layer, not a collective"
+            )
+
+    # ---- what comes out
+
+    def _decisions(self) -> tuple[SiteDecision, ...]:
+        needed = self._needed_anchors()
+        result = []
+        for node in self.profile.nodes:
+            if node.anchor is not None and node.name not in needed:
+                continue
+            fate = self.fates.get(node.name) or _Fate(Fate.KEEP, None, "no rule names it")
+            recipe = fate.recipe_of(node)
+            result.append(
+                SiteDecision(
+                    name=node.name,
+                    layer=node.layer,
+                    nbytes=node.nbytes,
+                    dtype=node.dtype,
+                    fate=fate.fate,
+                    prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
+                    anchor=node.anchor,
+                    recipe=recipe,
+                    cost_seconds=recipe.seconds if recipe else 0.0,
+                    reason=fate.reason,
+                )
+            )
+        return tuple(result)
+
+    def _needed_anchors(self) -> set[str]:
+        """Anchors that a recipe starts from, directly or through other anchors that are recomputed."""
+        by_name = {node.name: node for node in self.profile.nodes}
+
+        def recipe_of(name: str) -> Recipe | None:
+            fate = self.fates.get(name)
+            return fate.recipe_of(by_name[name]) if fate is not None else None
+
+        open_names = [node.name for node in self.profile.sites if recipe_of(node.name) is not None]
+        needed: set[str] = set()
+        while open_names:
+            recipe = recipe_of(open_names.pop())
+            for name in recipe.nodes if recipe else ():
+                if by_name[name].anchor is not None and name not in needed:
+                    needed.add(name)
+                    if recipe_of(name) is not None:
+                        open_names.append(name)
+        return needed
+
+    def _rows(self) -> list[Row]:
+        rows = []
+        sizes: dict[tuple[int, str, Fate], int] = {}
+        reasons: dict[tuple[int, str], str] = {}
+        issued: dict[tuple[int, str], list[Site]] = {}
+        for node in self.profile.sites:
+            found = self.fates.get(node.name)
+            if found is None or found.part is None:
+                continue
+            if found.is_collective:
+                issued.setdefault(found.part, []).append(node)
+                continue
+            sizes[(*found.part, found.fate)] = sizes.get((*found.part, found.fate), 0) + node.nbytes
+            if found.fate is Fate.KEEP:
+                reasons.setdefault(found.part, found.reason)
+        for layer in self.resolution.layers:
+            recomputed = [LAYER] if layer.full_recompute else layer.recompute_ops
+            asked = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
+            for part, fate in asked:
+                nbytes = sizes.get((layer.index, part, fate), 0)
+                row = row_of(layer, part, fate, nbytes, reasons.get((layer.index, part)))
+                rows.append(dataclasses.replace(row, prefetch_unit=self.resolution.prefetch_unit))
+            for part in layer.comm_recompute_ops:
+                made = issued.get((layer.index, part))
+                if made:
+                    nbytes, why = sum(node.nbytes for node in made), f"{layer.comm_why[part]} ({made_again(made)})"
+                    rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=nbytes))
+            for part, why in layer.swap_lost.items():
+                rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=0))
+        return rows
+
+
+def _runs_again(layer: LayerPlan) -> bool:
+    """Whether the layer runs again as a whole. With an output excluded, its parts are recomputed one by one instead."""
+    return layer.full_recompute and not layer.recompute_exclude_ops
+
+
+def _is_of(name: str, part: str) -> bool:
+    """Whether an op or a module of a layer produces this node. Both names start below the layer."""
+    if name.startswith(f"{part}."):
+        return True
+    path, _, op = name.rpartition(".")
+    return (f"{path}." if path else "") + base_op(op) == part
+
+
+def names_of_layers(module_names: Sequence[str], layers: Sequence[str]) -> list[dict]:
+    """For each layer the tree of its modules' names, as `resolve` takes it."""
+    trees: list[dict] = []
+    for layer in layers:
+        tree: dict = {}
+        for name in module_names:
+            if not name.startswith(f"{layer}."):
+                continue
+            below = tree
+            for piece in name[len(layer) + 1 :].split("."):
+                below = below.setdefault(piece, {})
+        trees.append(tree)
+    return trees

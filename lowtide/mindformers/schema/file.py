@@ -1,0 +1,257 @@
+"""The two sections out of a YAML file that has them beside others: a run file of lowtide's or one of upstream's.
+
+What: `read_sections("run.yaml")` finds `recompute_config` and `swap_config`, and the numbers they need wherever the
+file has them: layers, offset and chunks below `model` (or `model.model_config`), stages in `parallel_config`. `load`
+resolves them at once; an argument wins over the file.
+Strict or compat: `compat: true` or `false` in the file says it; without it a run file of lowtide's (with `train`,
+`data` or `model.model_type`) is strict, and a file of upstream's is compat.
+Why the words differ from lowtide's own files: upstream reads YAML 1.1, so `True`, `yes` and `on` are true here, too.
+Not covered: what else upstream's file says; those keys are named in one note and not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.config.source import MOST_DIGITS, Node, join_path, read_yaml, too_many_digits
+from lowtide.errors import ConfigError, did_you_mean
+from lowtide.mindformers.schema.issues import Issues
+from lowtide.mindformers.schema.names import Names
+from lowtide.mindformers.schema.newer import is_newer, resolve_newer
+from lowtide.mindformers.schema.recompute import is_foreign
+from lowtide.mindformers.schema.resolution import Resolution, resolve_sections
+
+SECTIONS = ("recompute_config", "swap_config")
+_OURS = ("model", "data", "train", "memory", "pipeline")
+_READ = ("parallel_config", "parallel", "compat")
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*", re.ASCII)
+_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """The two sections as written, and what around them decides their meaning."""
+
+    recompute_config: object = None
+    swap_config: object = None
+    newer: Mapping[str, Any] | None = None
+    """The sections of the newer schema, in place of the two."""
+    source: str = "the sections"
+    """The file, for messages."""
+    num_layers: int | None = None
+    """Of the decoder, without layers for more than the next token; None: not said."""
+    num_extra_layers: int = 0
+    """Layers for more than the next token, which upstream counts too."""
+    pipeline_stage: Any = 1
+    pp_interleave_num: Any = 1
+    offset: object = 0
+    start_stage: int = 0
+    """Added to the number of a stage where it is shown; it decides nothing."""
+    model_type: str = ""
+    """As the file says it: `llama`, `LlamaConfig`."""
+    compat: bool = True
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    foreign: tuple[str, ...] = ()
+    """Keys of the file that mean nothing here."""
+    notes: tuple[str, ...] = ()
+
+    def resolve(
+        self,
+        *,
+        num_layers: int | None = None,
+        pipeline_stage: int | None = None,
+        pp_interleave_num: int | None = None,
+        offset: object = None,
+        names: Names | None = None,
+        compat: bool | None = None,
+        held: range | None = None,
+    ) -> Resolution:
+        """What the sections mean for a model, or for the layers `held` by one stage of it.
+
+        Raises `ConfigError` with `file:line:column`.
+        """
+        issues = Issues(compat=self.compat if compat is None else compat, places=self.places)
+        issues.foreign += self.foreign
+        issues.notes += self.notes
+        if num_layers is None:
+            if self.num_layers is None:
+                raise ConfigError(
+                    f"{self.source}: the file does not say how many layers the model has; pass num_layers"
+                )
+            num_layers = self.num_layers
+            if isinstance(num_layers, int):
+                num_layers += self.num_extra_layers
+        if self.newer is not None:
+            return resolve_newer(self.newer, num_layers=num_layers, names=names, issues=issues, held=held)
+        return resolve_sections(
+            self.recompute_config,
+            self.swap_config,
+            num_layers=num_layers,
+            pipeline_stage=self.pipeline_stage if pipeline_stage is None else pipeline_stage,
+            pp_interleave_num=self.pp_interleave_num if pp_interleave_num is None else pp_interleave_num,
+            offset=self.offset if offset is None else offset,
+            names=names,
+            issues=issues,
+            held=held,
+        )
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    num_layers: int | None = None,
+    pipeline_stage: int | None = None,
+    pp_interleave_num: int | None = None,
+    offset: object = None,
+    names: Names | None = None,
+    compat: bool | None = None,
+) -> Resolution:
+    """Resolve the sections of a file. Raises `ConfigError` with `file:line:column`."""
+    return read_sections(path).resolve(
+        num_layers=num_layers,
+        pipeline_stage=pipeline_stage,
+        pp_interleave_num=pp_interleave_num,
+        offset=offset,
+        names=names,
+        compat=compat,
+    )
+
+
+def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sections:
+    """The sections of a file, unresolved; `root` is its tree where it has been read already."""
+    name = os.fspath(path)
+    root = read_yaml(path) if root is None else root
+    if root.kind != "mapping":
+        raise ConfigError(
+            f"{root.place}: expected a mapping with the section 'recompute_config', not {root.describe()}"
+        )
+    places: dict[str, str] = {}
+    values = _values(root, "", places)
+    issues = Issues(compat=True, places=places)
+    _check_sections(name, values, issues)
+    written = _below(values, "model")
+    model = written | _below(written, "model_config")
+    newer = {key: value for key, value in values.items() if is_newer(key, value)}
+    is_ours = bool(values.keys() & {"train", "data"}) or ("model_type" in written and not newer)
+    compat = values.get("compat", not is_ours)
+    if not isinstance(compat, bool):
+        issues.refuse("compat", f"must be true or false, not {compat!r}")
+    for key in ("offset", "pp_interleave_num", "num_layers"):
+        written_at = next((path for path in (f"model.model_config.{key}", f"model.{key}") if path in places), None)
+        if written_at is not None:
+            places[key] = places[written_at]
+    for key in ("parallel_config.pipeline_stage", "model.model_config.stage_num", "model.stage_num"):
+        if key in places:
+            places["pipeline_stage"] = places[key]
+    num_layers, num_extra = _num_layers(model)
+    kind = model.get("model_type") or model.get("type") or _below(written, "arch").get("type") or ""
+    return Sections(
+        recompute_config=values.get("recompute_config"),
+        swap_config=values.get("swap_config"),
+        newer=newer or None,
+        source=name,
+        num_layers=num_layers,
+        num_extra_layers=num_extra,
+        pipeline_stage=model.get("stage_num") or _below(values, "parallel_config").get("pipeline_stage", 1),
+        pp_interleave_num=_num_chunks(values, model, issues),
+        offset=model.get("offset", 0),
+        start_stage=model.get("start_stage") or 0,
+        model_type=str(kind),
+        compat=compat,
+        places=places,
+        foreign=tuple(issues.foreign),
+        notes=tuple(issues.notes),
+    )
+
+
+def has_sections(root: Node) -> bool:
+    """Does the file have one of the two sections, or one of the newer schema?"""
+    return any(entry.key in SECTIONS or is_newer(entry.key, _below_keys(entry.node)) for entry in root.entries)
+
+
+def _below_keys(node: Node) -> dict[str, None] | None:
+    return dict.fromkeys(entry.key for entry in node.entries) if node.kind == "mapping" else None
+
+
+def _check_sections(name: str, values: dict[str, Any], issues: Issues) -> None:
+    """Is one of the sections there? What other keys are there is noted, unless one looks like a section."""
+    keys = list(values)
+    newer = [key for key in keys if is_newer(key, values[key])]
+    others = [key for key in keys if key not in (*SECTIONS, *_OURS, *_READ, *newer)]
+    for key in others:
+        if did_you_mean(key, [section for section in SECTIONS if section not in keys]):
+            hint = did_you_mean(key, SECTIONS)
+            raise ConfigError(f"{issues.places[key]}: unknown key '{key}'{hint}")
+    older = next((key for key in keys if key in SECTIONS), None)
+    if newer and older:
+        issues.refuse(
+            newer[0],
+            f"belongs to the newer schema of MindSpore Transformers, and '{older}' to the older; write one of them",
+        )
+    if not newer and not older:
+        raise ConfigError(f"{name}:1:1: missing section 'recompute_config' or 'swap_config'")
+    for key in others:
+        below = values[key].items() if isinstance(values[key], dict) else ()
+        named = [join_path(key, inner) for inner, _ in below if is_foreign(inner)]
+        issues.foreign += named or [key]
+
+
+def _num_layers(model: dict[str, Any]) -> tuple[Any, int]:
+    """Layers of the decoder, and those that upstream adds for more than the next token."""
+    for key in ("num_layers", "num_hidden_layers"):
+        if key in model:
+            extra = model.get("mtp_depth") or model.get("num_nextn_predict_layers") or 0
+            return model[key], extra if isinstance(extra, int) else 0
+    return None, 0
+
+
+def _num_chunks(values: dict[str, Any], model: dict[str, Any], issues: Issues) -> int:
+    """Chunks count only where interleaving is switched on; upstream takes 1 without a word."""
+    num_chunks = model.get("pp_interleave_num", 1)
+    is_on = _below(_below(values, "parallel"), "pipeline_config").get("pipeline_interleave", False)
+    if num_chunks != 1 and not is_on:
+        issues.note("no effect: pp_interleave_num, because parallel.pipeline_config.pipeline_interleave is not true")
+        return 1
+    return num_chunks
+
+
+def _below(values: dict[str, Any], key: str) -> dict[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _values(node: Node, path: str, places: dict[str, str]) -> Any:
+    """Python values by the rules of YAML 1.1; the place of each goes to `places` under its dotted key."""
+    if path:
+        places.setdefault(path, node.place)
+    if node.kind == "list":
+        return [_values(item, join_path(path, index), places) for index, item in enumerate(node.items)]
+    if node.kind == "mapping":
+        found = {}
+        for entry in node.entries:
+            below = join_path(path, entry.key)
+            if not path:
+                places[below] = entry.place
+            found[entry.key] = _values(entry.node, below, places)
+        return found
+    return _scalar(node)
+
+
+def _scalar(node: Node) -> Any:
+    text = node.value
+    if node.is_null:
+        return None
+    if not node.is_text or not isinstance(text, str):
+        return text
+    if text in _WORDS or (text.lower() in _WORDS and text in (text.upper(), text.capitalize())):
+        return _WORDS[text.lower()]
+    if (num_digits := too_many_digits(node)) is not None:
+        raise ConfigError(f"{node.place}: a number of {num_digits} digits; the most is {MOST_DIGITS}")
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text

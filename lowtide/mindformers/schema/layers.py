@@ -1,0 +1,276 @@
+"""One layer after the other: which parts of it the rules name, and what recompute leaves of a swap.
+
+What: `Work` holds the rules as read (recompute.py, swap.py) and the names of every layer, and gives a `LayerPlan` for
+each. On the way it collects upstream's log lines of the layers, and what has to be said once for many layers
+(remarks.py says it).
+Why the log lines and the plans may differ: upstream logs a swap also where recompute undoes it, and of several parts
+with one parent only the last.
+Cost: a few expressions per pattern and layer. Not covered: what upstream prints before the first layer (remarks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lowtide.mindformers.schema.aliases import family_of
+from lowtide.mindformers.schema.flow import LAYER, Verdict, judge, roles_of
+from lowtide.mindformers.schema.grid import Grid
+from lowtide.mindformers.schema.issues import Issues
+from lowtide.mindformers.schema.names import Found, Tree, check, find, is_within, matches_everything, operator_in
+from lowtide.mindformers.schema.plans import LayerPlan
+from lowtide.mindformers.schema.recompute import SELECT_KEYS, Recompute
+from lowtide.mindformers.schema.swap import Prefetch, Swap, first_entry
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One resolution on its way; collects lines and what has to be said once for many layers."""
+
+    grid: Grid
+    trees: list[Tree | None]
+    recompute: Recompute
+    swap: Swap
+    issues: Issues
+    last_layer: int
+    lines: list[str] = field(default_factory=list)
+    found: dict[tuple[str, int], Found] = field(default_factory=dict)
+    asked: dict[tuple[str, str], list[Found]] = field(default_factory=dict)
+    """(path, pattern) -> what it named, layer by layer, in the layers where it applies."""
+    lost: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """(path, sentence) -> layers in which a swap is undone."""
+
+    # ---- patterns
+
+    def patterns(self) -> list[tuple[str, str, bool]]:
+        """(path, pattern, is_default)."""
+        rules = [
+            (selection.path, pattern, selection.is_default)
+            for key in SELECT_KEYS
+            for pattern, selection in self.recompute.by_key[key].items()
+        ]
+        if self.swap.is_on:
+            for pattern, entries in self.swap.ops.items():
+                rules += [(entry.path, pattern, self.swap.is_default) for entry in entries]
+        return rules
+
+    def check_patterns(self) -> None:
+        for path, pattern, _ in self.patterns():
+            if (problem := check(pattern)) is not None:
+                self.issues.refuse(path, f"{problem}; write names with '\\.' between the levels: {pattern!r}")
+
+    def _find(self, pattern: str, layer: int, path: str, *, is_default: bool) -> Found:
+        tree = self.trees[layer]
+        key = (pattern, id(tree))
+        if key not in self.found:
+            self.found[key] = find(pattern, tree, is_default=is_default)
+        self.asked.setdefault((path, pattern), []).append(self.found[key])
+        return self.found[key]
+
+    # ---- one layer
+
+    def layer(self, index: int) -> LayerPlan:
+        chunk, stage = self.grid.locate(index)
+        is_full = self.recompute.full.covers(index)
+        if is_full and not (self.swap.is_on and self.recompute.full.shown is True):
+            self.lines.append(f"Set full recompute at layer {index}")
+        why: dict[str, str] = {}
+        if is_full:
+            why[LAYER] = self.issues.where(self.recompute.full.path)
+        ops: list[str] = []
+        comm: list[str] = []
+        comm_why: dict[str, str] = {}
+        if not is_full:
+            ops = self._select("select_recompute", index, why)
+            comm = self._select("select_comm_recompute", index, comm_why)
+        kept: list[str] = []
+        comm_kept: list[str] = []
+        if not self.swap.is_on or self.recompute.takes_modules:
+            kept = self._select("select_recompute_exclude", index, {})
+            comm_kept = self._select("select_comm_recompute_exclude", index, {})
+        swapped: dict[str, Prefetch] = {}
+        holes: dict[str, list[str]] = {}
+        stays: dict[str, str] = {}
+        lost: dict[str, str] = {}
+        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
+            if not verdict.is_swapped:
+                lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
+                continue
+            swapped[target] = prefetch
+            why.setdefault(target, self.issues.where(path))
+            if verdict.holes:
+                holes[target] = list(verdict.holes)
+            if verdict.reader:
+                stays[target] = verdict.reader
+        return LayerPlan(
+            index=index,
+            stage=stage,
+            chunk=chunk,
+            full_recompute=is_full,
+            recompute_ops=[name for name in ops if name not in kept],
+            comm_recompute_ops=[name for name in comm if name not in comm_kept],
+            recompute_exclude_ops=kept,
+            comm_recompute_exclude_ops=comm_kept,
+            swap_ops=swapped,
+            swap_holes=holes,
+            swap_stays=stays,
+            swap_lost=lost,
+            why=why,
+            comm_why=comm_why,
+        )
+
+    def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
+        """What one `select_*` key names in a layer, each part once, and the log lines for it."""
+        names: dict[str, str] = {}
+        logged: list[str] = []
+        only_operators = key != "select_recompute" and not self.recompute.takes_modules
+        for pattern, selection in self.recompute.by_key[key].items():
+            if not selection.covers(index):
+                continue
+            if matches_everything(pattern):
+                self._everything(selection.path, pattern)
+            found = self._find(pattern, index, selection.path, is_default=selection.is_default)
+            for group in found.groups:
+                matches = [match for match in group if not (only_operators and match.is_op is False)]
+                for match in group:
+                    if match not in matches:
+                        self._module_where_operator(key, match.name, selection.path)
+                for match in matches:
+                    why.setdefault(match.name, self.issues.where(selection.path))
+                    if names.setdefault(match.name, pattern) != pattern:
+                        self._twice(selection.path, match.name, names[match.name], pattern)
+                logged += [match.name for match in matches[-1:]] if not found.translated else []
+            logged += found.logged if found.translated else []
+        if key == "select_recompute":
+            self._check_overlaps(names, key, index)
+        if logged:
+            what = "comm recompute" if "comm" in key else "recompute"
+            verb = " exclude" if "exclude" in key else "" if self.swap.is_on else " on"
+            self.lines.append(f"Set select {what}{verb} at layer {index}: {', '.join(logged)}")
+        return list(names)
+
+    def _module_where_operator(self, key: str, name: str, path: str) -> None:
+        shown = name if "." in name else f".{name}"
+        kind = "select recompute/comm_recompute exclude" if "exclude" in key else "communication recompute"
+        self.lines.append(
+            f"For {kind}, {shown} is expected to be operation but got cell, this configuration will not be effective."
+        )
+        self.issues.tolerate(
+            path,
+            f"names the module '{name}', but {key} takes operators only",
+            meaning="ignored",
+            fix=f"name an operator in it, such as '{name}\\.{operator_in(name, self.trees)}'",
+        )
+
+    def _everything(self, path: str, pattern: str) -> None:
+        self.issues.tolerate(
+            path,
+            f"'{pattern}' matches every name at its last level, where upstream crashes",
+            meaning="every operator and module there",
+            fix="name the parts, or the module around them",
+        )
+
+    def _check_overlaps(self, names: dict[str, str], key: str, index: int) -> None:
+        """Parts inside another selected part, and casts that the older norms recompute by themselves."""
+        selections = self.recompute.by_key[key]
+        for name, pattern in names.items():
+            path = selections[pattern].path
+            outer = next((other for other in names if other != name and is_within(name, other)), None)
+            if outer is not None:
+                self.issues.tolerate(
+                    path,
+                    f"names '{name}', which lies in '{outer}', itself selected; older MindSpore refuses that",
+                    meaning=f"'{outer}' decides",
+                    fix="remove one of them",
+                )
+            if name.endswith("norm.cast") and family_of(self.trees[index]) == "legacy":
+                self.issues.tolerate(
+                    path,
+                    f"names '{name}', which upstream's norms recompute anyway, so that it crashes",
+                    meaning="recomputed",
+                    fix="remove it",
+                )
+
+    def _twice(self, path: str, name: str, first: str, second: str) -> None:
+        self.issues.tolerate(
+            path,
+            f"names '{name}' by two patterns, '{first}' and '{second}', over which upstream may stumble",
+            meaning="recomputed once",
+            fix="remove one of them",
+        )
+
+    # ---- swap
+
+    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> Iterator[tuple[str, Prefetch, str, Verdict]]:
+        """The parts of a layer that are to be swapped, with prefetch and rule, and what recompute leaves of each."""
+        asked: dict[str, tuple[Prefetch, str]] = {}
+        entry = first_entry(self.swap.layers, index)
+        if entry is not None:
+            asked[LAYER] = (entry.prefetch, entry.path)
+            self.lines.append(f"Set layer swap at layer {index} and value is: {entry.prefetch}")
+        logged: list[str] = []
+        for pattern, entries in self.swap.ops.items():
+            entry = first_entry(entries, index)
+            if entry is None:
+                continue
+            found = self._find(pattern, index, entry.path, is_default=self.swap.is_default)
+            for match in found.matches:
+                asked.pop(match.name, None)
+                asked[match.name] = (entry.prefetch, entry.path)
+            for name in found.logged:
+                logged.append(f"{name if '.' in name else '.' + name}, value={entry.prefetch}")
+        if logged:
+            self.lines.append(f"Set op_swap at layer {index}: {', '.join(logged)}")
+        for target, (prefetch, path) in asked.items():
+            yield target, prefetch, path, self._judge(target, path, index, ops, is_full=is_full)
+
+    def _judge(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> Verdict:
+        """What recompute leaves of a swapped part; says why for what it does not leave."""
+        what = "the layer" if target == LAYER else f"'{target}'"
+        if is_full:
+            self._lose(path, f"{what} is not swapped in {{layers}}: the whole layer is recomputed there", index)
+            return Verdict(is_swapped=False)
+        verdict = judge(target, ops, self.trees[index])
+        if verdict.reader:
+            inputs = ", ".join(f"'{name}'" for name in verdict.inputs)
+            self._lose(
+                path,
+                f"{what} is not swapped in {{layers}}: '{verdict.reader}' reads it and is recomputed there, so that it "
+                f"has to stay on the device; lowtide can swap what a recomputed part reads instead: take "
+                f"'{verdict.reader}' and {inputs} into the section 'memory', under recompute and under swap",
+                index,
+            )
+        elif not verdict.is_swapped:
+            self._lose(path, f"{what} is not swapped in {{layers}}: it is recomputed there", index)
+        elif verdict.holes:
+            inner = ", ".join(f"'{name}'" for name in verdict.holes)
+            self._lose(path, f"of {what} the part {inner} is not swapped in {{layers}}: it is recomputed there", index)
+        if verdict.is_swapped and self._is_output(target, index) and self._next_recomputes(index):
+            self._lose(
+                path,
+                f"the output of {{layers}} is not swapped with {what}: the layer after it reads it and is recomputed",
+                index,
+            )
+        return verdict
+
+    def _is_output(self, target: str, index: int) -> bool:
+        """Does the part make what the next layer reads?"""
+        return target == LAYER or "layer_output" in roles_of(target, self.trees[index])
+
+    def _next_recomputes(self, index: int) -> bool:
+        """Does the next layer recompute what reads its input?"""
+        following = index + 1
+        if following > self.last_layer:
+            return False
+        if self.recompute.full.covers(following):
+            return True
+        for pattern, selection in self.recompute.by_key["select_recompute"].items():
+            if not selection.covers(following):
+                continue
+            found = find(pattern, self.trees[following], is_default=selection.is_default)
+            if any("input_norm" in roles_of(match.name, self.trees[following]) for match in found.matches):
+                return True
+        return False
+
+    def _lose(self, path: str, sentence: str, index: int) -> None:
+        self.lost.setdefault((path, sentence), []).append(index)

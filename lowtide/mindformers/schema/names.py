@@ -1,0 +1,263 @@
+r"""Which parts of a layer a pattern names.
+
+A pattern is a regular expression per level, with `\.` between the levels: `feed_forward\.w1\.activation\.silu`. Each
+level must match one name completely; paths start below the layer. That is what MindSpore Transformers reads; three
+readings are added, each only where that one finds nothing:
+
+- plain dots between the levels, `feed_forward.mul`, which upstream takes for wildcards inside one name;
+- names of another world: MindSpore paths on a Hugging Face model and Hugging Face paths on a MindSpore tree;
+- for the built-in list of ops on a Hugging Face model, the same op of other MLPs of the layer (shared experts).
+
+Without a tree any name matches, and a pattern stands for itself.
+Upstream gives an expression a second; expressions.py refuses those that might need more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.mindformers.schema.aliases import FREE_OPS, FUNCTIONS, ROLES, Role, family_of
+from lowtide.mindformers.schema.expressions import fits, problem
+from lowtide.mindformers.schema.issues import Issues
+
+Tree = Mapping[str, Any]
+"""Name -> None for an operator, -> a tree for a module."""
+
+Names = Tree | Sequence[Tree]
+"""One tree for all layers, or one per layer."""
+
+_QUANTIFIERS = frozenset("*+?{")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """One matched part of a layer."""
+
+    name: str
+    is_op: bool | None
+    """True: an operator; False: a module; None: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Everything that a pattern names in one layer."""
+
+    groups: tuple[tuple[Match, ...], ...] = ()
+    """Matches that share a parent; upstream's log shows the last one of each."""
+    reading: str = "exact"
+    """exact | plain dots | alias | free | nothing"""
+    translated: tuple[str, ...] = ()
+    """With `alias`: the names in MindSpore's own tree that the pattern stands for."""
+
+    @property
+    def matches(self) -> list[Match]:
+        return [match for group in self.groups for match in group]
+
+    @property
+    def logged(self) -> list[str]:
+        """The names that upstream's log shows: of matches that share a parent the last one."""
+        if not self.translated:
+            return [group[-1].name for group in self.groups]
+        last = {name.rpartition(".")[0]: name for name in self.translated}
+        return [name for name in self.translated if last[name.rpartition(".")[0]] == name]
+
+
+def trees_of(names: Names | None, num_layers: int, issues: Issues) -> list[Tree | None]:
+    if names is None or isinstance(names, Mapping):
+        return [names] * num_layers
+    if isinstance(names, str) or not all(isinstance(tree, Mapping) for tree in names):
+        issues.refuse("names", "must be a mapping of names, or one mapping per layer")
+    if len(names) != num_layers:
+        issues.refuse("names", f"has {len(names)} layers, but the model has {num_layers}")
+    return list(names)
+
+
+def levels(pattern: str) -> list[str]:
+    r"""The expressions between `\.`."""
+    return pattern.split(r"\.")
+
+
+def check(pattern: str) -> str | None:
+    """What is wrong with a pattern, or None."""
+    for level in levels(pattern):
+        if (found := problem(level)) is not None:
+            inside = f" in {level!r}, which is what stands between two '\\.'" if level != pattern else ""
+            return f"{found}{inside}"
+    return None
+
+
+def matches_everything(pattern: str) -> bool:
+    """Does the last level match any name at all? There upstream trips over attributes that are not operators."""
+    return fits(levels(pattern)[-1], "__class__")
+
+
+def looks_like(one: str, other: str) -> bool:
+    """Do two patterns name the same, level by level, when one is read as a name?"""
+    ones, others = levels(one), levels(other)
+    return len(ones) == len(others) and all(fits(a, b) or fits(b, a) for a, b in zip(ones, others, strict=True))
+
+
+def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
+    """What `pattern` names in a layer with these names. `is_default`: the pattern is from a built-in list."""
+    if tree is None:
+        plain = _plain_levels(pattern)
+        name = ".".join(plain or levels(pattern))
+        return Found(groups=((Match(name=name, is_op=None),),), reading="plain dots" if plain else "exact")
+    if groups := tuple(_walk(tree, levels(pattern), "")):
+        return Found(groups=groups)
+    plain = _plain_levels(pattern)
+    if plain and (groups := tuple(_walk(tree, plain, ""))):
+        return Found(groups=groups, reading="plain dots")
+    parts = plain or levels(pattern)
+    if names := _translate(parts, tree, is_default=is_default):
+        groups = tuple((Match(name=name, is_op=None),) for name in names)
+        return Found(groups=groups, reading="alias", translated=_as_upstream(parts, tree))
+    if family_of(tree) == "hf" and parts[-1] in FREE_OPS:
+        return Found(reading="free")
+    return Found(reading="nothing")
+
+
+def find_whole(expression: str, tree: Tree | None) -> list[str]:
+    """The parts of a layer whose whole path fits, in any naming; without a tree the expression itself."""
+    if tree is None:
+        return [expression.replace("\\.", ".")]
+    functions = [
+        name for name, module in FUNCTIONS.items() if family_of(tree) == "hf" and lookup(module, tree) is not False
+    ]
+    if found := [name for name in (*all_names(tree), *functions) if fits(expression, name)]:
+        return found
+    if family_of(tree) != "hf":
+        return []
+    roles = [role for role in ROLES if any(fits(expression, name) for name in (*role.legacy, *role.mcore))]
+    return list(dict.fromkeys(name for role in roles for name in _present(role, tree)))
+
+
+def nearest(pattern: str, tree: Tree, n: int = 3) -> list[str]:
+    """Names of the layer that look most like the pattern."""
+    wanted = ".".join(_plain_levels(pattern) or levels(pattern))
+    names = list(all_names(tree))
+    if family_of(tree) == "hf":
+        names += [name for role in ROLES if _present(role, tree) for name in role.legacy]
+    same_end = [name for name in names if name.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    close = difflib.get_close_matches(wanted, names, n=n, cutoff=0.5)
+    by_likeness = sorted(same_end, key=lambda name: -difflib.SequenceMatcher(a=name, b=wanted).ratio())
+    return list(dict.fromkeys([*by_likeness, *close]))[:n]
+
+
+def all_names(tree: Tree, prefix: str = "") -> Iterator[str]:
+    for name, below in tree.items():
+        yield f"{prefix}{name}"
+        if below is not None:
+            yield from all_names(below, f"{prefix}{name}.")
+
+
+def operators_below(name: str, tree: Tree | None) -> list[str]:
+    """All operators of a part of the layer; itself if it has none, or if it is not known."""
+    below = lookup(name, tree)
+    if not isinstance(below, Mapping):
+        return [name]
+    found = [path for path in all_names(below, f"{name}.") if not isinstance(lookup(path, tree), Mapping)]
+    return found or [name]
+
+
+def operator_in(module: str, trees: Sequence[Tree | None]) -> str:
+    """The name of some operator right in a module, for an example."""
+    below: Tree = next((found for found in (lookup(module, tree) for tree in trees) if found), {})
+    return next((name for name, inner in below.items() if inner is None), "...")
+
+
+def lookup(name: str, tree: Tree | None) -> Any:
+    """A tree for a module, None for an operator, False for what is not there."""
+    below: Any = tree
+    for part in name.split("."):
+        if not isinstance(below, Mapping) or part not in below:
+            return False
+        below = below[part]
+    return below
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Is `name` the part `outer`, or something in it?"""
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[Match, ...]]:
+    first, *rest = parts
+    found = [name for name in tree if fits(first, name)]
+    if rest:
+        for name in found:
+            if tree[name] is not None:
+                yield from _walk(tree[name], rest, f"{prefix}{name}.")
+        return
+    ops = sorted(name for name in found if tree[name] is None)
+    modules = [name for name in found if tree[name] is not None]
+    if found:
+        yield tuple(Match(name=f"{prefix}{name}", is_op=tree[name] is None) for name in (*ops, *modules))
+
+
+@functools.cache
+def _plain_levels_cached(pattern: str) -> tuple[str, ...]:
+    pieces: list[str] = []
+    for level in levels(pattern):
+        start = depth = 0
+        for at, character in enumerate(level):
+            is_escaped = at > 0 and level[at - 1] == "\\"
+            depth += 0 if is_escaped else (character in "([{") - (character in ")]}")
+            following = level[at + 1 : at + 2]
+            if character == "." and not depth and at > start and following and following not in _QUANTIFIERS:
+                pieces.append(level[start:at])
+                start = at + 1
+        pieces.append(level[start:])
+    return tuple(pieces)
+
+
+def _plain_levels(pattern: str) -> list[str]:
+    """The levels with plain dots as separators too; empty when that changes nothing."""
+    pieces = _plain_levels_cached(pattern)
+    return list(pieces) if len(pieces) > len(levels(pattern)) else []
+
+
+def _translate(parts: list[str], tree: Tree, *, is_default: bool) -> list[str]:
+    """Names of the tree for a pattern that is written in another naming."""
+    family = family_of(tree)
+    names: list[str] = []
+    for role in ROLES:
+        if family == "hf" and any(_names(parts, name) for name in role.all_names):
+            names += _present(role, tree)
+            if is_default and not names:
+                kind = role.name.rsplit(":", 1)[-1]
+                for other in ROLES:
+                    names += _present(other, tree) if other.name.rsplit(":", 1)[-1] == kind else []
+        elif family in ("legacy", "mcore") and role.hf and all(_names(parts, name) for name in role.hf):
+            names += [name for name in role.names(family) if lookup(name, tree) is not False][:1]
+    return list(dict.fromkeys(names))
+
+
+def _as_upstream(parts: list[str], tree: Tree) -> tuple[str, ...]:
+    """The names of MindSpore Transformers that a pattern on a Hugging Face model fits, where the layer has the part."""
+    if family_of(tree) != "hf":
+        return ()
+    for family in ("legacy", "mcore"):
+        roles = [role for role in ROLES if _present(role, tree)]
+        found = [name for role in roles for name in role.names(family) if _names(parts, name)]
+        if found:
+            return tuple(dict.fromkeys(found))
+    return ()
+
+
+def _names(parts: list[str], name: str) -> bool:
+    pieces = name.split(".")
+    return len(pieces) == len(parts) and all(fits(part, piece) for part, piece in zip(parts, pieces, strict=True))
+
+
+def _present(role: Role, tree: Tree) -> list[str]:
+    """The Hugging Face names of a role that this layer has; function calls are had where their module is."""
+    return [
+        name
+        for name in role.hf
+        if lookup(name, tree) is not False or (name in FUNCTIONS and lookup(FUNCTIONS[name], tree) is not False)
+    ]

@@ -1,0 +1,303 @@
+"""`recompute_config` into tables: which layers each kind of recompute covers.
+
+Two readings of the same keys. Without swap a number is a *count*: how many layers of a stage, from its first one on.
+With `swap: true` a number is the *index* of a layer. Both end as one `Selection` per pattern, in the shape that
+MindSpore Transformers prints, so that its log lines can be compared.
+
+What a value may be, in the reading as counts:
+
+    true / false          every layer / none
+    [2, 1]                per stage, dealt to the chunks of a stage in turn; true is the whole stage
+    [[2, 1], [1, 0]]      [chunk][stage], each cut to what the cell holds; true for a cell or a whole row
+
+and for `select_*` also a list of op names (every layer) or a mapping of op names to any of the above.
+Not covered: which ops a pattern names (names.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.config.source import join_path
+from lowtide.errors import did_you_mean
+from lowtide.mindformers.schema.counts import Counts, as_logged_by_upstream
+from lowtide.mindformers.schema.grid import Grid, Table
+from lowtide.mindformers.schema.issues import Issues
+
+SELECT_KEYS = ("select_recompute", "select_comm_recompute", "select_recompute_exclude", "select_comm_recompute_exclude")
+FLAG_KEYS = ("parallel_optimizer_comm_recompute", "mp_comm_recompute", "recompute_slice_activation")
+KEYS = ("recompute", *SELECT_KEYS, *FLAG_KEYS)
+ROOT = "recompute_config"
+
+_DEFAULT_OPS = {
+    "legacy": (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"),
+    "mcore": (
+        r"mlp\.shared_experts\.mul",
+        r"mlp\.shared_experts\.activation_func\.silu",
+        r"mlp\.mul",
+        r"mlp\.activation_func\.silu",
+    ),
+}
+_DEFAULT_COMM_OPS = (r".*\.norm",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Where one pattern, or recompute of whole layers, applies."""
+
+    shown: Table | list[int] | bool
+    """As upstream prints it: a table of counts, a list of indices, or `True`."""
+    grid: Grid | None
+    """None: `shown` names layers; else it counts them."""
+    path: str
+    is_default: bool = False
+    """The pattern is from the built-in list, not written by the user."""
+    as_logged: str = ""
+    """Where upstream's log line has another type in it: a tuple, or an array for the row that `true` stands for."""
+
+    @property
+    def log_text(self) -> str:
+        return self.as_logged or str(self.shown)
+
+    def covers(self, layer: int) -> bool:
+        if isinstance(self.shown, bool):
+            return self.shown
+        if self.grid is None:
+            return layer in self.shown
+        return self.grid.selects(self.shown, layer)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """`recompute_config`, read."""
+
+    full: Selection
+    by_key: Mapping[str, dict[str, Selection]]
+    """The four `select_*` keys: pattern -> where it applies."""
+    removed: tuple[tuple[str, str], ...]
+    """(key, pattern) that an exclude took out, in the order in which it happened."""
+    takes_modules: bool = False
+    """All keys take modules and act while swap is on, as in the newer schema."""
+    gathers_again: bool | None = None
+    """`parallel_optimizer_comm_recompute`; None: not written."""
+    slices_inputs: bool = False
+    """`recompute_slice_activation`, where it has an effect."""
+
+    def normalized(self) -> dict[str, Any]:
+        tables: dict[str, Any] = {"layer_recompute": self.full.shown}
+        for key, selections in self.by_key.items():
+            tables[key] = {pattern: selection.shown for pattern, selection in selections.items()}
+        return tables
+
+    def log_texts(self) -> dict[str, str]:
+        """The same tables as upstream's log lines write them."""
+        texts = {"layer_recompute": self.full.log_text}
+        for key, selections in self.by_key.items():
+            entries = [f"{pattern!r}: {selection.log_text}" for pattern, selection in selections.items()]
+            texts[key] = f"{{{', '.join(entries)}}}"
+        return texts
+
+
+def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issues: Issues) -> Recompute:
+    """Check and normalise `recompute_config`. `swap`: numbers are indices. `family` decides the default op list."""
+    values = _values(config, issues)
+    reader = _Reader(grid=grid, issues=issues)
+    full = reader.selection(values["recompute"], f"{ROOT}.recompute", by_index=swap, is_full=True)
+    by_key: dict[str, dict[str, Selection]] = {}
+    for key in SELECT_KEYS:
+        is_exclude = key.endswith("_exclude")
+        defaults = () if is_exclude else _DEFAULT_COMM_OPS if "comm" in key else _DEFAULT_OPS[family]
+        by_key[key] = reader.patterns(values[key], f"{ROOT}.{key}", defaults, by_index=swap and not is_exclude)
+        if is_exclude and values[key] and not by_key[key]:
+            issues.note(f"no effect: {ROOT}.{key}, because it names no op; write the names of ops to keep")
+    slices_inputs = _flags(values, any(full.covers(layer) for layer in range(grid.num_layers)), issues)
+    removed = [
+        *_remove_excluded(by_key, "select_recompute", grid, issues),
+        *_remove_excluded(by_key, "select_comm_recompute", grid, issues),
+    ]
+    for key in SELECT_KEYS[2:]:
+        if swap and by_key[key]:
+            issues.tolerate(
+                f"{ROOT}.{key}",
+                "does not act on layers while swap is on",
+                meaning="it only takes patterns out of the selection, as upstream does",
+                fix=f"remove it and list in {key.removesuffix('_exclude')} only what is to be recomputed",
+            )
+    key = "parallel_optimizer_comm_recompute"
+    is_written = isinstance(config, Mapping) and key in config
+    return Recompute(
+        full=full,
+        by_key=by_key,
+        removed=tuple(removed),
+        gathers_again=values[key] if is_written else None,
+        slices_inputs=slices_inputs,
+    )
+
+
+def _values(config: object, issues: Issues) -> dict[str, Any]:
+    """All keys with their defaults; unknown keys are refused, keys of other systems are noted."""
+    values: dict[str, Any] = {"recompute": False, **dict.fromkeys(SELECT_KEYS, False)}
+    values |= {key: key == "mp_comm_recompute" for key in FLAG_KEYS}
+    if config is None:
+        return values
+    if isinstance(config, bool):
+        return values | {"recompute": config}
+    if not isinstance(config, Mapping):
+        issues.refuse(ROOT, f"must be a mapping of keys such as 'recompute', not {config!r}")
+    for key, value in config.items():
+        if key in values:
+            values[key] = value
+        elif is_foreign(key):
+            issues.foreign.append(join_path(ROOT, key))
+        else:
+            issues.refuse(join_path(ROOT, str(key)), unknown_key(str(key), KEYS))
+    for key in FLAG_KEYS:
+        if not isinstance(values[key], bool):
+            issues.refuse(f"{ROOT}.{key}", f"must be true or false, not {values[key]!r}")
+    return values
+
+
+def is_foreign(key: object) -> bool:
+    """Settings of MindSpore's compiler that sometimes stand beside ours and mean nothing to PyTorch."""
+    return isinstance(key, str) and (key == "memory_optimize_level" or key.startswith("ENABLE_LAZY_INLINE"))
+
+
+def unknown_key(key: str, keys: tuple[str, ...]) -> str:
+    if key in ("mode", "full_recompute_layer", "select_module", "exclude_op", "enable"):
+        return (
+            "belongs to the newer schema of MindSpore Transformers, below 'recompute' or 'swap'; known keys: "
+            + ", ".join(keys)
+        )
+    return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
+
+
+def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> bool:
+    """Notes about the flags; whether inputs of recomputed layers are sliced. `has_full`: there are such layers."""
+    slices = bool(values["recompute_slice_activation"])
+    if not has_full:
+        for key in ("recompute_slice_activation", "parallel_optimizer_comm_recompute"):
+            if values[key]:
+                issues.note(f"no effect: {ROOT}.{key}, because no layer is recomputed as a whole")
+        slices = False
+    elif slices and issues.compat and values["recompute"] is not True:
+        issues.note(f"no effect: {ROOT}.recompute_slice_activation, because upstream drops it unless recompute is true")
+        slices = False
+    if not values["mp_comm_recompute"]:
+        issues.note(f"no effect: {ROOT}.mp_comm_recompute, because upstream does not apply it to these layers either")
+    return slices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    grid: Grid
+    issues: Issues
+
+    def patterns(self, value: Any, path: str, defaults: tuple[str, ...], *, by_index: bool) -> dict[str, Selection]:
+        if isinstance(value, Mapping):
+            for name in value:
+                if not isinstance(name, str):
+                    self.issues.refuse(path, f"must map op names to layers, but {name!r} is not a name")
+            named = {name: (below, join_path(path, name), False) for name, below in value.items()}
+        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            if by_index and value:
+                example = f"{{{value[0]!r}: [0, 1]}}"
+                self.issues.refuse(path, f"must say for each op which layers while swap is on; write {example}")
+            named = {name: (True, join_path(path, index), False) for index, name in enumerate(value)}
+        else:
+            named = dict.fromkeys(defaults, (value, path, True))
+            if not by_index and len(defaults) > 1:
+                Counts(grid=self.grid, issues=self.issues).check_shared(value, path)
+            self.selection(value, path, by_index=by_index)  # refuses a wrong value even where there are no defaults
+        return {
+            name: self.selection(below, where, by_index=by_index, is_default=is_default, of_op=not is_default)
+            for name, (below, where, is_default) in named.items()
+        }
+
+    def selection(
+        self,
+        value: Any,
+        path: str,
+        *,
+        by_index: bool,
+        is_full: bool = False,
+        is_default: bool = False,
+        of_op: bool = False,
+    ) -> Selection:
+        if by_index:
+            shown: Any = self._indices(value, path, is_full=is_full, of_op=of_op)
+            return Selection(shown=shown, grid=None, path=path, is_default=is_default)
+        shown = Counts(grid=self.grid, issues=self.issues).table(value, path)
+        as_logged = as_logged_by_upstream(value, shown)
+        return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default, as_logged=as_logged)
+
+    # ---- indices (swap is on)
+
+    def _indices(self, value: Any, path: str, *, is_full: bool, of_op: bool) -> list[int] | bool:
+        every = f"[{', '.join(map(str, range(self.grid.num_layers)))}]" if self.grid.num_layers <= 8 else "[0, 1, ...]"
+        if isinstance(value, bool):
+            if of_op:
+                self.issues.tolerate(
+                    path,
+                    f"is {str(value).lower()}, which upstream does not take for one op while swap is on",
+                    meaning="every layer, as documented" if value else "no layer, as documented",
+                    fix=f"write {every}" if value else "remove it",
+                )
+            return value or []
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            forms = "true, false or a list of layer indices such as [0, 3]"
+            hint = f"; write {list(value)}" if isinstance(value, tuple) else ""
+            self.issues.refuse(path, f"must be {forms} while swap is on, not {value!r}{hint}")
+        if value and all(isinstance(item, bool) for item in value):
+            self.issues.tolerate(
+                path,
+                "is a list of true and false, which are read as the layer indices 1 and 0 while swap is on",
+                meaning="read so, as upstream does",
+                fix="write layer indices",
+            )
+        check_indices(value, path, self.grid.num_layers, self.issues)
+        if value:
+            self.issues.note(f"swap is on, so numbers are layer indices: {path} = {value}")
+        return list(value)
+
+
+def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues) -> None:
+    """Layer indices that do not exist: upstream skips them without a word."""
+    for position, index in enumerate(indices):
+        if not 0 <= index < num_layers:
+            issues.tolerate(
+                join_path(path, position),
+                f"names layer {index}, but layers are 0 to {num_layers - 1}",
+                meaning="ignored",
+                fix="remove it",
+            )
+
+
+def _remove_excluded(by_key: dict[str, dict[str, Selection]], key: str, grid: Grid, issues: Issues) -> list[Any]:
+    """An exclude takes the first selecting pattern that looks the same out of the selection, for every layer."""
+    from lowtide.mindformers.schema.names import looks_like
+
+    selected, removed = by_key[key], []
+    for pattern, exclude in by_key[f"{key}_exclude"].items():
+        twin = next((name for name in selected if looks_like(name, pattern)), None)
+        if twin is None:
+            continue
+        selection = selected.pop(twin)
+        removed.append((key, twin))
+        lost = [layer for layer in range(grid.num_layers) if selection.covers(layer) and not exclude.covers(layer)]
+        if twin != pattern and any(selection.covers(layer) for layer in range(grid.num_layers)):
+            issues.tolerate(
+                exclude.path,
+                f"takes the whole pattern '{twin}' out of {key}",
+                meaning="done, as upstream does",
+                fix=f"list the ops one by one in {key}, without the excluded one",
+            )
+        elif lost:
+            issues.tolerate(
+                exclude.path,
+                f"takes '{twin}' out of {key} in every layer, not only where it says",
+                meaning="done, as upstream does",
+                fix=f"write in {key} for which layers '{twin}' is recomputed",
+            )
+    return removed

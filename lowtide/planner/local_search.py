@@ -1,0 +1,261 @@
+"""Whole fates: from shares to fates, repaired until they fit and improved while that is cheap; the timeline judges.
+
+What: `Evaluator` plays fates and says how far they are from fitting and how long the step takes. `rounded` turns the
+shares of the linear program into fates, `repair` evicts what is cheapest for its bytes until they fit, `improve`
+changes one item, or two or three at once in small steps, as long as that makes the step faster.
+
+Why: the program sees items as divisible and the link as a fluid. A handful of items out of thousands end up with shares
+that are no fates, and what it calls a fit may be short of a few bytes for a moment.
+
+Cost: a play is a millisecond for 32 layers × 11 items; every loop has a limit in plays, so that two processes with the
+same step find the same fates whatever their speed. Time is a second limit, far behind.
+
+Not covered: proving anything. Bounds come from relaxation.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.core.fate import Fate
+from lowtide.planner.relaxation import Relaxation
+from lowtide.timeline.events import Timeline, run
+from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
+from lowtide.timeline.step import Item, Link
+
+Fates = tuple[Fate, ...]
+Move = tuple[tuple[int, Fate], ...]
+
+SMALL = 16
+"""Up to as many items, pairs of changes are tried too."""
+TINY = 8
+"""Up to as many, triples: without them a larger budget may give a slower plan."""
+_KEEP_ABOVE = (0.98, 0.5, 0.1)
+MAX_TRIES = 40
+"""Changes that are tried one by one before repair gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Fates, and what came of them."""
+
+    fates: Fates
+    excess: tuple[int, int]
+    """Bytes that the host lacks, and bytes over the budget. Zeros: they fit."""
+    seconds: float = 0.0
+    """Of the step; 0 when they do not fit."""
+    timeline: Timeline | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.excess == (0, 0)
+
+    @property
+    def rank(self) -> tuple[tuple[int, int], float]:
+        """Less is better."""
+        return (self.excess, self.seconds)
+
+
+class Evaluator:
+    """Plays fates against one budget."""
+
+    def __init__(
+        self,
+        arrays: StepArrays,
+        link: Link,
+        budget_bytes: int,
+        host_bytes: int | None = None,
+        *,
+        deadline: float = np.inf,
+    ) -> None:
+        self.arrays, self.link = arrays, link
+        self.budget_bytes, self.host_bytes = budget_bytes, host_bytes
+        self.deadline = deadline
+        """On the clock of `time.perf_counter`."""
+        self.num_plays = 0
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def play(self, fates: Sequence[Fate]) -> Outcome:
+        """No timing of copies needs less than the floor of the fates, so what is above the budget is not played.
+
+        Seldom the timeline needs more than that floor (seen with two layers that run again and share their weights):
+        then the fates do not fit either.
+        """
+        self.num_plays += 1
+        excess = self.excess(fates)
+        if excess != (0, 0):
+            return Outcome(fates=tuple(fates), excess=excess)
+        timeline = run(self.arrays, fates, self.link, budget_bytes=self.budget_bytes)
+        if timeline.peak_bytes > self.budget_bytes:
+            return Outcome(fates=tuple(fates), excess=(0, timeline.peak_bytes - self.budget_bytes))
+        return Outcome(fates=tuple(fates), excess=excess, seconds=timeline.step_seconds, timeline=timeline)
+
+    def excess(self, fates: Sequence[Fate]) -> tuple[int, int]:
+        """Bytes that the host lacks, and bytes over the budget at least."""
+        return self.distance(fates)[:2]
+
+    def floor(self, fates: Sequence[Fate]) -> int:
+        """The least peak that these fates can have, however long compute waits."""
+        return int(floor_curve(self.arrays, Lifetimes.of(self.arrays, fates)).max())
+
+    def distance(self, fates: Sequence[Fate]) -> tuple[int, int, int]:
+        """The excess, and the bytes over the budget summed over all ticks, which decides among equals."""
+        lifetimes = Lifetimes.of(self.arrays, fates)
+        over = np.maximum(floor_curve(self.arrays, lifetimes) - self.budget_bytes, 0)
+        host_bytes = int(self.arrays.nbytes[lifetimes.is_swapped].sum())
+        missing = 0 if self.host_bytes is None else max(host_bytes - self.host_bytes, 0)
+        return missing, int(over.max()), int(over.sum())
+
+
+def rounded(items: Sequence[Item], shares: Relaxation, keep_above: float) -> Fates:
+    """Keep what the program keeps at least this much of; the rest gets the larger of its other shares."""
+    fates = []
+    for index, item in enumerate(items):
+        others = {Fate.SWAP: shares.swap[index], Fate.RECOMPUTE: shares.recompute[index]}
+        open_fates = [fate for fate in (Fate.SWAP, Fate.RECOMPUTE) if fate in item.fates]
+        gone = shares.swap[index] + shares.recompute[index]
+        is_kept = gone <= 1 - keep_above if not item.is_anchor else shares.keep[index] >= gone
+        if not open_fates or (Fate.KEEP in item.fates and is_kept):
+            fates.append(Fate.KEEP)
+        else:
+            fates.append(max(open_fates, key=lambda fate: others[fate]))
+    return tuple(fates)
+
+
+def roundings(evaluator: Evaluator, shares: Relaxation) -> list[Outcome]:
+    """What came of rounding the shares at several thresholds, repaired."""
+    tried = dict.fromkeys(rounded(evaluator.arrays.step.items, shares, keep_above) for keep_above in _KEEP_ABOVE)
+    return [evaluator.play(repair(evaluator, fates)) for fates in tried]
+
+
+def repair(evaluator: Evaluator, fates: Fates, *, max_rounds: int = 200) -> Fates:
+    """Evicts what is in the way at the worst tick, cheapest for its bytes first, until the fates fit.
+
+    As much at once as that tick asks for, and where this does not help, one by one. Stops where nothing helps.
+    """
+    current = list(fates)
+    distance = evaluator.distance(current)
+    for _ in range(max_rounds):
+        if distance[:2] == (0, 0) or evaluator.is_late:
+            break
+        wanted = distance[0] or distance[1]
+        changes = _returns(evaluator, current) if distance[0] else _evictions(evaluator, current)
+        for several in (_enough(evaluator, changes, wanted), *([change] for change in changes[:MAX_TRIES])):
+            tried = list(current)
+            for index, fate in several:
+                tried[index] = fate
+            now = evaluator.distance(tried)
+            if now < distance:
+                current, distance = tried, now
+                break
+        else:
+            break
+    return tuple(current)
+
+
+def _enough(evaluator: Evaluator, changes: list[tuple[int, Fate]], wanted: int) -> list[tuple[int, Fate]]:
+    """The first changes that are worth this many bytes together, one for each item."""
+    chosen: dict[int, Fate] = {}
+    total = 0
+    for index, fate in changes:
+        if total >= wanted:
+            break
+        if index not in chosen:
+            chosen[index] = fate
+            total += int(evaluator.arrays.nbytes[index])
+    return list(chosen.items())
+
+
+def _evictions(evaluator: Evaluator, fates: list[Fate]) -> list[tuple[int, Fate]]:
+    """Changes that take bytes off the worst tick, cheapest for their bytes first."""
+    arrays = evaluator.arrays
+    lifetimes = Lifetimes.of(arrays, fates)
+    tick = int(np.argmax(floor_curve(arrays, lifetimes)))
+    changes: list[tuple[float, int, Fate]] = []
+    is_waiting = lifetimes.is_held & (arrays.dies <= tick) & (tick < lifetimes.need)
+    for index in np.flatnonzero(is_waiting).tolist():
+        item = arrays.step.items[index]
+        for fate in item.fates:
+            if fate is not Fate.KEEP:
+                changes.append((_seconds(evaluator, item, fate) / max(item.nbytes, 1), index, fate))
+    changes.sort(key=lambda change: (change[0], change[1], change[2] is Fate.SWAP))
+    # What is made needs room for its recipe, and keeps its inputs there.
+    others: list[tuple[int, int, Fate]] = []
+    for index in np.flatnonzero(lifetimes.is_made & (lifetimes.need <= tick) & (tick < lifetimes.release)).tolist():
+        item = arrays.step.items[index]
+        freed = sum(int(arrays.nbytes[source]) for source in item.inputs if arrays.first_read[source] > tick)
+        if freed or lifetimes.need[index] == tick:
+            others += [(-freed, index, fate) for fate in item.fates if fate is not Fate.RECOMPUTE]
+    others.sort()
+    return [(index, fate) for _, index, fate in (*changes, *others)]
+
+
+def _returns(evaluator: Evaluator, fates: list[Fate]) -> list[tuple[int, Fate]]:
+    """Changes of swapped items, those first that are cheapest to make again."""
+    changes = []
+    for index, item in enumerate(evaluator.arrays.step.items):
+        if fates[index] is Fate.SWAP:
+            changes += [
+                (_seconds(evaluator, item, fate) / max(item.nbytes, 1), index, fate)
+                for fate in item.fates
+                if fate is not Fate.SWAP
+            ]
+    changes.sort(key=lambda change: (change[2] is Fate.KEEP, change[0], change[1]))
+    return [(index, fate) for _, index, fate in changes]
+
+
+def _seconds(evaluator: Evaluator, item: Item, fate: Fate) -> float:
+    """What a fate costs when nothing is hidden by anything."""
+    if fate is Fate.KEEP:
+        return 0.0
+    if fate is Fate.RECOMPUTE:
+        return item.recipe_seconds
+    return item.nbytes / evaluator.link.out_bytes_per_second
+
+
+def improve(evaluator: Evaluator, start: Outcome, *, max_plays: int) -> Outcome:
+    """Changes one item, or two, wherever that makes the step faster and fits, until nothing does."""
+    best = start
+    last_play = evaluator.num_plays + max_plays
+    while True:
+        before = best
+        for move in _moves(evaluator.arrays, best):
+            if evaluator.num_plays >= last_play or evaluator.is_late:
+                return best
+            fates = list(best.fates)
+            for index, fate in move:
+                fates[index] = fate
+            outcome = evaluator.play(fates)
+            if outcome.rank < (best.excess, best.seconds * (1 - 1e-9)):
+                best = outcome
+                if len(best.fates) <= SMALL:
+                    break  # pairs are many: single changes first again
+        if best is before:
+            return best
+
+
+def _moves(arrays: StepArrays, outcome: Outcome) -> Iterator[Move]:
+    items, fates = arrays.step.items, outcome.fates
+    singles = [(index, fate) for index, item in enumerate(items) for fate in item.fates if fate is not fates[index]]
+
+    def promise(move: tuple[int, Fate]) -> float:
+        index, fate = move
+        saved = items[index].recipe_seconds if fates[index] is Fate.RECOMPUTE else 0.0
+        return saved - (items[index].recipe_seconds if fate is Fate.RECOMPUTE else 0.0)
+
+    singles.sort(key=promise, reverse=True)
+    yield from ((move,) for move in singles)
+    for num_changes, most_items in ((2, SMALL), (3, TINY)):
+        if len(items) > most_items:
+            return
+        for move in itertools.combinations(singles, num_changes):
+            if len({index for index, _ in move}) == num_changes:
+                yield move

@@ -1,0 +1,149 @@
+"""The smallest peak that can be reached, however long the step takes.
+
+What: `floor`. Where everything may be swapped and the host takes it, that is swapping all of it, and proven. Where
+fates are restricted or the host is small, it is what the linear program and search find: the budget is halved between a
+peak that is reached and one that is not, and each time the program says which fates are the cheapest way there. (Asked
+for nothing but a small peak it would make everything again in one long chain, whose links all exist at once.)
+
+Cost: nothing where everything may be swapped; else some programs: a second for 32 layers × 11 items.
+
+Not covered: proof that nothing is lower in the second case, except in steps small enough for every pair of changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import operator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core.fate import Fate
+from lowtide.planner.local_search import Evaluator, Fates, Outcome, improve, repair, roundings
+from lowtide.planner.relaxation import Program
+from lowtide.timeline.memory import StepArrays
+from lowtide.timeline.step import Item, Link, Step
+
+UNREACHABLE = 1 << 62
+"""The floor where rules swap more than the host takes."""
+WHOLE_ITEMS = 60
+"""Up to as many items, programs are solved exactly too."""
+BLOCKS = 160
+"""The first points: the worst tick of as many equal pieces of the step."""
+_HALVINGS = 6
+# Times for a search that is about bytes: what they are to each other decides what is tried first.
+_TICK_SECONDS = 1e-5
+_RECIPE_SECONDS_A_BYTE = 1e-12
+_LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+_CLOSE = 0.01
+"""Share of the way from the bound to the plain peak that is not worth another program."""
+
+
+def floor(step: Step | StepArrays, host_bytes: int | None = None) -> tuple[int, Fates]:
+    """The smallest peak that was found, and fates that reach it; `UNREACHABLE` if the host cannot take forced swaps.
+
+    It is looked for with times that follow from bytes, so that a floor that was told of one observation is enough for
+    the next one of that step; and with the step's own times, as a solver looks for plans, so that no plan is below it.
+    """
+    arrays = StepArrays.of(step)
+    peak_bytes, fates, is_proven = quick_floor(arrays, host_bytes)
+    if is_proven:
+        return peak_bytes, fates
+    found = [_lowest(timed, host_bytes, fates) for timed in (StepArrays.of(_timeless(arrays.step)), arrays)]
+    (missing, peak_bytes), best = min(found, key=operator.itemgetter(0))
+    return (UNREACHABLE if missing else peak_bytes), best
+
+
+def _lowest(arrays: StepArrays, host_bytes: int | None, fates: Fates) -> tuple[tuple[int, int], Fates]:
+    """The fates that were found to exceed a budget of nothing least, and by how much: all of their peak."""
+    evaluator = Evaluator(arrays, _LINK, 0, host_bytes)
+    candidates = [fates, *(_all(arrays, order) for order in _ORDERS)]
+    is_small = len(fates) <= WHOLE_ITEMS
+    if importlib.util.find_spec("scipy") is not None:
+        candidates += _halved(evaluator, min(evaluator.excess(fates) for fates in candidates), is_small)
+    if is_small:
+        candidates = [_lowered(evaluator, repair(evaluator, fates)) for fates in candidates]
+    best = min(candidates, key=evaluator.excess)
+    return evaluator.excess(best), best
+
+
+def _timeless(step: Step) -> Step:
+    """The step with times that follow from bytes: measured ones are others each time, and so is what is cheapest."""
+    ticks = tuple(dataclasses.replace(tick, seconds=_TICK_SECONDS) for tick in step.ticks)
+    items = tuple(
+        dataclasses.replace(item, recipe_seconds=_TICK_SECONDS + item.nbytes * _RECIPE_SECONDS_A_BYTE)
+        if Fate.RECOMPUTE in item.fates
+        else item
+        for item in step.items
+    )
+    return dataclasses.replace(step, ticks=ticks, items=items)
+
+
+def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates, bool]:
+    """Swapping whatever may be: the peak, the fates, and whether this is the floor for certain."""
+    items = arrays.step.items
+    fates = _all(arrays, (Fate.SWAP, Fate.RECOMPUTE, Fate.KEEP))
+    evaluator = Evaluator(arrays, Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0), 0, host_bytes)
+    missing, peak_bytes = evaluator.excess(fates)
+    is_proven = not missing and all(
+        Fate.SWAP in item.fates and item.dies > item.saved for item in items if item.reads and item.dies < item.reads[0]
+    )
+    return (UNREACHABLE if missing else peak_bytes), fates, is_proven
+
+
+_ORDERS = ((Fate.RECOMPUTE, Fate.SWAP, Fate.KEEP), (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP))
+
+
+def _halved(evaluator: Evaluator, excess: tuple[int, int], is_small: bool) -> list[Fates]:
+    """Fates for smaller and smaller budgets, as long as they can be reached."""
+    arrays, link, host_bytes = evaluator.arrays, evaluator.link, evaluator.host_bytes
+    program = Program(arrays.step, link, 0.0, host_bytes)
+    points = first_points(arrays, program.plain)
+    found: list[Fates] = []
+    least = program.solve(points, minimise_peak=True, whole=is_small)
+    if least is None or not math.isfinite(least.bound_seconds):
+        return found
+    if is_small:
+        found += [outcome.fates for outcome in roundings(evaluator, least)]
+    plain_bytes = float(program.plain.max())
+    low = least.bound_seconds
+    high = min(plain_bytes, excess[1]) if not excess[0] else plain_bytes
+    for _ in range(_HALVINGS):
+        if high - low <= _CLOSE * (plain_bytes - low):
+            break
+        middle = (low + high) / 2
+        shares = Program(arrays.step, link, middle, host_bytes).solve(points)
+        if shares is None or not math.isfinite(shares.bound_seconds):
+            low = middle
+            continue
+        best = min(
+            roundings(Evaluator(arrays, link, int(middle), host_bytes), shares), key=lambda outcome: outcome.rank
+        )
+        found.append(best.fates)
+        missing, peak_bytes = evaluator.excess(best.fates)
+        if not missing:
+            high = min(high, peak_bytes)
+        if not best.fits:
+            low = middle
+    return found
+
+
+def _lowered(evaluator: Evaluator, fates: Fates) -> Fates:
+    return improve(evaluator, Outcome(fates=fates, excess=evaluator.excess(fates)), max_plays=4000).fates
+
+
+def _all(arrays: StepArrays, order: tuple[Fate, ...]) -> Fates:
+    return tuple(first_of(item, order) for item in arrays.step.items)
+
+
+def first_of(item: Item, order: tuple[Fate, ...]) -> Fate:
+    """The first of these fates that the item may have."""
+    return next(fate for fate in order if fate in item.fates)
+
+
+def first_points(arrays: StepArrays, curve: NDArray[np.float64]) -> set[int]:
+    """The worst tick of each piece of the step."""
+    pieces = np.array_split(np.arange(arrays.num_ticks), BLOCKS)
+    return {int(piece[np.argmax(curve[piece])]) for piece in pieces if len(piece)}

@@ -1,0 +1,444 @@
+"""A budget in bytes and a profile give a plan.
+
+What: `plan_profile` asks which fates the rules leave to each node, builds the problem, has it solved, and writes the
+answer down as a `Plan` with predictions, an account of the worst moment, and a reason for each decision.
+
+Cost: the solver's. Not covered: how the profile came about, and carrying the plan out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.core.decisions import AccountLine, Prediction, SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.pattern import Pattern
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.core.rules import Rule, Rules
+from lowtide.errors import BudgetError
+from lowtide.planner.again import can_run_again, run_again
+from lowtide.planner.problem import Problem, decisions, make_problem, state_bytes
+from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
+from lowtide.timeline.step import Item, Link, Step
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+    from lowtide.planner.solve import Solution
+
+# A check that costs less than this share of the step is not worth another plan.
+_CHECK_SHARE = 0.005
+# What eager PyTorch's host takes to launch an operator on an accelerator. An estimate.
+_LAUNCH_SECONDS = 8e-6
+_ALL = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+_WORTHWHILE = 0.98
+"""What half a batch needs, as a share of the whole one's: above this, halving it is no way out."""
+
+
+def plan_profile(
+    profile: Profile,
+    config: MemoryConfig,
+    *,
+    link: Link,
+    budget_bytes: int | None = None,
+    has_gradients: bool = False,
+    time_limit_seconds: float = 5.0,
+    log_seconds: float = 0.0,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
+
+    `log_seconds` is what proving recipes costs for each operator of the forward pass (recipes/proof.py). Where that
+    would show, a plan without recipes is tried too.
+    Raises `BudgetError` when none fits, with the floor and ways out.
+    """
+    budget = config.budget if budget_bytes is None else budget_bytes
+    assert budget is not None
+    asked = _Asked(profile, config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing)
+    forced = layers_by_rule(profile, config)
+    found: _Found | None = None
+    refusal: BudgetError | None = None
+    try:
+        found = asked.solved(forced)
+    except BudgetError as error:
+        refusal = error
+    # Whole layers run again, as anybody could have it: never slower than that, and never refused where that fits.
+    for layers in asked.ways(forced, found):
+        try:
+            other = asked.solved(layers)
+        except BudgetError as error:
+            refusal = error if refusal is None or error.floor_bytes < refusal.floor_bytes else refusal
+            continue
+        if found is None or other.solution.timeline.step_seconds < found.solution.timeline.step_seconds:
+            found = other
+    if found is None:
+        assert refusal is not None
+        problem = problem_of(profile, config, has_gradients=has_gradients, layers=forced)
+        raise _with_half_a_batch(refusal, problem, config, has_gradients) from None
+    plan = _plan_of(asked, found)
+    predicted = plan.predicted
+    assert predicted is not None
+    check_seconds = _check_seconds(profile, plan, log_seconds)
+    if check_seconds > _CHECK_SHARE * predicted.step_seconds and config.recomputes_freely:
+        without = profile.without_recipes([node.name for node in profile.nodes])
+        with contextlib.suppress(BudgetError):
+            bare = plan_profile(
+                without, config, link=link, budget_bytes=budget, has_gradients=has_gradients,
+                time_limit_seconds=time_limit_seconds, progress=progress,
+            )  # fmt: skip
+            assert bare.predicted is not None
+            if bare.predicted.step_seconds < predicted.step_seconds + check_seconds:
+                # The floor is that of all that may be done.
+                promised = dataclasses.replace(bare.predicted, floor_bytes=predicted.floor_bytes)
+                return dataclasses.replace(bare, predicted=promised)
+    return dataclasses.replace(plan, predicted=dataclasses.replace(predicted, check_seconds=check_seconds))
+
+
+def _check_seconds(profile: Profile, plan: Plan, log_seconds: float) -> float:
+    """What it costs to prove the plan's recipes in each forward pass. Nothing where it has none."""
+    if plan.check != "full" or not any(site.recipe is not None for site in plan.sites):
+        return 0.0
+    host_seconds = profile.num_forward_ops * log_seconds
+    if profile.device == "cpu":
+        return host_seconds
+    # The host runs ahead of an accelerator: only what makes it slower than the device shows.
+    launches = profile.num_forward_ops * (_LAUNCH_SECONDS + log_seconds)
+    return min(host_seconds, max(0.0, launches - sum(profile.op_seconds[: profile.num_forward_ops])))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A solution, and the layers that run again under it."""
+
+    layers: tuple[str, ...]
+    problem: Problem
+    solution: Solution
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `plan_profile` was asked for."""
+
+    profile: Profile
+    config: MemoryConfig
+    link: Link
+    budget_bytes: int
+    has_gradients: bool
+    time_limit_seconds: float
+    progress: Callable[[str], None]
+
+    def problem(self, layers: tuple[str, ...]) -> Problem:
+        return problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=layers)
+
+    def plain_problem(self) -> Problem:
+        """Everything kept."""
+        config = dataclasses.replace(self.config, recompute="none", swap="none")
+        return problem_of(self.profile, config, has_gradients=self.has_gradients, layers=())
+
+    def solved(self, layers: tuple[str, ...]) -> _Found:
+        from lowtide.planner.solve import solve
+
+        problem = self.problem(layers)
+        solution = solve(
+            problem.step,
+            self.link,
+            self.budget_bytes,
+            host_bytes=self.config.host_budget,
+            time_limit_seconds=self.time_limit_seconds,
+            progress=self.progress,
+        )
+        return _Found(layers, problem, solution)
+
+    def ways(self, forced: tuple[str, ...], found: _Found | None) -> Iterator[tuple[str, ...]]:
+        """Sets of layers that are worth solving for: where nothing fits yet, all of them; and the fewest that fit with
+        everything else kept, where that is faster than what was found."""
+        if not self.config.recomputes_freely or self.profile.num_collectives:
+            return  # ranks that plan for themselves must issue the same collectives
+        more = tuple(name for name in can_run_again(self.profile) if name not in forced)
+        if not more:
+            return
+
+        def first(number: int) -> tuple[str, ...]:
+            return (*forced, *more[:number])
+
+        def needed_bytes(number: int) -> int:
+            return floor_of_kept(self.problem(first(number)))
+
+        costs = [_call_seconds(self.profile, name) for name in more]
+        # What a layer costs at least decides whether any of this can be faster: no problem is built in vain.
+        if found is not None and found.solution.timeline.step_seconds <= self.seconds + min(costs):
+            return
+        # The last layer's backward comes first: running it again may hold more than it frees.
+        most = min((len(more), len(more) - 1), key=needed_bytes)
+        if needed_bytes(most) > self.budget_bytes:
+            if found is None:
+                yield first(most)
+            return
+        low, high = 0, most  # `low` are not enough, `high` are
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if needed_bytes(middle) <= self.budget_bytes else (middle, high)
+        if found is None or found.solution.timeline.step_seconds > self.seconds + sum(costs[:high]):
+            yield first(high)
+
+    @property
+    def seconds(self) -> float:
+        """Of the plain step."""
+        return sum(self.profile.op_seconds)
+
+
+def floor_of_kept(problem: Problem) -> int:
+    """The peak with everything kept that may be, and else swapped."""
+    from lowtide.planner.min_peak import first_of
+
+    arrays = StepArrays.of(problem.step)
+    fates = [first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in problem.step.items]
+    return int(floor_curve(arrays, Lifetimes.of(arrays, fates)).max())
+
+
+def _call_seconds(profile: Profile, layer: str) -> float:
+    """What running a layer once more takes."""
+    return sum(sum(profile.op_seconds[call.first_op : call.end_op]) for call in profile.calls if call.name == layer)
+
+
+def layers_by_rule(profile: Profile, config: MemoryConfig) -> tuple[str, ...]:
+    """Layers that a recompute rule names as such: they run again as a whole, as they do without a budget."""
+    rules = config.rules()
+    able = set(can_run_again(profile))
+    return tuple(
+        name for name in profile.layers if name in able and rules.decide(name, is_site=False).fate is Fate.RECOMPUTE
+    )
+
+
+def problem_of(
+    profile: Profile, config: MemoryConfig, *, has_gradients: bool = False, layers: tuple[str, ...] | None = None
+) -> Problem:
+    """The problem that the rules of `config` leave to the solver. `layers` run again; None: those that rules name."""
+    if layers is None:
+        layers = layers_by_rule(profile, config)
+    step = run_again(profile, layers)
+    return make_problem(
+        step, allowed=_allowed(step, config, layers), min_bytes=config.min_bytes, has_gradients=has_gradients
+    )
+
+
+def _allowed(
+    profile: Profile, config: MemoryConfig, layers: tuple[str, ...]
+) -> Mapping[str, tuple[tuple[Fate, ...], str]]:
+    rules = config.rules()
+    if layers:  # what names layers has been carried out
+        rules = Rules(tuple(rule for rule in rules.rules if not _is_about_layers(rule, layers)))
+    free = [Fate.KEEP]
+    free += [Fate.SWAP] if config.swaps_freely else []
+    free += [Fate.RECOMPUTE] if config.recomputes_freely else []
+    allowed: dict[str, tuple[tuple[Fate, ...], str]] = {}
+    for node in profile.nodes:
+        decision = rules.decide(node.name)
+        if decision.rule is not None:
+            allowed[node.name] = ((decision.fate,), decision.reason)
+        elif len(free) < len(_ALL):
+            allowed[node.name] = (tuple(free), "the rules leave no other fate")
+    return allowed
+
+
+def _is_about_layers(rule: Rule, layers: tuple[str, ...]) -> bool:
+    return rule.fate is Fate.RECOMPUTE and any(rule.pattern.matches(name, is_site=False) for name in layers)
+
+
+def _with_half_a_batch(error: BudgetError, problem: Problem, config: MemoryConfig, has_gradients: bool) -> BudgetError:
+    """One more way out, where there is one: the batch can be halved, and that needs less."""
+    from lowtide.planner.min_peak import floor
+
+    rows = batch_rows(problem.profile)
+    if rows is None or rows < 2:
+        return error
+    half, _ = floor(half_a_batch(problem, has_gradients=has_gradients), config.host_budget)
+    if half > _WORTHWHILE * error.floor_bytes:
+        return error
+    hint = f"half the micro-batch: needs about {format_bytes(half)}"
+    suggestions = (*error.suggestions[:2], hint)
+    text = str(error).split("\n")[0]
+    lines = [text, *(f"  - {suggestion}" for suggestion in suggestions)]
+    return BudgetError("\n".join(lines), floor_bytes=error.floor_bytes, suggestions=suggestions)
+
+
+def batch_rows(profile: Profile) -> int | None:
+    """The least first dimension of the tensors of the batch; None where no tensor has one."""
+    rows = [int(count) for count in re.findall(r"\[(\d+)", profile.batch)]
+    return min(rows, default=None)
+
+
+def half_a_batch(problem: Problem, *, has_gradients: bool) -> Step:
+    """The step with half of all that grows with the batch: activations, temporaries and the batch itself.
+
+    Weights, gradients, optimizer state and the optimizer's step stay as they are. Not exact: a temporary may have the
+    size of a weight.
+    """
+    profile, step = problem.profile, problem.step
+    fixed = state_bytes(profile, has_gradients=has_gradients) - profile.state.inputs
+    ticks = []
+    for number, tick in enumerate(step.ticks):
+        stays = fixed if has_gradients else fixed + _gradients_at(problem, number, has_gradients)
+        grows = max(tick.base_bytes - stays, 0) if number < len(step.ticks) - 1 else 0  # the last one: the optimizer's
+        ticks.append(dataclasses.replace(tick, base_bytes=tick.base_bytes - grows // 2))
+    items = tuple(dataclasses.replace(item, nbytes=item.nbytes // 2) for item in step.items)
+    return dataclasses.replace(step, ticks=tuple(ticks), items=items)
+
+
+def _plan_of(asked: _Asked, found: _Found) -> Plan:
+    problem, solution, config, has_gradients = found.problem, found.solution, asked.config, asked.has_gradients
+    profile, step, timeline = problem.profile, problem.step, solution.timeline
+    reasons = {i: _reason(item, fate) for i, (item, fate) in enumerate(zip(step.items, solution.fates, strict=True))}
+    plain_problem = problem if not found.layers else asked.plain_problem()
+    plain = plain_curve(plain_problem.step)
+    num_forward = step.num_forward_ticks
+    forward = timeline.curve[:num_forward]
+    bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
+    held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
+    prediction = Prediction(
+        peak_bytes=timeline.peak_bytes,
+        step_seconds=timeline.step_seconds,
+        stall_seconds=timeline.stall_seconds,
+        recompute_seconds=timeline.recompute_seconds + sum(_call_seconds(asked.profile, name) for name in found.layers),
+        gap=_gap(asked, found),
+        plain_peak_bytes=int(plain.max()),
+        plain_seconds=plain_problem.step.compute_seconds,
+        floor_bytes=solution.floor_bytes,
+        forward_peak_bytes=int(max(forward, default=0)),
+        forward_held_bytes=int(max(held, default=0)),
+        certainty=_certainty(profile),
+    )
+    return Plan(
+        layers=profile.layers,
+        # Other storages that a recompute rule names are made again one by one.
+        rules=_with_layers(config.rules(), found.layers),
+        min_bytes=config.min_bytes,
+        host_budget_bytes=config.host_budget,
+        disk_budget_bytes=config.disk_budget,
+        disk_path=None if config.disk_path is None else str(config.disk_path),
+        sites=(
+            *decisions(problem, solution.fates, timeline.leave, timeline.fetch, reasons),
+            *_dropped(asked.profile, found),
+        ),
+        is_solved=True,
+        check=config.check,
+        budget_bytes=asked.budget_bytes,
+        predicted=prediction,
+        account=memory_breakdown(problem, plain.tolist(), timeline.curve, plain_problem, has_gradients=has_gradients),
+    )
+
+
+def _gap(asked: _Asked, found: _Found) -> float:
+    """The program bounds the step whose layers it was given; where the planner chose them, only the plain step does."""
+    if found.layers == layers_by_rule(asked.profile, asked.config):
+        return found.solution.gap
+    seconds = found.solution.timeline.step_seconds
+    return (seconds - asked.seconds) / seconds if seconds else 0.0
+
+
+def _with_layers(rules: Rules, layers: tuple[str, ...]) -> Rules:
+    """The rules as the runtime has to carry them out: of those about recompute, one for each layer that runs again."""
+    own = []
+    for name in layers:
+        decision = rules.decide(name, is_site=False)
+        where = decision.rule.where if decision.rule is not None and decision.fate is Fate.RECOMPUTE else ""
+        own.append(Rule(pattern=Pattern.parse(name), fate=Fate.RECOMPUTE, where=where))
+    return Rules((*rules.without_recompute().rules, *own))
+
+
+def _dropped(profile: Profile, found: _Found) -> Iterator[SiteDecision]:
+    """What goes with the layers that run again."""
+    there = {node.name for node in found.problem.profile.nodes}
+    charged: set[str] = set()
+    for node in profile.sites:
+        if node.name in there:
+            continue
+        assert node.layer is not None
+        cost = 0.0 if node.layer in charged else _call_seconds(profile, node.layer)
+        charged.add(node.layer)
+        yield SiteDecision(
+            name=node.name,
+            layer=node.layer,
+            nbytes=node.nbytes,
+            dtype=node.dtype,
+            fate=Fate.RECOMPUTE,
+            cost_seconds=cost,
+            reason="its layer runs again",
+        )
+
+
+def _certainty(profile: Profile) -> str:
+    if profile.is_fake:
+        return f"bytes traced without a device, times by roofline of {profile.device}"
+    return f"bytes and times observed on {profile.device}"
+
+
+def _reason(item: Item, fate: Fate) -> str:
+    if len(item.fates) == 1:
+        return "the rules leave no other fate"
+    if fate is Fate.KEEP:
+        return "fits"
+    if fate is Fate.SWAP:
+        return "away and back while compute runs"
+    return f"made again in {format_seconds(item.recipe_seconds)}"
+
+
+def memory_breakdown(
+    problem: Problem,
+    plain: Sequence[int],
+    planned: Sequence[int],
+    plain_problem: Problem | None = None,
+    *,
+    has_gradients: bool = False,
+) -> tuple[AccountLine, ...]:
+    """Where the bytes are at the worst moment, with everything kept and with the plan.
+
+    `plain_problem` is the one of the plain curve, where it is another. The worst moments are two different ones.
+    'activations' is what changes: bytes of nodes. 'temporaries' is the rest: results that live for a few operators, and
+    gradients that are on their way.
+    """
+    state = problem.profile.state
+    columns = []
+    for curve in (plain, planned):
+        tick = max(range(len(curve)), key=curve.__getitem__)
+        columns.append((tick, int(curve[tick])))
+    fixed = state_bytes(problem.profile, has_gradients=has_gradients)
+    lines = [
+        AccountLine(what="weights", plain_bytes=state.parameters, planned_bytes=state.parameters),
+        AccountLine(what="optimizer state", plain_bytes=state.optimizer, planned_bytes=state.optimizer),
+        AccountLine(
+            what="buffers and batch",
+            plain_bytes=state.buffers + state.inputs,
+            planned_bytes=state.buffers + state.inputs,
+        ),
+    ]
+    pairs = [(each, tick) for each, (tick, _) in zip((plain_problem or problem, problem), columns, strict=True)]
+    gradients = tuple(_gradients_at(each, tick, has_gradients) for each, tick in pairs)
+    lines.append(AccountLine(what="gradients", plain_bytes=gradients[0], planned_bytes=gradients[1]))
+    bases = tuple(each.step.ticks[tick].base_bytes for each, tick in pairs)
+    activations = tuple(total - base for (_, total), base in zip(columns, bases, strict=True))
+    lines.append(AccountLine(what="activations", plain_bytes=activations[0], planned_bytes=activations[1]))
+    grown = gradients if not has_gradients else (0, 0)
+    rest = tuple(base - fixed - made for base, made in zip(bases, grown, strict=True))
+    lines.append(AccountLine(what="head, loss, temporaries", plain_bytes=rest[0], planned_bytes=rest[1]))
+    lines.append(AccountLine(what="peak", plain_bytes=columns[0][1], planned_bytes=columns[1][1]))
+    return tuple(lines)
+
+
+def _gradients_at(problem: Problem, tick: int, has_gradients: bool) -> int:
+    profile = problem.profile
+    if has_gradients:
+        return profile.state.gradients
+    if tick >= len(problem.starts) - 1:
+        return profile.state.gradients
+    return profile.op_gradient_bytes[problem.starts[tick + 1] - 1]
+
+
+def _say_nothing(line: str) -> None:
+    pass

@@ -1,0 +1,320 @@
+"""The linear program behind a solved plan: a relaxation of the step, so that its value is a bound no schedule beats.
+
+What: shares `swap` and `recompute` of every item in [0, 1] (the rest is kept), and the link as a fluid, watched at a
+few *points* (ticks). Memory at each point stays within the budget; the link drains what was produced and brings back
+what is read, no faster than compute, recomputes and stalls give it time. Points are added where the shares turn out
+not to fit, so the program stays small: `Program.solve` is called again with more of them.
+
+Why a bound: every row is necessary. Take any real schedule, read its shares and what the link had moved by the start of
+each point, and all rows hold; each says why. The value of the program is therefore at most the time of that schedule,
+whatever the points are. With `whole=True` shares are 0 or 1 (branch and bound), and the bound is the search's own.
+
+Cost: with n items and p points about 2 n + 7 p columns, and rows with a few entries each (memory_rows.py). 32 layers ×
+11 items: 0.1 s.
+
+Not covered: the order of copies on a lane, that an item leaves whole and between ticks, and when exactly an item is
+made that serves as an input of others. All of them make the real step slower, none faster: the bound stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core.fate import Fate
+from lowtide.planner.linear_program import Linear, Solved
+from lowtide.planner.memory_rows import Floats, Lanes, Moves, Points, watch_flow, watch_peak
+from lowtide.timeline.memory import StepArrays, presence
+from lowtide.timeline.step import Link, Step
+
+_TOLERANCE = 1e-6
+"""Rows may be broken by this much (scaled); the bound is lowered by as much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """What the program says: how fast the step can be, and the shares that would do it."""
+
+    bound_seconds: float
+    """No schedule is faster. Infinite when not even shares fit: then no plan does."""
+    swap: Floats
+    recompute: Floats
+    keep: Floats
+    """One entry for each item; of an anchor that nobody needs all three are 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """When items may be needed in backward, over all fates of the others."""
+
+    last: NDArray[np.int64]
+    """By this tick: its first read; of an anchor, the last first read of what is made from it."""
+    first: NDArray[np.int64]
+    """Not before this tick: its first read, or that of what is made from it, and so on."""
+    dependents: tuple[tuple[int, ...], ...]
+    """Items that may be recomputed and are made from this one."""
+
+    @classmethod
+    def of(cls, arrays: StepArrays) -> Needs:
+        items = arrays.step.items
+        dependents: list[list[int]] = [[] for _ in items]
+        for index, item in enumerate(items):
+            if Fate.RECOMPUTE in item.fates:
+                for source in item.inputs:
+                    dependents[source].append(index)
+        last, first = arrays.first_read.copy(), arrays.first_read.copy()
+        for index in arrays.dependents_first:
+            if Fate.RECOMPUTE not in items[index].fates:
+                continue
+            for source in items[index].inputs:
+                first[source] = min(first[source], first[index])
+        never = arrays.num_ticks
+        for index, users in enumerate(dependents):
+            if items[index].is_anchor and users:
+                last[index] = max((last[user] for user in users if last[user] < never), default=never)
+        return cls(last=last, first=first, dependents=tuple(map(tuple, dependents)))
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Where the shares of one item are; -1 where it may not have that fate."""
+
+    swap: int = -1
+    recompute: int = -1
+    keeps: Sequence[tuple[int, int]] = ()
+    """Anchors only: (first point past it, column) for each end that keeping it may have."""
+
+
+class Program:
+    """One step, one link, one budget; solved for any set of points."""
+
+    def __init__(self, step: Step, link: Link, budget_bytes: float, host_bytes: float | None = None) -> None:
+        self.step, self.link = step, link
+        self.budget_bytes, self.host_bytes = budget_bytes, host_bytes
+        self.arrays = StepArrays.of(step)
+        self.needs = Needs.of(self.arrays)
+        self.is_anchor = np.array([item.is_anchor for item in step.items], dtype=bool)
+        self.plain = _plain(self.arrays)
+        self._clock = np.concatenate([[0.0], np.cumsum([tick.seconds for tick in step.ticks])])
+        self._unit_bytes = float(max(self.arrays.nbytes.max(initial=1), 1))
+        self._unit_seconds = max(step.compute_seconds, 1e-12) / max(len(step.ticks), 1)
+
+    def solve(
+        self,
+        points: Iterable[int],
+        *,
+        whole: bool = False,
+        time_limit_seconds: float = 60.0,
+        reserve_bytes: float = 0.0,
+        minimise_peak: bool = False,
+        gap: float = 1e-4,
+    ) -> Relaxation | None:
+        """Solves it at these ticks; None when time ran out with nothing in hand.
+
+        With `whole` it stops within `gap` of the best value, a share of what the step costs above keeping everything.
+
+        `reserve_bytes` is taken from the budget: the shares then leave room for what rounding costs, but the bound is
+        none. `minimise_peak` asks for the smallest peak instead, link and time being no object; the 'seconds' are
+        then bytes.
+        """
+        ticks = np.array(sorted({self.step.num_forward_ticks, *map(int, points)}), dtype=np.int64)
+        build = Linear()
+        columns = self._shares(build, ticks)
+        self._watch(build, ticks, columns, reserve_bytes, minimise_peak)
+        solved = build.solve(whole=whole, gap=gap, time_limit_seconds=time_limit_seconds)
+        return self._relaxation(solved, columns, minimise_peak=minimise_peak)
+
+    def _index(self, ticks: NDArray[np.int64], tick: int) -> int:
+        """The first point at or after a tick; its number of points when there is none."""
+        return int(np.searchsorted(ticks, tick))
+
+    def _shares(self, build: Linear, ticks: NDArray[np.int64]) -> list[_Columns]:
+        """Columns for the fates, with what each costs, and the rows that tie them together."""
+        items, needs = self.step.items, self.needs
+        share = self.link.compute_share
+        columns = []
+        for index, item in enumerate(items):
+            entry = _Columns()
+            columns.append(entry)
+            if self._is_free(index):
+                continue
+            if Fate.SWAP in item.fates:
+                # Both copies run, and compute falls behind by its share of them.
+                behind = share * (self._out_seconds(item.nbytes) + self._back_seconds(item.nbytes))
+                entry.swap = build.column(behind, 1.0, whole=True)
+            if Fate.RECOMPUTE in item.fates:
+                entry.recompute = build.column(item.recipe_seconds / self._unit_seconds, 1.0, whole=True)
+            terms = [(col, 1.0) for col in (entry.swap, entry.recompute) if col >= 0]
+            if item.is_anchor:
+                # A kept anchor lives until the last recipe that reads it; each possible end is a share of its own.
+                ends = {self._index(ticks, int(needs.first[user]) + 1) for user in needs.dependents[index]}
+                if Fate.KEEP in item.fates:
+                    entry.keeps = [(end, build.column(0.0, 1.0)) for end in sorted(ends)]
+                terms += [(col, 1.0) for _, col in entry.keeps]
+            if len(terms) > 1 or Fate.KEEP not in item.fates:
+                # Every item has one fate; a site that may not be kept has one of the others.
+                forced = Fate.KEEP not in item.fates and not item.is_anchor
+                build.row(terms, 1.0 if forced else -math.inf, 1.0)
+            if entry.recompute >= 0:
+                self._needs_anchors(build, ticks, index, columns)
+        return columns
+
+    def _is_free(self, index: int) -> bool:
+        """Nothing is to be decided: an anchor of nobody, or somebody else holds it until backward reads it."""
+        item = self.step.items[index]
+        if item.is_anchor:
+            return self.needs.last[index] == self.arrays.num_ticks
+        return Fate.KEEP in item.fates and item.dies >= item.reads[0]
+
+    def _needs_anchors(self, build: Linear, ticks: NDArray[np.int64], index: int, columns: list[_Columns]) -> None:
+        """What is made again needs its anchors held, kept at least until it can first be needed."""
+        end = self._index(ticks, int(self.needs.first[index]) + 1)
+        for source in self.step.items[index].inputs:
+            if not self.step.items[source].is_anchor:
+                continue
+            held = columns[source]
+            terms = [(col, 1.0) for last, col in held.keeps if last >= end]
+            terms += [(col, 1.0) for col in (held.swap, held.recompute) if col >= 0]
+            build.row([*terms, (columns[index].recompute, -1.0)], 0.0, math.inf)
+
+    def _watch(
+        self,
+        build: Linear,
+        ticks: NDArray[np.int64],
+        columns: list[_Columns],
+        reserve_bytes: float,
+        minimise_peak: bool,
+    ) -> None:
+        """Memory and link at the points. Bytes in `_unit_bytes`, seconds in `_unit_seconds`."""
+        num = len(ticks)
+        moves = Moves.of(num)
+        for index, item in enumerate(self.step.items):
+            entry = columns[index]
+            size = item.nbytes / self._unit_bytes
+            dies = self._index(ticks, item.dies)
+            first, read = int(self.needs.first[index]), int(self.needs.last[index])
+            at = self._index(ticks, read)
+            for end, col in entry.keeps:
+                moves.away[dies].append((col, -size))
+                moves.away[end].append((col, size))
+            if entry.recompute >= 0:
+                # It runs in one of these ticks; which one depends on what is made from it, so each gets the time.
+                seconds = item.recipe_seconds / self._unit_seconds
+                for k in range(self._index(ticks, first + 1), min(self._index(ticks, read + 1), num - 1) + 1):
+                    moves.extra[k].append((entry.recompute, seconds))
+                if first == read and at < num and ticks[at] == read and item.recipe_bytes:
+                    moves.transient[at].append((entry.recompute, item.recipe_bytes / self._unit_bytes))
+            if entry.swap >= 0:
+                out, back = self._out_seconds(item.nbytes), self._back_seconds(item.nbytes)
+                moves.dead[dies].append((entry.swap, out))
+                moves.ready[self._index(ticks, item.saved + 1)].append((entry.swap, out))
+                moves.needed[at].append((entry.swap, back))
+                moves.extra[self._index(ticks, item.saved + 2)].append((entry.swap, out * self.link.compute_share))
+                moves.swapped.append((entry.swap, size))
+                moves.back.append((entry.swap, back))
+            if item.is_anchor or dies >= at:
+                continue
+            for col in (entry.swap, entry.recompute):
+                if col >= 0:
+                    moves.away[dies].append((col, size))
+                    moves.away[at].append((col, -size))
+            self._early(build, ticks, index, columns, moves)
+        if minimise_peak:
+            watch_peak(build, self._points(ticks), moves)
+        else:
+            budget = (self.budget_bytes - reserve_bytes) / self._unit_bytes
+            watch_flow(build, self._points(ticks), moves, self._lanes(), budget)
+        if self.host_bytes is not None and moves.swapped:
+            # A copy lives on the next tier until the step is over.
+            build.row(moves.swapped, -math.inf, self.host_bytes / self._unit_bytes)
+
+    def _out_seconds(self, nbytes: float) -> float:
+        return (self.link.latency_seconds + nbytes / self.link.out_bytes_per_second) / self._unit_seconds
+
+    def _back_seconds(self, nbytes: float) -> float:
+        return (self.link.latency_seconds + nbytes / self.link.in_bytes_per_second) / self._unit_seconds
+
+    def _early(
+        self, build: Linear, ticks: NDArray[np.int64], index: int, columns: list[_Columns], moves: Moves
+    ) -> None:
+        """What another item is made from is there when that one is read, and stays until its own reads."""
+        entry, item = columns[index], self.step.items[index]
+        if entry.swap < 0 and entry.recompute < 0:
+            return
+        dies = self._index(ticks, item.dies)
+        read = self._index(ticks, int(self.needs.last[index]))
+        size, back_seconds = item.nbytes / self._unit_bytes, self._back_seconds(item.nbytes)
+        levels: dict[int, list[int]] = {}
+        for user in self.needs.dependents[index]:
+            at = self._index(ticks, int(self.needs.last[user]))
+            if dies <= at < read and columns[user].recompute >= 0:
+                levels.setdefault(at, []).append(columns[user].recompute)
+        back: dict[int, list[int]] = {col: [] for col in (entry.swap, entry.recompute) if col >= 0}
+        for at in sorted(levels):
+            for col, parts in back.items():
+                part = build.column(0.0, 1.0)
+                parts.append(part)
+                moves.away[at].append((part, -size))
+                moves.away[read].append((part, size))
+                if col == entry.swap:
+                    moves.needed[at].append((part, back_seconds))
+                    moves.needed[read].append((part, -back_seconds))
+            # Kept, or brought back so far: at least the share of what is made from it.
+            terms = [(part, 1.0) for parts in back.values() for part in parts] + [(col, -1.0) for col in back]
+            for user in levels[at]:
+                build.row([*terms, (user, -1.0)], -1.0, math.inf)
+        if levels:
+            for col, parts in back.items():  # no more comes back than went away
+                build.row([*((part, 1.0) for part in parts), (col, -1.0)], -math.inf, 0.0)
+
+    def _points(self, ticks: NDArray[np.int64]) -> Points:
+        return Points(
+            ticks=ticks,
+            num_forward_ticks=self.step.num_forward_ticks,
+            plain=self.plain[ticks] / self._unit_bytes,
+            seconds=np.diff(self._clock[ticks], prepend=0.0) / self._unit_seconds,
+        )
+
+    def _lanes(self) -> Lanes:
+        # Latency weighs most on the smallest item.
+        least = min((item.nbytes for item in self.step.items if item.nbytes), default=1)
+        return Lanes(
+            compute_share=self.link.compute_share,
+            out_density=least / self._unit_bytes / self._out_seconds(least),
+            back_density=least / self._unit_bytes / self._back_seconds(least),
+        )
+
+    def _relaxation(self, solved: Solved | None, columns: list[_Columns], *, minimise_peak: bool) -> Relaxation | None:
+        if solved is None:
+            return None
+        none = np.zeros(len(self.step.items))
+        if solved.values is None:
+            return Relaxation(bound_seconds=math.inf, swap=none, recompute=none, keep=none)
+        if minimise_peak:
+            bound = solved.bound * self._unit_bytes
+        else:
+            above = solved.bound - _TOLERANCE * max(1.0, abs(solved.bound))
+            bound = self.step.compute_seconds + max(above, 0.0) * self._unit_seconds
+        swap, recompute, held = none.copy(), none.copy(), none.copy()
+        for index, entry in enumerate(columns):
+            swap[index] = solved.values[entry.swap] if entry.swap >= 0 else 0.0
+            recompute[index] = solved.values[entry.recompute] if entry.recompute >= 0 else 0.0
+            held[index] = sum(solved.values[col] for _, col in entry.keeps)
+        keep = np.where(self.is_anchor, held, 1.0 - swap - recompute)
+        return Relaxation(
+            bound_seconds=bound,
+            swap=np.clip(swap, 0, 1),
+            recompute=np.clip(recompute, 0, 1),
+            keep=keep,
+        )
+
+
+def _plain(arrays: StepArrays) -> Floats:
+    """Bytes in each tick when every site is kept and no anchor is, whether fates allow that or not."""
+    is_site = arrays.first_read < arrays.num_ticks
+    end = np.where(is_site, np.maximum(arrays.dies, arrays.release), arrays.dies)
+    return (arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)).astype(np.float64)

@@ -1,0 +1,281 @@
+"""From the trace of a step to its profile: recipes, anchors that pay, bytes of every operator, layer signatures.
+
+Bytes: `op_bytes[i]` counts the storages with born <= i < dies that are neither state nor nodes. A node is present in
+[born, dies) and again from its first read to its release, and the simulator adds exactly that, by fate; so for the plan
+that keeps everything, state + op_bytes + kept nodes is the live-byte curve of a plain step.
+
+Cost: one pass over operators and nodes. Not covered: what a node's recipe is (recipes.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lowtide.core.profile import HiddenBytes, LayerCall, Profile, Site, StateBytes, StayingBytes
+from lowtide.core.recipe import Recipe
+from lowtide.profiling.step_record import Node, Trace
+from lowtide.recipes.build import COLLECTIVE, Target, build_collective_recipes, build_recipes
+from lowtide.recipes.graph import Storage
+
+_STATE = frozenset({"parameter", "buffer", "replaced", "input"})
+
+
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """How each node is made again (or why not), by storage index: by one rank alone, and by all together."""
+
+    alone: Mapping[int, Recipe | str]
+    together: Mapping[int, Recipe | str]
+    """Only of nodes that one rank cannot make alone because of a collective."""
+
+
+def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
+    """The nodes worth keeping on record, and their recipes."""
+    targets = [
+        Target(
+            storage=node.storage,
+            version=node.version,
+            saved=node.saved,
+            is_anchor=node.anchor is not None,
+            size=node.size,
+            stride=node.stride,
+            offset=node.offset,
+            dtype=node.dtype,
+        )
+        for node in trace.nodes
+        if not node.is_given
+    ]
+    for call in trace.calls:  # clocks of devices are read when the step is over
+        call.seconds = trace.op_seconds[call.index]
+    alone = build_recipes(trace.calls, targets)
+    together = build_collective_recipes(trace.calls, targets, alone)
+    alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
+    recipes = Recipes(alone, together)
+    by_name = {node.name: node for node in trace.nodes}
+    pending = [node for node in trace.nodes if node.anchor is None]
+    starts = {name for span in trace.spans for name in span.inputs}
+    pending += [node for node in trace.nodes if node.anchor is not None and node.name in starts]
+    kept = {node.storage.index for node in pending}
+    while pending:
+        index = pending.pop().storage.index
+        found = (recipes.alone.get(index), recipes.together.get(index))
+        for name in [name for recipe in found if isinstance(recipe, Recipe) for name in recipe.nodes]:
+            node = by_name[name]
+            if node.storage.index not in kept:
+                kept.add(node.storage.index)
+                pending.append(node)
+    return [node for node in trace.nodes if node.storage.index in kept], recipes
+
+
+def _unambiguous(recipes: Mapping[int, Recipe | str], ambiguous: set[str]) -> Mapping[int, Recipe | str]:
+    return {
+        index: "input of ambiguous name" if isinstance(recipe, Recipe) and ambiguous & {*recipe.nodes} else recipe
+        for index, recipe in recipes.items()
+    }
+
+
+def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mapping[int, Recipe | str]:
+    """Without the recipes that read a sharded parameter at a time when it is not there as a whole.
+
+    A node is made when autograd reads it, or when a node is made whose recipe starts from it.
+    """
+    gathered = {storage.name: storage.index for storage in trace.storages if storage.is_gathered}
+    if not gathered:
+        return recipes
+    allowed = dict(recipes)
+    there = {node.name: node.gathered for node in trace.nodes}
+    for node in reversed(trace.nodes):  # what starts from a node comes after it
+        recipe = allowed.get(node.storage.index)
+        if not isinstance(recipe, Recipe):
+            continue
+        needed = {
+            gathered[entry.name] for entry in recipe.inputs if entry.kind == "parameter" and entry.name in gathered
+        }
+        if not needed <= there[node.name]:
+            allowed[node.storage.index] = "parameter sharded when it is read"
+            continue
+        for name in recipe.nodes:
+            there[name] &= there[node.name]
+    return allowed
+
+
+def profile_of(
+    trace: Trace,
+    nodes: Sequence[Node],
+    recipes: Recipes,
+    *,
+    model: str,
+    device: str,
+    is_fake: bool,
+    batch: str,
+    layers: tuple[str, ...],
+    state: StateBytes,
+) -> Profile:
+    """The profile of a traced step."""
+    end = len(trace.op_names)
+    sites = tuple(_site(node, recipes, layers, end) for node in nodes)
+    called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
+    return Profile(
+        model=model,
+        device=device,
+        is_fake=is_fake,
+        batch=batch,
+        layers=called,
+        signatures=tuple(_signature(name, sites, trace) for name in called),
+        state=state,
+        num_forward_ops=trace.num_forward_ops,
+        op_names=tuple(trace.op_names),
+        op_seconds=tuple(trace.op_seconds),
+        op_bytes=_op_bytes(trace, {node.storage.index for node in nodes}),
+        op_gradient_bytes=_gradient_bytes(trace),
+        nodes=sites,
+        staying=_staying(trace, {site.name for site in sites}, layers),
+        hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
+        calls=_layer_calls(trace, {node.storage.index for node in nodes}, {site.name for site in sites}),
+        num_collectives=sum(call.is_collective for call in trace.calls),
+    )
+
+
+def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Site:
+    storage = node.storage
+    recipe = recipes.alone.get(storage.index, "unknown producer")
+    together = recipes.together.get(storage.index)
+    if recipe == COLLECTIVE and isinstance(together, str):
+        recipe = together  # it says which one
+    return Site(
+        name=node.name,
+        layer=layer_of(node.name, layers),
+        nbytes=storage.nbytes,
+        dtype=str(node.dtype).removeprefix("torch."),
+        op=_short_op(storage) if storage.producer is not None else "input",
+        anchor=node.anchor,
+        born=storage.born,
+        saved=node.saved,
+        dies=end if storage.dies is None else storage.dies,
+        reads=tuple(sorted(set(node.reads))),
+        release=0 if node.anchor is not None else node.release,
+        first_sequence=node.first_sequence,
+        last_sequence=node.last_sequence,
+        recipe=recipe if isinstance(recipe, Recipe) else None,
+        why_no_recipe=recipe if isinstance(recipe, str) else "",
+        collective_recipe=together if isinstance(together, Recipe) else None,
+    )
+
+
+def _staying(trace: Trace, nodes: set[str], layers: tuple[str, ...]) -> tuple[StayingBytes, ...]:
+    found: dict[str, StayingBytes] = {}
+    for storage in sorted((trace.storages[index] for index in trace.staying), key=lambda s: (s.born, s.name)):
+        if storage.name not in nodes:
+            dtype = str(storage.dtype).removeprefix("torch.")
+            entry = StayingBytes(
+                name=storage.name,
+                layer=layer_of(storage.name, layers),
+                nbytes=storage.nbytes,
+                dtype=dtype,
+                reason=trace.staying[storage.index],
+            )
+            found.setdefault(storage.name, entry)
+    return tuple(found.values())
+
+
+def _short_op(storage: Storage) -> str:
+    """`mul` from `model.layers.3.mlp.mul_1:2`."""
+    last = storage.name.rpartition(".")[2].partition(":")[0]
+    stem, _, number = last.rpartition("_")
+    return stem if stem and number.isdigit() else last
+
+
+def layer_of(name: str, layers: Sequence[str]) -> str | None:
+    """The layer that a name lies in."""
+    parts = name.split(".")
+    known = set(layers)
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in known:
+            return prefix
+    return None
+
+
+def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
+    end = len(trace.op_names)
+    changes = [0] * (end + 1)
+    for storage in trace.storages:
+        if storage.kind in _STATE or storage.index in nodes or storage.index in trace.off_device:
+            continue
+        changes[max(0, storage.born)] += storage.nbytes
+        changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    for start, stop, nbytes in trace.gathered:
+        changes[start] += nbytes
+        changes[stop] -= nbytes
+    for index, release in trace.never_read:
+        storage = trace.storages[index]
+        dies = end if storage.dies is None else min(end, storage.dies)
+        if release > dies:
+            changes[dies] += storage.nbytes
+            changes[release] -= storage.nbytes
+    return tuple(accumulate(changes[:end]))
+
+
+def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerCall, ...]:
+    """What it takes to run each call of a layer again."""
+    made = [
+        storage
+        for storage in trace.storages
+        if storage.kind not in _STATE and storage.index not in nodes and storage.index not in trace.off_device
+        if 0 <= storage.born < trace.num_forward_ops
+    ]
+    made.sort(key=lambda storage: storage.born)
+    starts = [storage.born for storage in made]
+    calls = []
+    for span in trace.spans:
+        length = span.end_op - span.first_op
+        changes = [0] * (length + 1)
+        staying_bytes = 0
+        for storage in made[bisect.bisect_left(starts, span.first_op) : bisect.bisect_left(starts, span.end_op)]:
+            dies = span.end_op if storage.dies is None else min(storage.dies, span.end_op)
+            changes[storage.born - span.first_op] += storage.nbytes
+            changes[dies - span.first_op] -= storage.nbytes
+            staying_bytes += storage.nbytes if storage.index in trace.staying else 0
+        unknown = [name for name in span.inputs if name not in names]
+        calls.append(
+            LayerCall(
+                name=span.name,
+                first_op=span.first_op,
+                end_op=span.end_op,
+                end_sequence=span.end_sequence - trace.start_sequence,
+                inputs=span.inputs,
+                op_bytes=tuple(accumulate(changes[:length])),
+                staying_bytes=staying_bytes,
+                why_not=span.why_not
+                or ("its parameters are sharded" if trace.gathered else "")
+                or (f"its input '{unknown[0]}' is no node" if unknown else ""),
+            )
+        )
+    return tuple(calls)
+
+
+def _gradient_bytes(trace: Trace) -> tuple[int, ...]:
+    """The part of the above that is gradients of parameters."""
+    end = len(trace.op_names)
+    changes = [0] * (end + 1)
+    for index in trace.gradients:
+        storage = trace.storages[index]
+        changes[max(0, storage.born)] += storage.nbytes
+        changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
+    return tuple(accumulate(changes[:end]))
+
+
+def _signature(layer: str, sites: Sequence[Site], trace: Trace) -> str:
+    """Equal for layers that saved the same things, made in the same ways."""
+    digest = hashlib.sha256()
+    for site in sites:
+        if site.layer == layer:
+            steps = [step.op for step in site.recipe.steps] if site.recipe else site.why_no_recipe
+            digest.update(repr((site.name.removeprefix(layer), site.nbytes, site.dtype, steps)).encode())
+    num_ops = sum(span.end_op - span.first_op for span in trace.spans if span.name == layer)
+    digest.update(str(num_ops).encode())
+    return digest.hexdigest()[:16]

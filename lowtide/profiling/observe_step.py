@@ -1,0 +1,324 @@
+"""`observe`: one real training step of a model, written down as a profile, and no trace of it left behind.
+
+What: a forward and a backward under a `StepRecorder`. Gradients come from `torch.autograd.grad`, so `.grad` is not
+touched and no gradient hook of an optimizer fires; random state, buffers and the batch are as they were. Saved
+activations are parked (stash.py), so the observed step needs little more memory than the largest layer. Models that
+FSDP2 shards take a whole step, with all that they remember set aside (sharded.py).
+
+The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
+those of a first micro-batch: each is there from the operator that makes it.
+
+Cost: about 0.1 ms an operator and one copy of the activations each way. Not covered: several forwards of the model in
+one step (the activations of the first are nodes, those of the others count as bytes that stay).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.core.profile import Profile
+from lowtide.errors import ConfigError
+from lowtide.profiling.build_profile import profile_of, with_recipes
+from lowtide.profiling.layers import find_layers
+from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
+from lowtide.profiling.stash import ByteStash, FileStash, HostStash
+from lowtide.profiling.state_bytes import state_bytes
+from lowtide.profiling.step_record import Trace
+from lowtide.profiling.step_recorder import StepRecorder, describe
+from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.fsdp import at_rest, fsdp_modules, is_sharded, local_part, refuse_other_shards
+from lowtide.tensors.optimizers import optimizer_of
+from lowtide.tensors.private import gradient_hooks, tree_leaves
+from lowtide.tensors.snapshot import Snapshot, take
+
+_DID_NOT_FIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+_TRANSFORMED = "don't yet support saved tensor hooks"
+_OUT_OF_MEMORY = "can't allocate memory"
+
+
+def observe(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    engine: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    layers: tuple[str, ...] | None = None,
+    needs_scalar: bool = True,
+    holds_casts: bool = False,
+) -> Profile:
+    """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
+
+    `batch` is a mapping (`model(**batch)`), a tuple (`model(*batch)`) or a function without arguments that returns the
+    loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
+    exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
+    `holds_casts`: what autocast makes of parameters lives until the forward is over, as with its cache, which is off.
+
+    Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"observe: expected a torch.nn.Module, not {type(model).__name__}")
+    device = device_of(model)
+    if device.type == "meta":
+        raise ConfigError("observe: the model is on the meta device; give it weights, or plan it without running it")
+    if engine is not None and engine.device_type != device.type:
+        raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
+    is_accelerator = device.type != "cpu"
+    is_sharded_model = bool(fsdp_modules(model))
+    refuse_other_shards(model, "observe", allows_tensor_parallel=True)
+    names = find_layers(model) if layers is None else layers
+    refuse_compiled(model, "observe")
+    optimizer = optimizer_of(optimizer, "observe")
+    _refuse_lazy(model)
+
+    def run(accumulates: bool) -> tuple[Trace, str]:
+        clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
+        stash: ByteStash = HostStash() if is_accelerator else FileStash()
+        recorder = StepRecorder(device=device, clock=clock, stash=stash, layers=names, holds_casts=holds_casts)
+        try:
+            step = (model, batch, recorder, loss)
+            with untouched(model, batch, device) as before, at_rest(model) as gathered:
+                recorder.about_to_write = before.about_to_write
+                for name, parameter in gathered.items():
+                    recorder.storages.enroll_gathered(parameter, name)
+                return record_step(*step, needs_scalar=needs_scalar, accumulates=accumulates), recorder.batch
+        finally:
+            recorder.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection
+            stash.close()
+
+    try:
+        # FSDP2 reduces what reaches `.grad`, and only that.
+        trace, shapes = run(accumulates=is_sharded_model)
+    except (RuntimeError, ConfigError) as error:
+        if _TRANSFORMED in str(error):
+            raise ConfigError(
+                f"observe: {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, "
+                "around which PyTorch lets nobody watch what is saved; train it under rules (lowtide.apply), which "
+                "leave such a layer alone"
+            ) from error
+        if is_sharded_model or not wants_accumulation(error):
+            raise
+        trace, shapes = run(accumulates=True)
+    nodes, recipes = with_recipes(trace)
+    return profile_of(
+        trace,
+        nodes,
+        recipes,
+        model=type(model).__name__,
+        device=device.type,
+        is_fake=False,
+        batch=shapes,
+        layers=names,
+        state=state_bytes(
+            model,
+            inputs=input_bytes(trace),
+            optimizer=optimizer,
+            device_type=device.type,
+            is_accelerator=is_accelerator,
+        ),
+    )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"observe: '{name}' has no shape yet (a lazy module); run the model once, so that it is initialized as "
+                "it would be without lowtide"
+            )
+
+
+def wants_accumulation(error: Exception) -> bool:
+    """Reentrant checkpointing (torch's older kind) works with `.backward()` only, and says so."""
+    return "use_reentrant=True" in str(error)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is; the host for a model without parameters."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def input_bytes(trace: Trace) -> int:
+    """Bytes of the batch on the device."""
+    return sum(s.nbytes for s in trace.storages if s.kind == "input" and s.index not in trace.off_device)
+
+
+def record_step(
+    model: nn.Module,
+    batch: Any,
+    recorder: StepRecorder,
+    loss: Callable[[Any], torch.Tensor] | None,
+    *,
+    needs_scalar: bool,
+    accumulates: bool = False,
+) -> Trace:
+    """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
+    inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    has_shards = bool(fsdp_modules(model))
+    for name, parameter in model.named_parameters():
+        is_shard = has_shards and is_sharded(parameter)
+        recorder.storages.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
+    for name, buffer in model.named_buffers():
+        recorder.storages.enroll(buffer, "buffer", name)
+    for tensor in inputs:
+        recorder.storages.enroll(tensor, "input", "input")
+    trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+    differentiated = [t for t in inputs if t.requires_grad and t.is_leaf]
+    trained += differentiated
+    if not trained:
+        raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+    with recorder.following(model), recorder, torch.enable_grad():
+        with recorder.saves.hooks():
+            roots = _forward(model, batch, loss, needs_scalar)
+        recorder.begin_backward(roots, model)
+        with _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
+            grads = _backward(roots, trained, accumulates)
+            # The graph of the step is over, and what it held is free; only the gradients are still there.
+            roots.clear()
+            made = grads[: len(trained) - len(differentiated)]
+            return recorder.finish([None if grad is None else local_part(grad) for grad in made])
+
+
+def _forward(
+    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, needs_scalar: bool
+) -> list[torch.Tensor]:
+    output = batch() if callable(batch) and not isinstance(batch, Mapping | tuple) else _call(model, batch)
+    if needs_scalar:
+        return [_scalar(output, loss)]
+    picked = output if loss is None else loss(output)
+    roots = [t for t in tree_leaves(picked) if isinstance(t, torch.Tensor) and t.requires_grad]
+    roots = [t for t in roots if t.is_floating_point() or t.is_complex()]
+    if not roots:
+        raise ConfigError(f"observe: no output of {type(model).__name__} requires a gradient")
+    return roots
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if not isinstance(batch, Mapping | tuple):
+        raise ConfigError(
+            "observe: batch must be a mapping (model(**batch)), a tuple (model(*batch)) or a function that returns the "
+            f"loss, not {'Tensor' if isinstance(batch, torch.Tensor) else type(batch).__name__}"
+        )
+    args: tuple = () if isinstance(batch, Mapping) else batch
+    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+    try:
+        return model(*args, **kwargs)
+    except _DID_NOT_FIT as error:
+        if isinstance(error, ConfigError | torch.OutOfMemoryError) or _OUT_OF_MEMORY in str(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".strip()
+        raise ConfigError(
+            f"observe: the batch does not fit the model: {type(model).__name__}({describe(args, kwargs)}) "
+            f"raised {reason}"
+        ) from error
+
+
+def _scalar(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    picked = _pick(output) if loss is None else loss(output)
+    if not isinstance(picked, torch.Tensor):
+        where = "loss(output)" if loss is not None else "the output"
+        raise ConfigError(
+            f"observe: {where} is no loss but {type(picked).__name__}; return a scalar tensor, an output with `.loss`, "
+            "or say how to get it with loss="
+        )
+    if picked.numel() != 1:
+        raise ConfigError(
+            f"observe: the loss must be one number, not a tensor of shape {list(picked.shape)}; reduce it (`.mean()`), "
+            "or say how with loss="
+        )
+    if not picked.requires_grad:
+        raise ConfigError("observe: the loss does not depend on anything that requires a gradient")
+    return picked
+
+
+def _pick(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    found = getattr(output, "loss", None)
+    return output if found is None else found
+
+
+def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulates: bool) -> Sequence:
+    ones = None if len(roots) == 1 and roots[0].numel() == 1 else [torch.ones_like(root) for root in roots]
+    if accumulates:
+        torch.autograd.backward(roots, ones)
+        return [tensor.grad for tensor in trained]
+    return torch.autograd.grad(roots, trained, ones, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    if any(gradient_hooks(tensor) for tensor in tensors):
+        raise ConfigError(
+            "observe: the model checkpoints with use_reentrant=True and its parameters have gradient hooks, which an "
+            "observed step would set off; use use_reentrant=False"
+        )
+    before = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in zip(tensors, before):
+            tensor.grad = grad
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[Snapshot]:
+    """What `model` and `inputs` reach, random states, gradients and torch's own settings are afterwards as before.
+
+    Raises ConfigError for a tensor that was written to where no copy of it could be made first.
+    """
+    parameters = list(model.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    devices = {parameter.device for parameter in parameters} | {device}
+    before = take(model, beside=(inputs, [grad for grad in grads if grad is not None]), code=True, devices=devices)
+    settings = [(get, put, get()) for get, put in _settings()]
+    filters = list(warnings.filters)
+    try:
+        yield before
+    finally:
+        lost = before.lost()
+        before.restore()
+        for parameter, grad in zip(parameters, grads):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        for get, put, value in settings:
+            if get() != value:
+                put(value)
+        if warnings.filters != filters:
+            warnings.filters[:] = filters  # type: ignore[index]
+    if lost:
+        raise ConfigError(
+            f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "
+            "be put back after the observed step; use lowtide.apply with rules, or write to it by torch's operators"
+        )
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Settings of torch, as functions to ask for them and to set them."""
+    cudnn = torch.backends.cudnn
+    settings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    ]
+    for name in ("enabled", "benchmark", "deterministic"):
+        settings.append((functools.partial(getattr, cudnn, name), functools.partial(setattr, cudnn, name)))
+    sdp = torch.backends.cuda
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):
+        settings.append((getattr(sdp, f"{kind}_sdp_enabled"), getattr(sdp, f"enable_{kind}_sdp")))
+    return settings

@@ -1,0 +1,235 @@
+"""What autograd saves in the observed step: handed out as tickets, so that it is seen to leave and to come back.
+
+Saved activations are parked (stash.py): their bytes go elsewhere at once and autograd holds a handle. All readers of
+a storage share the one copy that comes back, and it goes when the last handle does: exactly when plain autograd would
+have released it. Parameters, casts of them, the batch and tensors that are not plain stay as they are; the questions
+are the runtime's (runtime/hooks/forward_pass.py).
+
+Cost: one copy each way. Not covered: in-place writes after saving; the copy is that of the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowtide.profiling.stash import ByteStash
+from lowtide.profiling.step_record import Node
+from lowtide.profiling.storages import Storages
+from lowtide.recipes.graph import Storage
+from lowtide.tensors.compiled import refuse_compiled_part
+from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
+from lowtide.tensors.private import base_of, next_sequence_number
+from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
+
+
+class StepRecord(Protocol):
+    """What is asked of the recorder of the step. A `StepRecorder` has all of it."""
+
+    device: torch.device
+    storages: Storages
+    named: dict[int, str]
+    is_inside: bool
+    start_sequence: int
+
+    @property
+    def num_ops(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def is_backward(self) -> bool: ...
+    def silently(self) -> contextlib.AbstractContextManager[None]: ...
+    def region(self) -> str: ...
+
+
+WRITTEN_IN_PARTS = "written in parts that do not know of each other"
+"""One copy, made when the first part was saved, would have old bytes of the others."""
+
+
+class _Parked:
+    """The bytes of one node while autograd holds on to it."""
+
+    __slots__ = ("__weakref__", "back", "node", "recorder", "saves", "saving_sequence", "ticket", "version")
+
+    def __init__(
+        self, recorder: StepRecord, saves: SavedTensorRecorder, node: Node, ticket: Any, sequence: int
+    ) -> None:
+        self.recorder = recorder
+        self.saves = saves
+        self.node = node
+        self.ticket = ticket
+        self.version = node.storage.num_writes
+        self.saving_sequence = sequence
+        self.back: torch.UntypedStorage | None = None
+
+    def open(self) -> torch.UntypedStorage:
+        self.node.reads.append(self.recorder.num_ops)
+        if not self.recorder.is_backward:
+            self.saves.read_early = self.saves.read_early or self.node.name
+        self.node.gathered &= self.recorder.storages.gathered_now()
+        if self.back is None:
+            self.back = self.saves.bring_back(self)
+        return self.back
+
+    def __del__(self) -> None:
+        self.node.release = max(self.node.release, self.recorder.num_ops)
+
+
+class _Handle:
+    """How one saved tensor looks at a parked storage."""
+
+    __slots__ = ("dtype", "geometry", "parked", "shell")
+
+    def __init__(self, parked: _Parked, tensor: torch.Tensor, shell: Shell | None) -> None:
+        self.parked = parked
+        self.shell = shell
+        self.dtype = tensor.dtype
+        self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def open(self) -> torch.Tensor:
+        with self.parked.recorder.silently():
+            storage = self.parked.open()
+            tensor = torch.empty(0, dtype=self.dtype, device=self.parked.recorder.device)
+            tensor.set_(storage, *self.geometry)
+            return tensor if self.shell is None else self.shell.around(tensor)
+
+
+class SavedTensorRecorder:
+    """The saved-tensor hooks of one observed step."""
+
+    def __init__(self, recorder: StepRecord, stash: ByteStash) -> None:
+        self.nodes: dict[int, Node] = {}
+        """By index of their storage."""
+        self.kept: set[int] = set()
+        """Indices of storages that were saved and stay."""
+        self.staying: dict[int, str] = {}
+        """Indices of activations that were saved and that no plan can move, and why."""
+        self.ambiguous: set[str] = set()
+        """Names that more than one storage has."""
+        self.read_early = ""
+        """A node that was read before the forward was over."""
+        self._recorder = recorder
+        self._stash = stash
+        self._index_of: dict[str, int] = {}
+        self._parked: dict[int, weakref.ref[_Parked]] = {}
+
+    def hooks(self) -> contextlib.AbstractContextManager:
+        """Saved-tensor hooks for the forward of the step."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
+
+    def _pack(self, saved: torch.Tensor) -> Any:
+        with self._recorder.silently():
+            tensor = arrived(saved)
+            record = self._recorder.storages.find(tensor) if is_plain_or_fake(tensor) else None
+            refuse_compiled_part(self._recorder.path)
+            if not self._recorder.is_inside or not self.is_activation(saved, record):
+                return self._stay(saved, record)
+            if record is None:
+                record = self._recorder.storages.find_or_register(tensor, "unknown")
+            why = self._why_it_stays(tensor, record)
+            if why:
+                if (record.index not in self.nodes or why == WRITTEN_IN_PARTS) and record.nbytes:
+                    self.staying[record.index] = why
+                return self._stay(saved, record)
+            return _Handle(self._parked_for(record, tensor), tensor, shell_of(saved))
+
+    def _stay(self, tensor: torch.Tensor, record: Storage | None) -> torch.Tensor:
+        if record is not None:
+            self.kept.add(record.index)
+        return tensor if tensor.grad_fn is None else tensor.detach()
+
+    def _why_it_stays(self, tensor: torch.Tensor, record: Storage) -> str:
+        """Why a plan cannot decide about an activation; empty if it can. The first save of a storage counts."""
+        if record.index in self.staying:
+            return self.staying[record.index]
+        if not self.is_movable(tensor):
+            return "not a plain tensor on the device"
+        node = self.nodes.get(record.index)
+        if node is not None:
+            return "" if node.part == part_of(tensor) else WRITTEN_IN_PARTS
+        # Storages are found again by name. What came into the model has no name but that of the layer that saves it.
+        name = self._recorder.named.get(record.index) or f"{self._recorder.region()}.input".lstrip(".")
+        record.name = name
+        if self._index_of.setdefault(name, record.index) != record.index:
+            self.ambiguous.add(name)
+            return "another activation has the same name"
+        return ""
+
+    def is_activation(self, tensor: torch.Tensor, record: Storage | None) -> bool:
+        """The runtime's question (runtime/hooks/forward_pass.py), of a record."""
+        if not is_plain_or_fake(inside(tensor)):
+            return False
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+            return False
+        if (record is not None and is_parameter(record)) or leads_to_parameter(tensor):
+            return False
+        return (record is not None and record.index in self._recorder.named) or tensor.grad_fn is not None
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.device.type == self._recorder.device.type and tensor.untyped_storage().nbytes() > 0
+
+    def _parked_for(self, record: Storage, tensor: torch.Tensor) -> _Parked:
+        sequence = next_sequence_number() - self._recorder.start_sequence
+        node = self.nodes.get(record.index)
+        if node is None:
+            node = self.nodes[record.index] = self.new_node(record, tensor, record.name)
+            node.first_sequence = sequence
+        node.last_sequence = sequence
+        ref = self._parked.get(record.index)
+        parked = ref() if ref is not None else None
+        if parked is None or parked.version != record.num_writes:
+            parked = _Parked(self._recorder, self, node, self._stash.put(tensor.untyped_storage()), sequence)
+            self._parked[record.index] = weakref.ref(parked)
+        return parked
+
+    def new_node(self, record: Storage, tensor: torch.Tensor, name: str) -> Node:
+        return Node(
+            storage=record,
+            name=name,
+            version=record.num_writes,
+            saved=max(self._recorder.num_ops - 1, record.born),
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+            part=part_of(tensor),
+            gathered=self._recorder.storages.gathered_now(),
+        )
+
+    def repark(self, written: list[Storage]) -> None:
+        """Some operators save an input before they fill it: park what they saved again, now that it is filled."""
+        for record in written:
+            ref = self._parked.get(record.index)
+            parked = ref() if ref is not None else None
+            sequence = next_sequence_number() - self._recorder.start_sequence
+            if parked is None or parked.saving_sequence != sequence:
+                continue
+            storage = self._recorder.storages.storage_of(record)
+            assert storage is not None
+            with self._recorder.silently():
+                parked.ticket = self._stash.put(storage)
+            parked.version = parked.node.version = record.num_writes
+
+    def bring_back(self, parked: _Parked) -> torch.UntypedStorage:
+        """The parked bytes, on the device again; from now on their death is the node's release."""
+        storage = self._stash.get(parked.ticket)
+        node = parked.node
+        self._recorder.storages.watch(
+            storage, node.storage, lambda: setattr(node, "release", max(node.release, self._recorder.num_ops))
+        )
+        return storage
+
+
+def _open(handle: Any) -> torch.Tensor:
+    return handle.open() if isinstance(handle, _Handle) else handle
+
+
+def is_parameter(record: Storage) -> bool:
+    """A parameter, a buffer, or a cast of one."""
+    return record.kind in ("parameter", "buffer") or record.is_parameter_cast

@@ -1,0 +1,180 @@
+"""What is on the device whatever the fates: parameters, gradients, optimizer state, and what a step of it needs.
+
+What: bytes of unique storages. An optimizer that has not stepped yet has no state; a copy of it takes one step on fake
+parameters (shapes without memory), and what it made is counted. Its state between steps and its temporaries come out.
+The optimizer itself is never written to: what wraps it is taken off first (optimizers.py), nothing is assigned by name
+to its copy, and what the two share is as it was afterwards.
+
+Cost: one step of the optimizer on fake tensors, about 0.1 ms a parameter. Not covered: optimizers that look at values
+(they cannot run without them), and such as hold other optimizers, whose step would step those: for these the state that
+exists is counted, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.core.profile import StateBytes
+from lowtide.tensors.fsdp import is_sharded, local_part
+from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
+from lowtide.tensors.optimizers import bare
+from lowtide.tensors.private import OPTIMIZER_HOOKS, FakeTensorMode, unset_fake_temporarily
+from lowtide.tensors.remembered import slots_of
+from lowtide.tensors.snapshot import take
+
+
+def state_bytes(
+    model: nn.Module,
+    *,
+    inputs: int,
+    optimizer: torch.optim.Optimizer | None,
+    device_type: str | None,
+    is_accelerator: bool,
+) -> StateBytes:
+    """The account of `model` and `optimizer`. `inputs` are the batch's bytes; `is_accelerator` says how the optimizer
+    would run (torch's own run over all parameters at once there)."""
+    parameters = list(model.parameters())
+    known = {id(p) for p in parameters}
+    held = unique_bytes(parameters, device_type)
+    state, temporaries = _optimizer_bytes(optimizer, is_accelerator)
+    return StateBytes(
+        parameters=held,
+        buffers=unique_bytes([*parameters, *(b for b in model.buffers() if id(b) not in known)], device_type) - held,
+        gradients=sum(_gradient_bytes(p) for p in parameters if p.requires_grad),
+        optimizer=state,
+        optimizer_temporaries=temporaries,
+        inputs=inputs,
+    )
+
+
+def _gradient_bytes(parameter: nn.Parameter) -> int:
+    if is_sharded(parameter):
+        return local_part(parameter).untyped_storage().nbytes()  # padded, as the gradient is
+    return parameter.numel() * parameter.element_size()
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> tuple[int, int]:
+    if optimizer is None:
+        return 0, 0
+    optimizer = bare(optimizer)
+    try:
+        return _dry_run(optimizer, is_accelerator)
+    except Exception as error:  # an optimizer is anybody's code
+        warnings.warn(
+            f"{type(optimizer).__name__} cannot step without values ({type(error).__name__}): only the state that it "
+            "has now is counted; take one step first if it has none",
+            stacklevel=4,
+        )
+        return unique_bytes(optimizer_tensors(optimizer)), 0
+
+
+def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[int, int]:
+    """Bytes of the state after one step of a copy on fake parameters, and the most that the step needed beyond."""
+    before = take(beside=(vars(optimizer), slots_of(optimizer)), process=False)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            twin, fakes = _twin(optimizer, is_accelerator)
+            held = unique_bytes([*fakes, *(p.grad for p in fakes if p.grad is not None)])
+            live = LiveBytes(device_type="cpu")
+            live.add_all([*fakes, *(p.grad for p in fakes if p.grad is not None), *optimizer_tensors(twin)])
+            with live:
+                _step_of(type(twin))(twin)
+            state = unique_bytes(optimizer_tensors(twin))
+            return state, max(0, live.peak_bytes - held - state)
+    finally:
+        before.restore()  # what the copy shares with the original: objects of the optimizer's own class
+
+
+def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step itself, without the hooks that are registered for all optimizers."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _twin(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """A copy of the optimizer over fake parameters with gradients; the original and its hooks are left alone.
+
+    Nothing is assigned by name: an assignment could be a property's, and write to what the original shares. Raises
+    TypeError where a copy would still reach the original.
+    """
+    for name in ("param_groups", "state"):
+        if inspect.isdatadescriptor(inspect.getattr_static(type(optimizer), name, None)):
+            raise TypeError(f"{name} is a property")
+    if _leads_to_an_optimizer([*vars(optimizer).values(), *slots_of(optimizer).values()]):
+        raise TypeError("it holds another optimizer")
+    twin = type(optimizer).__new__(type(optimizer))
+    own = twin.__dict__
+    own.update(optimizer.__dict__)
+    own.pop("step", None)  # schedulers wrap it on the instance, bound to the original
+    for name, value in slots_of(optimizer).items():
+        object.__setattr__(twin, name, value)
+    for hooks in OPTIMIZER_HOOKS:
+        own[hooks] = OrderedDict()
+    fakes: dict[int, nn.Parameter] = {}
+    own["param_groups"] = [
+        {**_settings(group, is_accelerator), "params": [_fake_parameter(p, fakes) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    own["state"] = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in fakes:
+            own["state"][fakes[id(parameter)]] = {key: _fake_like(value) for key, value in state.items()}
+    return twin, list(fakes.values())
+
+
+def _leads_to_an_optimizer(values: Iterable[Any]) -> bool:
+    """Whether an optimizer, or a method of one, is reached from `values`: the copy's step could step it."""
+    todo, seen = list(values), set()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, torch.Tensor | nn.Module | type | str | bytes | int | float):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.optim.Optimizer):
+            return True
+        if isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, list | tuple | set):
+            todo += value
+        elif inspect.ismethod(value):
+            todo.append(value.__self__)
+        elif type(getattr(value, "__dict__", None)) is dict and not callable(value):
+            todo += vars(value).values()
+    return False
+
+
+def _settings(group: dict[str, Any], is_accelerator: bool) -> dict[str, Any]:
+    if is_accelerator and group.get("foreach", False) is None and not group.get("fused"):
+        return {**group, "foreach": True}
+    return group
+
+
+def _fake_parameter(parameter: torch.Tensor, fakes: dict[int, nn.Parameter]) -> nn.Parameter:
+    if id(parameter) not in fakes:
+        part = local_part(parameter)
+        fake = nn.Parameter(
+            torch.empty_strided(part.size(), part.stride(), dtype=parameter.dtype, device="cpu"),
+            requires_grad=parameter.requires_grad,
+        )
+        if parameter.requires_grad:
+            fake.grad = torch.empty_like(fake)
+        fakes[id(parameter)] = fake
+    return fakes[id(parameter)]
+
+
+def _fake_like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.copy(value)
+    if value.dim() == 0 and value.device.type == "cpu" and not value.is_meta:
+        with unset_fake_temporarily():
+            number = value.item()
+        return torch.tensor(number, dtype=value.dtype)  # step counters: their value is looked at
+    return torch.empty(local_part(value).size(), dtype=value.dtype, device="cpu")

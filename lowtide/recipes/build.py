@@ -1,0 +1,396 @@
+"""Recipes: how to compute a node of an observed step again from its nearest nodes, parameters and constants.
+
+What: for each node (a storage that autograd saves, or an anchor) walk back from the operator that made it, through
+recorded operators, until every leaf is a node that exists before this one is saved, a parameter, a buffer, or nothing
+at all (`arange`, `full`). Those operators, in the order in which they ran, are the recipe. Run again on the same bytes
+they give the same bytes.
+
+Why from the nearest nodes: each node is a decision of the solver, with a cost of its own. A recipe that went past one
+would hide that decision, and the graph of nodes would not be sparse. Between two nodes there is one path only, since a
+storage has one producer, so a recipe leaves nothing to choose.
+
+In-place writes: versions tell what was read. A storage that an operator of the recipe makes may be written in place by
+later ones, in the order in which that happened. No recipe starts from a node, parameter or buffer that the step writes
+into after it was saved or read: later it holds other bytes than those that were read.
+
+Shapes: views are not run again; a tensor is described by its size, stride and offset at a storage (one `as_strided`
+where an operator of the recipe made it). So most recipes hold for the shapes that were observed. `is_shape_free` marks
+those in which no such number is written.
+
+Collectives: a recipe holds none, for all ranks of the group would have to run it, as often and in the same order.
+`build_collective_recipes` makes those that do hold one, for rules that name them (mindformers/plan.py). Only functional
+collectives are repeated: they name their group by a string, and return memory of their own.
+
+Cost: the recorded seconds of the operators. Building is linear in the steps written; no recipe is longer than
+`MAX_STEPS`. Not covered: numbers that Python computes anew in each step and passes to an operator (a schedule); those
+that come out of a tensor (`.item()`) are noticed, except through `tolist()` on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep
+from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.recipes.operators import (
+    WAIT,
+    filled_version,
+    has_numbers,
+    has_sizes,
+    is_empty,
+    is_random,
+    is_repeatable,
+    is_wait,
+    leaves_bytes_unset,
+    overwrites,
+    packet_name,
+    pure_args,
+    read_values,
+    sizes_in,
+    written_values,
+)
+from lowtide.tensors.private import OpOverload
+
+MAX_STEPS = 256
+COLLECTIVE = "collective"
+"""Why a node has no recipe that one rank could run alone."""
+
+# Writers that change more than bytes.
+_RESHAPERS = frozenset({"set_", "resize_", "resize_as_", "as_strided_"})
+# Views that another dtype looks through: `as_strided` cannot write those.
+_REINTERPRETS = frozenset({"view_as_real", "view_as_complex", "view"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A node that may get a recipe, and that recipes of later nodes may start from."""
+
+    storage: Storage
+    version: int
+    saved: int
+    """Forward operator after which its first hook ran."""
+    is_anchor: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    """Geometry of the first view that was saved or caught."""
+
+
+class _NoRecipeError(Exception):
+    """Why there is none, in a short phrase."""
+
+
+def build_recipes(calls: Sequence[Call], targets: Sequence[Target]) -> Mapping[int, Recipe | str]:
+    """The recipe of each target, by `storage.index`; a short phrase where there is none.
+
+    `calls` are the forward's operators; `targets` are in order of saving: a recipe starts from earlier targets only.
+    """
+    graph = _Graph(calls, targets)
+    recipes: dict[int, Recipe | str] = {}
+    for rank, target in enumerate(targets):
+        try:
+            recipes[target.storage.index] = _Builder(graph, target, rank).build()
+        except _NoRecipeError as reason:
+            recipes[target.storage.index] = str(reason)
+    return recipes
+
+
+def build_collective_recipes(
+    calls: Sequence[Call], targets: Sequence[Target], recipes: Mapping[int, Recipe | str]
+) -> Mapping[int, Recipe | str]:
+    """The recipes with collectives of those targets that have none in `recipes` (from `build_recipes`) for that reason.
+
+    By `storage.index`, as `build_recipes`. The name of a group is that of the rank that observed.
+    """
+    asked = [(rank, target) for rank, target in enumerate(targets) if recipes[target.storage.index] == COLLECTIVE]
+    if not asked:
+        return {}
+    graph = _Graph(calls, targets)
+    found: dict[int, Recipe | str] = {}
+    for rank, target in asked:
+        try:
+            found[target.storage.index] = _Builder(graph, target, rank, with_collectives=True).build()
+        except _NoRecipeError as reason:
+            found[target.storage.index] = str(reason)
+    return found
+
+
+class _Graph:
+    """What all recipes of a step share: who wrote what, and where a walk stops."""
+
+    def __init__(self, calls: Sequence[Call], targets: Sequence[Target]) -> None:
+        self.targets: dict[int, tuple[int, Target]] = {}
+        for rank, target in enumerate(targets):
+            self.targets.setdefault(target.storage.index, (rank, target))
+        self.writers: dict[int, list[tuple[Call, Value]]] = {}
+        self.reinterpretations: dict[tuple, Call] = {}
+        self.filled: dict[int, int | None] = {}
+        self.item_reads: dict[str, int] = {}
+        self.wait_seconds: dict[int, float] = {}
+        self.sizes = sizes_in(calls)
+        for call in calls:
+            self._note(call)
+
+    def _note(self, call: Call) -> None:
+        name = packet_name(call)
+        if name == "_local_scalar_dense" and call.args[0].dtype is not torch.bool:
+            # A bool can only choose a branch, which shows in the order of what is saved.
+            # The module that read the number may have returned it: suspect is also what its parent does next.
+            self.item_reads.setdefault(".".join(call.name.split(".")[:-2]), call.index)
+        if is_wait(call) and isinstance(call.args[0], Value):
+            self.wait_seconds.setdefault(call.args[0].storage.index, call.seconds)
+        if name in _REINTERPRETS:
+            output, source = call.outputs[0], call.args[0]
+            if output is not None and isinstance(source, Value) and output.dtype != source.dtype:
+                self.reinterpretations.setdefault((output.storage.index, _looks(output)), call)
+        for value in written_values(call):
+            self.writers.setdefault(value.storage.index, []).append((call, value))
+
+    def maker(self, storage: Storage, version: int) -> Call:
+        """The operator after which the storage had this version."""
+        if storage.kind == "input":
+            raise _NoRecipeError("input")
+        if storage.kind != "made" or storage.producer is None:
+            raise _NoRecipeError("unknown producer")
+        if version == 0:
+            if any(value.storage is storage for value in read_values(storage.producer)):
+                raise _NoRecipeError("mutated")
+            return storage.producer
+        writers = self.writers.get(storage.index, [])
+        if version > len(writers):
+            raise _NoRecipeError("mutated")
+        call, written = writers[version - 1]
+        # One write through one argument that also comes out: nothing else can be said about in a straight line.
+        if written.version != version - 1 or len(written_values(call)) != 1 or packet_name(call) in _RESHAPERS:
+            raise _NoRecipeError("mutated")
+        if not any(output is not None and output.storage is storage for output in call.outputs):
+            raise _NoRecipeError("mutated")
+        return call
+
+    def is_filled(self, storage: Storage, version: int) -> bool:
+        """Whether it has values everywhere at this version."""
+        if not is_empty(storage):
+            return True
+        if storage.index not in self.filled:
+            self.filled[storage.index] = filled_version(storage, self.writers.get(storage.index, []))
+        filled = self.filled[storage.index]
+        return filled is not None and version >= filled
+
+    def reads_data(self, call: Call) -> bool:
+        """Whether Python may have computed a number in this call's arguments from a tensor, in a module close by."""
+        if not self.item_reads:
+            return False
+        path = call.name.split(".")[:-1]
+        paths = (".".join(path[:length]) for length in range(len(path) + 1))
+        return any(self.item_reads.get(above, call.index) < call.index for above in paths)
+
+
+@dataclass(slots=True)
+class _Builder:
+    """The recipe of one target."""
+
+    graph: _Graph
+    target: Target
+    rank: int
+    with_collectives: bool = False
+    calls: dict[int, Call] = field(default_factory=dict)
+    inputs: dict[RecipeInput, int] = field(default_factory=dict)
+    steps: list[RecipeStep] = field(default_factory=list)
+    made: dict[int, tuple[int, int, Value]] = field(default_factory=dict)
+    views: dict[tuple, int] = field(default_factory=dict)
+    device: torch.device | None = None
+    is_shape_free: bool = True
+
+    def build(self) -> Recipe:
+        last, output = self._result()
+        self._walk()
+        if not self.graph.is_filled(self.target.storage, self.target.version):
+            raise _NoRecipeError("uninitialised")
+        order = [self.calls[index] for index in sorted(self.calls)]
+        assert order[-1] is last, "an operator that a recipe needs ran after the last of it"
+        for call in order:
+            self._write(call)
+        return Recipe(
+            inputs=tuple(self.inputs),
+            steps=tuple(self.steps),
+            output=output,
+            seconds=sum(self._seconds(call) for call in order),
+            transient_bytes=self._transient_bytes(order),
+            is_shape_free=self.is_shape_free,
+        )
+
+    def _seconds(self, call: Call) -> float:
+        made = call.outputs[0] if call.is_collective else None
+        return call.seconds + (0.0 if made is None else self.graph.wait_seconds.get(made.storage.index, 0.0))
+
+    def _result(self) -> tuple[Call, int]:
+        """The operator that completed the node, and which of its outputs that is."""
+        storage = self.target.storage
+        call = self.graph.maker(storage, self.target.version)
+        for output, value in enumerate(call.outputs):
+            if value is not None and value.storage is storage:
+                # Only what is used must be plain and on one device: attention kernels put seeds elsewhere.
+                self._check_plain(value)
+                return call, output
+        raise _NoRecipeError("unknown producer")
+
+    def _walk(self) -> None:
+        """Collect the operators that must run again."""
+        storage = self.target.storage
+        if storage.num_writes > self.target.version:
+            raise _NoRecipeError("mutated")
+        needed, seen = [(storage, self.target.version)], {(storage.index, self.target.version)}
+        while needed:
+            call = self.graph.maker(*needed.pop())
+            if call.index in self.calls:
+                continue
+            self._check(call)
+            self.calls[call.index] = call
+            if len(self.calls) > MAX_STEPS:
+                raise _NoRecipeError("too long")
+            for value in read_values(call):
+                if self._start(value) is not None:
+                    continue
+                if not self.graph.is_filled(value.storage, value.version) and not overwrites(call, value):
+                    raise _NoRecipeError("uninitialised")
+                key = (value.storage.index, value.version)
+                if key not in seen:
+                    seen.add(key)
+                    needed.append((value.storage, value.version))
+
+    def _check(self, call: Call) -> None:
+        if is_random(call):
+            raise _NoRecipeError("random")
+        if leaves_bytes_unset(call):
+            raise _NoRecipeError("uninitialised")
+        if call.is_collective and not self.with_collectives:
+            raise _NoRecipeError(COLLECTIVE)
+        if call.is_collective and not is_repeatable(call):
+            name = f"{call.func.namespace}.{packet_name(call)}"
+            raise _NoRecipeError(f"{COLLECTIVE} {name}, which is not a functional one")
+        if not isinstance(call.func, OpOverload):
+            raise _NoRecipeError("unknown producer")
+        for value in read_values(call):
+            self._check_plain(value)
+
+    def _check_plain(self, value: Value) -> None:
+        if not value.is_plain:
+            raise _NoRecipeError("not a plain tensor")
+        if self.device not in (None, value.device):
+            raise _NoRecipeError("two devices")
+        self.device = value.device
+
+    def _start(self, value: Value) -> RecipeInput | None:
+        """The input of the recipe that this value is, or None if it must be made."""
+        storage = value.storage
+        if storage.kind in ("parameter", "buffer"):
+            if storage.num_writes or storage.index in self.graph.writers:
+                raise _NoRecipeError("mutated")
+            return RecipeInput(kind=storage.kind, name=storage.name, geometry=_geometry(value))
+        rank, target = self.graph.targets.get(storage.index, (self.rank, self.target))
+        if rank >= self.rank or value.version != target.version or storage.num_writes != target.version:
+            return None
+        return RecipeInput(kind="node", name=storage.name, geometry=_geometry(value))
+
+    def _write(self, call: Call) -> None:
+        """One operator as a step, after the views that it needs of what earlier steps made."""
+        step = RecipeStep(
+            op=str(call.func),
+            args=tuple(self._encode(arg) for arg in pure_args(call)),
+            kwargs={key: self._encode(arg) for key, arg in call.kwargs.items()},
+        )
+        self.is_shape_free &= not has_sizes(call, self.graph.sizes)
+        if self.graph.reads_data(call) and has_numbers(call):
+            raise _NoRecipeError("number read from data")
+        self.steps.append(step)
+        if call.is_collective:
+            self.steps.append(RecipeStep(op=WAIT, args=({"step": len(self.steps) - 1, "output": 0},)))
+        for output, value in enumerate(call.outputs):
+            if value is not None and value.storage.producer is call:
+                self.made.setdefault(value.storage.index, (len(self.steps) - 1, output, value))
+
+    def _encode(self, arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return self._reference(arg)
+        if isinstance(arg, (list, tuple)):
+            return [self._encode(item) for item in arg]
+        return _encode_constant(arg)
+
+    def _reference(self, value: Value) -> dict[str, int]:
+        start = self._start(value)
+        if start is None:
+            return self._view(value)
+        if start.kind == "node":
+            _, target = self.graph.targets[value.storage.index]
+            saved = (target.size, target.stride, target.offset, target.dtype)
+            self.is_shape_free &= _looks(value) == saved
+        return {"input": self.inputs.setdefault(start, len(self.inputs))}
+
+    def _view(self, value: Value) -> dict[str, int]:
+        """What a step made, as the operator saw it."""
+        key = (value.storage.index, _looks(value))
+        if key in self.views:
+            return {"step": self.views[key], "output": 0}
+        step, output, base = self.made[value.storage.index]
+        if _looks(value) == _looks(base):
+            return {"step": step, "output": output}
+        self.is_shape_free = False
+        if value.dtype == base.dtype:
+            args = ({"step": step, "output": output}, [*value.size], [*value.stride], value.offset)
+            self.steps.append(RecipeStep(op="aten.as_strided.default", args=args))
+        else:
+            self._reinterpret(key)
+        self.views[key] = len(self.steps) - 1
+        return {"step": self.views[key], "output": 0}
+
+    def _reinterpret(self, key: tuple) -> None:
+        call = self.graph.reinterpretations.get(key)
+        if call is None:
+            raise _NoRecipeError("reinterpreted bytes")
+        source = self._view(call.args[0])
+        self.steps.append(RecipeStep(op=str(call.func), args=(source, *map(_encode_constant, call.args[1:]))))
+
+    def _transient_bytes(self, order: Sequence[Call]) -> int:
+        """Most bytes at once: each storage from the operator that makes it to the last that reads it."""
+        last = {value.storage.index: call.index for call in order for value in read_values(call)}
+        last[self.target.storage.index] = order[-1].index + 1
+        peak, alive = 0, dict[int, int]()
+        for call in order:
+            made = {o.storage.index: o.storage for o in call.outputs if o is not None and o.storage.producer is call}
+            alive.update({index: storage.nbytes for index, storage in made.items()})
+            peak = max(peak, sum(alive.values()))
+            alive = {index: nbytes for index, nbytes in alive.items() if last.get(index, -1) > call.index}
+        return peak
+
+
+def _looks(value: Value) -> tuple:
+    return value.size, value.stride, value.offset, value.dtype
+
+
+def _name(thing: torch.dtype | torch.layout | torch.memory_format) -> str:
+    return str(thing).removeprefix("torch.")
+
+
+def _geometry(value: Value) -> Geometry:
+    return Geometry(size=value.size, stride=value.stride, offset=value.offset, dtype=_name(value.dtype))
+
+
+def _encode_constant(arg: Any) -> Any:
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    if arg is None or type(arg) in (bool, int, float, str):
+        return arg
+    if isinstance(arg, (list, tuple)):
+        return [_encode_constant(item) for item in arg]
+    if isinstance(arg, torch.device):
+        return {"device": arg.type}
+    for kind, key in ((torch.dtype, "dtype"), (torch.layout, "layout"), (torch.memory_format, "memory_format")):
+        if isinstance(arg, kind):
+            return {key: _name(arg)}
+    raise _NoRecipeError("argument that cannot be written")

@@ -1,0 +1,401 @@
+"""Proof: whether a recipe repeats what this very forward pass did.
+
+What: a recipe was written in an observed step. A later step may have computed the site from another frozen weight,
+another row of a buffer, with another number or another operator; shapes and autograd's graph would look the same. So
+the operators themselves are compared. `OperatorLog` is a dispatch mode around one forward pass. Of each operator that
+recipes hold, it records the arguments and the results. A `Proof`, made once from each recipe, goes from the operator
+that made the site back to the inputs of the recipe. On the way it compares each operator with the recipe's step: the
+same operator, the same numbers, the same operands (by storage and version), viewed in the same way (size, stride,
+offset, dtype). `Proof.mismatch` names the first difference: `aten.div.Tensor got 2.0 in place of 1.0`.
+
+Why this proves it: an operator gives the same bytes for the same bytes (recipes hold no random operators), and all that
+it reads is in its arguments. The exceptions are switches of the process, such as the precision of matmuls. They are
+compared where recipes run (runtime/recompute/recipe_sources.py), and last of all the fingerprint of the result is
+compared (runtime/recompute/fingerprint.py).
+
+How storages are told apart: by address, and the log holds a weak reference to each storage that it names, so that no
+other one can have that address while the log lives. The log holds no tensor.
+
+Cost: 10 to 20 us in all for each operator of the forward pass, on a busy machine; the dispatch mode alone is 4 us.
+Not covered: tensors that are not plain (views with a conjugate or negative bit, subclasses): no recipe holds them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.core.recipe import Recipe
+from lowtide.recipes.execute import find_operator
+from lowtide.recipes.operators import WAIT, has_statistics, pure_args
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.private import TorchDispatchMode, schema_of, storage_key, tree_leaves, version_of
+from lowtide.tensors.view import Shape
+from lowtide.tensors.wrappers import is_desugared
+
+LOG_SECONDS = 12e-6
+"""In all, for each operator of a forward pass: two cores of a server, 8-layer Llama, a quarter of it in recipes."""
+_AS_STRIDED = "aten.as_strided.default"
+
+
+class Seen(tuple):
+    """A tensor that an operator was given or gave out, without the tensor: key, version, and the parts of its `Shape`.
+
+    A tuple, since some thousand are made in each forward pass, and Python makes nothing else as fast.
+    """
+
+    __slots__ = ()
+    key = property(itemgetter(0))
+    """Of its storage."""
+    version = property(itemgetter(1))
+    shape = property(itemgetter(2))
+    """Equal to a `Shape` of the same parts."""
+
+
+class Ran:
+    """One operator that ran. Tensors among `args`, `kwargs` and `outputs` are `Seen`; None where not plain."""
+
+    __slots__ = ("args", "func", "kwargs", "outputs")
+
+    def __init__(self, func: Any, args: list) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs: dict[str, Any] = {}
+        self.outputs: list[Seen | None] = []
+
+
+class Start(NamedTuple):
+    """What a recipe starts from, in this forward pass: `name` as users know it, and where it is."""
+
+    name: str
+    key: int
+    version: int
+    shape: Shape
+
+
+class OperatorLog(TorchDispatchMode):
+    """Notes what operators of some kinds did, while it is active. One a forward pass.
+
+    Operators of these kinds give out new storages or what they write into; views are not among them.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch wraps each call, for 1 us. Nothing compiles here: compiled models are refused.
+        return False
+
+    def __init__(self, kinds: frozenset) -> None:
+        super().__init__()
+        # By identity: torch's operators are asked for their hash in Python.
+        self._written = {id(func): _written_positions(func) for func in kinds}
+        """Of each operator to be noted, the positions of the arguments that it writes into."""
+        self._makers: dict[int, dict[int, Ran]] = {}
+        """By storage, then by the version that the operator left it at. The first one made the storage."""
+        self._pins: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and is_desugared(types):
+            return NotImplemented
+        written = self._written.get(id(func))
+        if written is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        # Before it runs: an operator that works in place changes what it was given.
+        ran = Ran(func, [_frozen(arg) for arg in args])
+        if kwargs:
+            ran.kwargs = {key: _frozen(arg) for key, arg in kwargs.items()}
+            out = func(*args, **kwargs)
+        else:
+            out = func(*args)
+        self._note(ran, args, written, out)
+        return out
+
+    def _note(self, ran: Ran, args: tuple, written: tuple[int, ...], out: Any) -> None:
+        given = []
+        for position in written:
+            seen = ran.args[position] if position < len(ran.args) else None
+            if isinstance(seen, Seen):
+                given.append(seen.key)
+                # Autograd counts the new version only after the operator has returned to it.
+                self._makers_of(seen.key, args[position])[seen.version + 1] = ran
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            seen = _seen(leaf) if isinstance(leaf, torch.Tensor) else None
+            ran.outputs.append(seen)
+            if seen is not None and seen.key not in given:
+                self._makers_of(seen.key, leaf).setdefault(seen.version, ran)
+
+    def _makers_of(self, key: int, tensor: torch.Tensor) -> dict[int, Ran]:
+        known = self._makers.get(key)
+        if known is None:
+            known = self._makers[key] = {}
+            self._pins.append(StorageWeakRef(tensor.untyped_storage()))
+        return known
+
+    def makers(self, key: int) -> dict[int, Ran] | None:
+        """Who made and wrote to a storage, by version; None where no operator of these kinds did."""
+        return self._makers.get(key)
+
+
+def _seen(tensor: torch.Tensor) -> Seen | None:
+    if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+        return None
+    shape = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return Seen((storage_key(tensor.untyped_storage()), version_of(tensor), shape))
+
+
+def _frozen(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return _seen(arg)
+    return [_frozen(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
+
+
+@functools.cache
+def _written_positions(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an operator writes into."""
+    if not schema_of(func).is_mutable:
+        return ()
+    found = enumerate(schema_of(func).arguments)
+    return tuple(position for position, arg in found if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+# -- a recipe, made ready to be compared ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A tensor among a step's arguments: the `index`-th that the recipe starts from."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an earlier step made."""
+
+    step: int
+    output: int
+    maker: int
+    """The last step that wrote to it before it is read here."""
+    views: tuple[int, ...] = ()
+    """Steps that only look at it in another way, in their order."""
+
+
+@dataclass(slots=True)
+class _Step:
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    has_statistics: bool
+    """Some of its arguments are no input of a recipe."""
+
+
+@dataclass(slots=True)
+class Proof:
+    """A recipe, made ready to be compared with what ran."""
+
+    kinds: frozenset = frozenset()
+    """Operators that the log must note for it."""
+    _steps: list[_Step] = field(default_factory=list)
+    _views: dict[int, tuple[_Made, RecipeView]] = field(default_factory=dict)
+    _last_writer: dict[tuple[int, int], int] = field(default_factory=dict)
+    _target: _Made | None = None
+
+    def mismatch(self, log: OperatorLog, site: Start, starts: Sequence[Start]) -> str:
+        """Where this forward pass parts from the recipe, in words; empty where it does not.
+
+        `site` is what the recipe is to make, `starts` what it would start from, in the order of its inputs.
+        """
+        assert self._target is not None
+        return _Comparison(self, log, starts).run(self._target, site)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeView:
+    """How a step of a recipe looks at what an earlier one made."""
+
+    func: Any
+    args: tuple[Any, ...]
+    is_strided: bool
+    is_wait: bool
+    """For a collective: the tensor is the same one, only its bytes are there."""
+
+
+def proof_of(recipe: Recipe) -> Proof:
+    """The recipe, ready to be compared. Raises ConfigError if it names an operator that this torch does not have."""
+    proof = Proof()
+    for index, step in enumerate(recipe.steps):
+        func = find_operator(step.op)
+        args = [_template(proof, arg) for arg in step.args]
+        kwargs = {key: _template(proof, arg) for key, arg in step.kwargs.items()}
+        compiled = _Step(func, args, kwargs, has_statistics(func))
+        proof._steps.append(compiled)
+        if step.op == WAIT or _is_view(func):
+            base = args[0]
+            assert isinstance(base, _Made), "a recipe looks in another way only at what it made"
+            view = RecipeView(func, tuple(args[1:]), step.op == _AS_STRIDED, step.op == WAIT)
+            proof._views[index] = (base, view)
+        else:
+            for position in _written_positions(func):
+                base = args[position] if position < len(args) else None
+                if isinstance(base, _Made):
+                    proof._last_writer[base.step, base.output] = index
+    proof._target = _target_of(proof, recipe)
+    proof.kinds = frozenset(step.func for i, step in enumerate(proof._steps) if i not in proof._views)
+    return proof
+
+
+def _target_of(proof: Proof, recipe: Recipe) -> _Made:
+    last = len(recipe.steps) - 1
+    written = _written_positions(proof._steps[last].func) if last not in proof._views else ()
+    if written:
+        base = proof._steps[last].args[written[0]]
+        assert isinstance(base, _Made)
+        return _Made(base.step, base.output, last)
+    return _made(proof, last, recipe.output)
+
+
+def _template(proof: Proof, arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_template(proof, part) for part in arg]
+    if isinstance(arg, dict) and "input" in arg:
+        return _Given(arg["input"])
+    if isinstance(arg, dict) and "step" in arg:
+        return _made(proof, arg["step"], arg["output"])
+    return arg
+
+
+def _made(proof: Proof, step: int, output: int) -> _Made:
+    if step in proof._views:
+        base, view = proof._views[step]
+        views = base.views if view.is_wait else (*base.views, step)
+        return _Made(base.step, base.output, proof._last_writer.get((base.step, base.output), base.step), views)
+    return _Made(step, output, proof._last_writer.get((step, output), step))
+
+
+def _is_view(func: Any) -> bool:
+    returns = schema_of(func).returns
+    return not schema_of(func).is_mutable and bool(returns) and returns[0].alias_info is not None
+
+
+class _Comparison:
+    """One recipe against one forward pass."""
+
+    def __init__(self, proof: Proof, log: OperatorLog, starts: Sequence[Start]) -> None:
+        self._proof = proof
+        self._log = log
+        self._starts = starts
+        self._matched: dict[int, Ran] = {}
+        self._waiting: list[int] = []
+
+    def run(self, target: _Made, site: Start) -> str:
+        found = self._meet(target, site.key, site.version, None)
+        while self._waiting and not found:
+            index = self._waiting.pop()
+            found = self._compare_step(self._proof._steps[index], self._matched[index])
+        return found
+
+    def _compare_step(self, step: _Step, ran: Ran) -> str:
+        if ran.func is not step.func:
+            return f"{ran.func} ran in place of {step.func}"
+        args = pure_args(ran) if step.has_statistics else ran.args  # type: ignore[arg-type]
+        if len(args) != len(step.args) or ran.kwargs.keys() != step.kwargs.keys():
+            return f"{step.func} got other arguments"
+        for planned, actual in zip(step.args, args, strict=True):
+            found = self._compare(planned, actual)
+            if found:
+                return f"{step.func} {found}"
+        for key, planned in step.kwargs.items():
+            found = self._compare(planned, ran.kwargs[key])
+            if found:
+                return f"{step.func} {found}"
+        return ""
+
+    def _compare(self, planned: Any, actual: Any) -> str:
+        if isinstance(planned, (_Given, _Made)):
+            if not isinstance(actual, Seen):
+                return "read something that is not a plain tensor"
+            return self._given(planned, actual) if isinstance(planned, _Given) else self._made(planned, actual)
+        if isinstance(planned, list):
+            if not isinstance(actual, (list, tuple)) or len(actual) != len(planned):
+                return f"got {_shown(actual)} in place of {_shown(planned)}"
+            return next(filter(None, (self._compare(*pair) for pair in zip(planned, actual, strict=True))), "")
+        return "" if is_same_constant(planned, actual) else f"got {_shown(actual)} in place of {_shown(planned)}"
+
+    def _given(self, planned: _Given, actual: Seen) -> str:
+        start = self._starts[planned.index]
+        if actual.key != start.key:
+            return f"read another tensor than '{start.name}'"
+        if actual.version != start.version:
+            return f"read '{start.name}' before or after it was written to"
+        return "" if actual.shape == start.shape else f"read '{start.name}' in another shape"
+
+    def _made(self, planned: _Made, actual: Seen) -> str:
+        return self._meet(planned, actual.key, actual.version, actual)
+
+    def _meet(self, planned: _Made, key: int, version: int, actual: Seen | None) -> str:
+        makers = self._log.makers(key)
+        maker = None if makers is None else makers.get(version)
+        wanted = self._proof._steps[planned.maker].func
+        if makers is None or maker is None:
+            return f"started from what another operator than {wanted} made"
+        first = next(iter(makers.values()))
+        output = first.outputs[planned.output] if planned.output < len(first.outputs) else None
+        if output is None or output.key != key:
+            return f"read another output of {self._proof._steps[planned.step].func}"
+        if actual is not None and actual.shape != self._look(planned.views, output.shape):
+            return f"read the result of {self._proof._steps[planned.step].func} in another shape"
+        return self._pair(planned.step, first) or self._pair(planned.maker, maker)
+
+    def _look(self, views: Sequence[int], shape: tuple) -> tuple:
+        if not views:
+            return shape
+        look = Shape(*shape)
+        for index in views:
+            view = self._proof._views[index][1]
+            if view.is_strided:
+                size, stride, offset = view.args
+                look = Shape(tuple(size), tuple(stride), offset, look.dtype)
+            else:
+                look = _reinterpreted(view.func, view.args, look)
+        return look
+
+    def _pair(self, index: int, ran: Ran) -> str:
+        known = self._matched.get(index)
+        if known is None:
+            self._matched[index] = ran
+            self._waiting.append(index)
+            return ""
+        return "" if known is ran else f"read the result of another {ran.func} than the recipe"
+
+
+def _reinterpreted(func: Any, args: Sequence[Any], look: Shape) -> Shape:
+    """What a view of another dtype makes of a tensor."""
+    given = torch.empty_strided(look.size, look.stride, dtype=look.dtype, device="meta")
+    decoded = [getattr(torch, arg["dtype"]) if isinstance(arg, dict) else arg for arg in args]
+    seen = func(given, *decoded)
+    offset = look.offset * look.dtype.itemsize // seen.dtype.itemsize
+    return Shape(tuple(seen.size()), seen.stride(), offset, seen.dtype)
+
+
+def is_same_constant(planned: Any, actual: Any) -> bool:
+    """Whether an argument that is no tensor is the one that a recipe has written down (core/profile.py says how)."""
+    if isinstance(planned, dict):
+        ((kind, value),) = planned.items()
+        if kind == "device":
+            return isinstance(actual, torch.device) and actual.type == value
+        if kind == "float":
+            return type(actual) is float and str(actual) == value
+        return str(actual) == f"torch.{value}"
+    # Zero and minus zero are equal, and make other bits.
+    return type(planned) is type(actual) and planned == actual and (planned != 0 or repr(planned) == repr(actual))
+
+
+def _shown(constant: Any) -> str:
+    if isinstance(constant, dict):
+        return str(next(iter(constant.values())))
+    return "a tensor" if isinstance(constant, Seen) else str(constant)

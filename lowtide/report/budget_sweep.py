@@ -1,0 +1,95 @@
+"""What other budgets would cost: the best plans for a few budgets, from the floor to the peak with everything kept.
+
+Why: a budget is often a guess. Beside the plan for it, the user wants to see what a little more or less would change.
+Cost: one short solve for each budget. Not covered: other batch sizes, and other optimizer placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.core.decisions import Prediction
+from lowtide.core.plan import Plan
+from lowtide.core.plan_table import align, percent
+from lowtide.core.profile import Profile
+from lowtide.errors import BudgetError
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.timeline.step import Link
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+
+_WAY_UP = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+"""The budgets that are tried: shares of the way from the floor to the peak with everything kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptBudget:
+    """One budget, and the prediction of the best plan for it."""
+
+    budget_bytes: int
+    predicted: Prediction
+    is_asked: bool = False
+    """Whether it is the budget of the plan itself."""
+
+
+def budget_sweep(
+    plan: Plan,
+    profile: Profile,
+    config: MemoryConfig,
+    *,
+    link: Link,
+    has_gradients: bool = False,
+    time_limit_seconds: float = 1.0,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[SweptBudget, ...]:
+    """The budgets with their predictions, from the most memory to the least, `plan`'s own among them."""
+    asked, budget_bytes = plan.predicted, plan.budget_bytes
+    assert asked is not None and budget_bytes is not None
+    rungs = [SweptBudget(budget_bytes=budget_bytes, predicted=asked, is_asked=True)]
+    range_bytes = asked.plain_peak_bytes - asked.floor_bytes
+    budgets = dict.fromkeys(asked.floor_bytes + int(range_bytes * share) for share in _WAY_UP)
+    for number, budget in enumerate(budgets, start=1):
+        if progress is not None:
+            progress(f"other budgets, {number} of {len(budgets)}")
+        try:
+            other = plan_profile(
+                profile,
+                config,
+                link=link,
+                budget_bytes=budget,
+                has_gradients=has_gradients,
+                time_limit_seconds=time_limit_seconds,
+            ).predicted
+        except BudgetError:
+            continue  # the solver needs more time to reach the floor than it has here
+        assert other is not None
+        if budget != budget_bytes:
+            rungs.append(SweptBudget(budget_bytes=budget, predicted=other))
+    return tuple(sorted(rungs, key=lambda swept: -swept.budget_bytes))
+
+
+def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
+    """Lines of text: a head, and one line for each budget."""
+    cells: list[tuple[str, ...]] = [
+        ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "gap", "")
+    ]
+    for swept in rungs:
+        found = swept.predicted
+        cells.append(
+            (
+                format_bytes(swept.budget_bytes),
+                percent(swept.budget_bytes / found.plain_peak_bytes),
+                format_bytes(found.peak_bytes),
+                format_seconds(found.step_seconds),
+                percent(found.step_seconds / found.plain_seconds - 1 if found.plain_seconds else 0.0),
+                format_seconds(found.stall_seconds),
+                format_seconds(found.recompute_seconds),
+                percent(found.gap),
+                "<- this plan" if swept.is_asked else "",
+            )
+        )
+    return align(cells, numeric=tuple(range(8)))

@@ -1,0 +1,90 @@
+"""What the ranks of a job agree on: one budget, one plan, one moment to correct it.
+
+What: small collectives over Python objects; alone, each gives back what it was given. An error on one rank is an error
+on all, so that nobody waits for a rank that has given up. `PlanConsensus` answers the question that comes before every
+collective but the first: is every rank here? Where batches have different lengths on different ranks, one of them
+meets a new shape when the others do not, and a collective would wait for ever. So the ranks meet at the store of the
+process group, each with the name of what it wants to decide; if one does not come in time, nobody waits any longer,
+now or later, and from then on each decides for itself.
+
+Why that is safe: a solved plan has no collective in any recipe, so two ranks may follow different plans. (One that was
+written by name may have some: between ranks that meet the same shapes, since the model's own collectives match.)
+Cost: one `all_gather_object` a call; a meeting is a few messages to the store, and happens only when something is to be
+decided. Not covered: a job that fails on one rank alone ends the others as it would without lowtide.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+
+from lowtide.core.plan import Plan
+from lowtide.errors import BudgetError
+from lowtide.tensors.private import default_store
+from lowtide.tensors.ranks import gather
+
+PATIENCE_SECONDS = 10.0
+"""Ranks that train together begin a forward pass closer together than this."""
+_POLL_SECONDS = 0.002
+_GO, _STOP = b"go", b"stop"
+
+
+class PlanConsensus:
+    """The ranks that share a plan. Made by all of them at once."""
+
+    def __init__(self, group: Any, budget_bytes: int | None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        answers = gather((budget_bytes, uuid.uuid4().hex), group)
+        self.group = group
+        budgets = [budget for budget, _ in answers if budget is not None]
+        self.budget_bytes = min(budgets, default=None)
+        """What all can keep; None where nobody has a budget."""
+        self.is_together = True
+        """Whether every rank came to every meeting so far."""
+        self._name = f"lowtide/{answers[0][1]}"
+        self._num_ranks = len(answers)
+        self._patience_seconds = patience_seconds
+
+    def part(self) -> None:
+        """From now on each rank decides for itself. To be called on all, or never."""
+        self.is_together = self._num_ranks == 1
+
+    def all_here(self, what: str) -> bool:
+        """Whether every rank wants to decide `what` now. The same answer on all that ask; once False, always False."""
+        if self._num_ranks == 1 or not self.is_together:
+            return self.is_together
+        store = default_store()
+        self.is_together = meet(store, f"{self._name}/{what}", self._num_ranks, self._patience_seconds)
+        return self.is_together
+
+
+def meet(store: dist.Store, place: str, num_ranks: int, patience_seconds: float) -> bool:
+    """Whether all ranks come to `place` before the first of them loses patience. The same answer on all."""
+    if store.add(f"{place}/count", 1) == num_ranks:
+        return store.compare_set(f"{place}/decision", "", _GO.decode()) == _GO
+    end = time.monotonic() + patience_seconds
+    while not store.check([f"{place}/decision"]):
+        if time.monotonic() > end:
+            # The last one may come at this very moment; whoever writes first decides for all.
+            return store.compare_set(f"{place}/decision", "", _STOP.decode()) == _GO
+        time.sleep(_POLL_SECONDS)
+    return store.get(f"{place}/decision") == _GO
+
+
+def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
+    """The first rank's plan, if every rank found one; else the error with the highest floor, on every rank."""
+    answers = gather((None if plan is None else plan.to_json(), _packed(error)), group)
+    errors = [packed for _, packed in answers if packed is not None]
+    if errors:
+        message, floor_bytes, suggestions = max(errors, key=lambda packed: packed[1])
+        raise BudgetError(message, floor_bytes=floor_bytes, suggestions=suggestions)
+    if len(answers) == 1:
+        assert plan is not None
+        return plan
+    return Plan.from_json(answers[0][0])
+
+
+def _packed(error: BudgetError | None) -> tuple[str, int, tuple[str, ...]] | None:
+    return None if error is None else (str(error), error.floor_bytes, error.suggestions)

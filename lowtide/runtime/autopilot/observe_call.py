@@ -1,0 +1,210 @@
+"""The step that one call of the model begins: observed, or timed.
+
+What: `observe_call` observes the step of a call whose loss is the model's own `.loss`, or else everything that it
+returns; a `Witness` says if the first real forward gives something else. `BackwardClock` times backward passes from
+such an output, without their stalls.
+Cost: observing is described in profiling/observe_step.py; the clock is two hooks a step.
+Not covered: what the caller does with the output before backward begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from lowtide.core.profile import Profile
+from lowtide.profiling.observe_step import observe
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.private import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    are_transforms_active,
+    current_graph_task_id,
+    disable_current_modes,
+    is_forward_mode,
+    queue_callback,
+    tree_leaves,
+    tree_map_only,
+)
+
+_NUM_COMPARED = 1024
+_HOOKS = frozenset({*FORWARD_HOOKS, *BACKWARD_HOOKS})
+
+
+def is_training() -> bool:
+    """A forward pass with gradients, not under torch.func, and not one that is run again in a backward pass."""
+    return torch.is_grad_enabled() and current_graph_task_id() == -1 and not are_transforms_active()
+
+
+def observe_call(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    is_inside: bool = False,
+    witness: Witness | None = None,
+) -> Profile:
+    """The profile of the step that `model(*args, **kwargs)` begins. Raises what the model raises.
+
+    `is_inside`: the call is under way, so the model's own hooks have had its inputs already, and run only once.
+    `witness` is shown what the forward gives. Tangents of the inputs (forward mode) are left out.
+    """
+    has_cache = torch.is_autocast_cache_enabled()
+    if is_forward_mode():  # else the user's own containers, which the model may write to
+        args, kwargs = tree_map_only(torch.Tensor, _without_tangent, (args, kwargs))
+
+    def pick(output: Any) -> Any:
+        if witness is not None:
+            witness.note(output)
+        return _loss_or_all(output)
+
+    with (
+        _input_gradients_set_aside((args, kwargs)),
+        _autocast_cache_left_alone(),
+        _own_hooks_aside(model) if is_inside else contextlib.nullcontext(),
+    ):
+        return observe(
+            model,
+            lambda: model(*args, **kwargs),
+            loss=pick,
+            needs_scalar=False,
+            optimizer=optimizer,
+            holds_casts=has_cache,
+        )
+
+
+def _without_tangent(tensor: torch.Tensor) -> torch.Tensor:
+    """A backward pass that carries tangents is more than the step is: many operators have none."""
+    if not is_forward_mode() or tensor.is_inference():
+        return tensor
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    return tensor if tangent is None else primal
+
+
+class Witness:
+    """What came out of the observed forward; what comes out of the first real one must be the same to the bit.
+
+    Both start from the same inputs and, as far as lowtide can put it back, the same state. If they differ, there is
+    more state than that. Some thousand elements of each tensor are compared, once.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._then: list[torch.Tensor] | None = None
+
+    def note(self, output: Any) -> None:
+        """Remember the output of the observed forward."""
+        self._then = _samples(output)
+
+    def compare(self, output: Any) -> None:
+        """Warn if this one is another."""
+        if self._then is None:
+            return
+        now = _samples(output)
+        if len(now) == len(self._then) and all(map(_is_same, now, self._then)):
+            return
+        warnings.warn(
+            f"lowtide: from the same inputs, {self._model} gave another output than in the observed step: it reads "
+            "state that lowtide cannot put back (an iterator, a file, what functions that it calls keep to "
+            "themselves), or it does not repeat itself. The observed step has moved such state on by one step.",
+            stacklevel=2,
+        )
+
+
+def _samples(output: Any) -> list[torch.Tensor]:
+    with disable_current_modes(), torch.no_grad():
+        leaves = [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+        dense = [leaf.view(-1) for leaf in leaves if leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()]
+        return [flat[:: 1 + flat.numel() // _NUM_COMPARED].clone() for flat in dense]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@contextlib.contextmanager
+def _own_hooks_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, the model itself has no hooks; those of its modules stay, which may change what it computes."""
+    hooks = [vars(model)[name] for name in _HOOKS]
+    before = [dict(found) for found in hooks]
+    for found in hooks:
+        found.clear()
+    try:
+        yield
+    finally:
+        for found, then in zip(hooks, before, strict=True):
+            found.clear()
+            found.update(then)
+
+
+@contextlib.contextmanager
+def _input_gradients_set_aside(inputs: Any) -> Iterator[None]:
+    """Inputs that get gradients keep theirs: a step observed through `.backward()` would add to them."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    before = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad in before:
+            leaf.grad = grad
+
+
+@contextlib.contextmanager
+def _autocast_cache_left_alone() -> Iterator[None]:
+    """Casts of weights that the observed step made would serve the real one, which then would not make its own."""
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
+
+
+def _loss_or_all(output: Any) -> Any:
+    """Where the backward starts: the loss that the model gives, else everything it returns."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+    return loss if is_loss else output
+
+
+class BackwardClock:
+    """Seconds of backward passes, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def follow(self, output: Any, stall_seconds: Callable[[], float]) -> None:
+        """Put the first backward pass from `output` on record, without what `stall_seconds` grows by meanwhile."""
+        root = next((leaf.grad_fn for leaf in tree_leaves(_loss_or_all(output)) if _has_graph(leaf)), None)
+        if root is None:
+            return
+        started: list[float] = []
+
+        def now() -> float:
+            return time.perf_counter() - stall_seconds()
+
+        def end() -> None:
+            self.seconds.append(now() - started[-1])
+
+        def begin(gradients: Any) -> None:
+            if not started:  # a graph that is retained has other backward passes
+                started.append(now())
+                queue_callback(end)
+
+        root.register_prehook(begin)
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

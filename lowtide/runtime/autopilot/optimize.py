@@ -1,0 +1,55 @@
+"""The way in: a model, a budget, and the autopilot that keeps the one within the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.config.memory import plan_from_rules
+from lowtide.engines.base import Engine
+from lowtide.engines.choose import choose_engine
+from lowtide.errors import ConfigError
+from lowtide.profiling.layers import find_layers, named_layers
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.plan_model import merged_config
+from lowtide.runtime.autopilot.plan_source import BudgetSource
+from lowtide.runtime.session.forward_patch import patched_module
+from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.fsdp import refuse_other_shards
+from lowtide.tensors.optimizers import optimizer_of
+
+
+def optimize(
+    model: nn.Module,
+    *,
+    budget: int | str | None = None,
+    memory: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: Engine | str | None = None,
+    group: Any = None,
+    say: Callable[[str], None] | None = None,
+) -> Autopilot:
+    """Train `model` within a budget. See `lowtide.optimize`."""
+    config = merged_config(memory, budget)
+    optimizer = optimizer_of(optimizer, "lowtide.optimize")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
+    if patched_module(model) is not None:
+        raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
+    refuse_compiled(model, "lowtide.optimize")
+    refuse_other_shards(model, "lowtide.optimize")
+    layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
+    bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
+    chosen = choose_engine(engine, model, bare)
+    source = BudgetSource(model, config, chosen)
+    return Autopilot(model, source, optimizer, chosen, owns_engine=chosen is not engine, group=group, say=say)
+
+
+def say_to_stderr(line: str) -> None:
+    """For programs that want to hear what the autopilot does."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,138 @@
+"""The plans that an autopilot has made, by the shapes that they were made for.
+
+What: `CachedPlan` is one of them: what was observed, the plan, and the tide that carries it out, at work or put aside.
+`PlanCache` holds the last sixteen that were used, and says which of them serves a batch (plan_cache.py).
+Cost: profiles and tables stay in main memory, some megabytes a shape. Not covered: making plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.private import tree_leaves
+
+MOST_TIMES_LARGER = 2.0
+"""A plan serves no batch of which some tensor is smaller than this part of what it was made for."""
+
+_MAX_SHAPES = 16
+
+
+@dataclass(slots=True)
+class CachedPlan:
+    """What is known about one shape bucket."""
+
+    profile: Profile
+    plan: Plan
+    tide: Tide | None = None
+    """The plan at work, or put aside; None if it never was."""
+    serves_smaller: bool = False
+    """No recipe of the plan has a size in it."""
+    num_reviews: int = 0
+    """How many planned steps were compared with their prediction."""
+    unforeseen_bytes: int = 0
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether a recipe of the plan holds for these shapes only."""
+        return any(site.recipe is not None and not site.recipe.is_shape_free for site in self.plan.sites)
+
+    def retire(self) -> None:
+        """Its plan is not used again."""
+        if self.tide is not None:
+            self.tide.remove()
+            self.tide = None
+
+
+class PlanCache:
+    """By shape bucket; the one that was used last is the last."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[ShapeBucket, CachedPlan] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[CachedPlan]:
+        return iter(self._plans.values())
+
+    def __getitem__(self, key: ShapeBucket) -> CachedPlan:
+        return self._plans[key]
+
+    def add(self, key: ShapeBucket, known: CachedPlan) -> None:
+        """One more; the one that was not used for longest goes if there are too many."""
+        self._plans[key] = known
+        if len(self._plans) > _MAX_SHAPES:
+            _, oldest = self._plans.popitem(last=False)
+            oldest.retire()
+
+    def use(self, key: ShapeBucket) -> CachedPlan:
+        """The one of `key`, which is the last to go now."""
+        self._plans.move_to_end(key)
+        return self._plans[key]
+
+    def cover(self, shape: ShapeBucket) -> ShapeBucket | None:
+        """The class whose plan is near enough to serve `shape`, or None. Of sixteen, any that covers it."""
+        key = smallest_cover(shape, self._plans)
+        if key is None or key == shape or self._plans[key].plan.does_nothing:
+            return key
+        is_near = key.times_larger(shape) <= MOST_TIMES_LARGER
+        return key if is_near or len(self._plans) >= _MAX_SHAPES else None
+
+    def largest_for(self, shape: ShapeBucket) -> ShapeBucket:
+        """The class of the most elements, of the same kinds if there is one."""
+        return max(self._plans, key=lambda known: (known.kinds == shape.kinds, known.num_elements))
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeBucket:
+    """The shapes of a batch, and what else decides which operators run."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Sizes of every tensor in the inputs, in the order of `torch.utils._pytree`."""
+    kinds: tuple[Any, ...]
+    """Their dtypes, and which autocasts are on, to which dtype."""
+
+    def covers(self, other: ShapeBucket) -> bool:
+        """Whether a batch of `other` is like one of this, and nowhere larger."""
+        if self.kinds != other.kinds:
+            return False
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return all(len(own) == len(their) and all(map(int.__ge__, own, their)) for own, their in pairs)
+
+    def times_larger(self, other: ShapeBucket) -> float:
+        """The largest ratio of two tensors' numbers of elements; `other` must be covered."""
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return max((math.prod(own) / max(1, math.prod(their)) for own, their in pairs), default=1.0)
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors together."""
+        return sum(map(math.prod, self.shapes))
+
+
+def shape_bucket(args: tuple, kwargs: dict) -> ShapeBucket:
+    """The class of a model's inputs."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return ShapeBucket(tuple(tuple(t.shape) for t in tensors), (*(t.dtype for t in tensors), *_autocasts()))
+
+
+def _autocasts() -> Iterator[tuple[str, torch.dtype]]:
+    """The autocasts that are on: on which type of device, to what."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            yield device_type, torch.get_autocast_dtype(device_type)
+
+
+def smallest_cover(shape: ShapeBucket, known: Iterable[ShapeBucket]) -> ShapeBucket | None:
+    """Of the known classes that cover `shape`, the one with the fewest elements; itself if it is known."""
+    return min((other for other in known if other.covers(shape)), key=lambda other: other.num_elements, default=None)

@@ -1,0 +1,90 @@
+"""`lowtide.plan`: a model, a batch and a budget give a plan, without a device and without a training step.
+
+What: traces one step with fake tensors (bytes exact, times by the roofline of the hardware), then plans for the link of
+that hardware. For measured times use `lowtide.observe` or `lowtide.optimize`.
+Cost: a second or two for the trace, a second for the solver. Not covered: carrying the plan out (tide.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.config.memory import MemoryConfig, load_memory
+from lowtide.core.plan import Plan
+from lowtide.errors import ConfigError
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling.fake.trace import trace
+from lowtide.recipes.proof import LOG_SECONDS
+from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.optimizers import optimizer_of
+from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware
+
+
+def plan_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    memory: Any = None,
+    host_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    hardware: Hardware | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """See `lowtide.plan`."""
+    config = merged_config(memory, budget, host_budget)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lowtide.plan: expected a torch.nn.Module, not {type(model).__name__}")
+    refuse_compiled(model, "lowtide.plan")
+    optimizer = optimizer_of(optimizer, "lowtide.plan")
+    chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
+    if progress is not None:
+        progress("tracing one step")
+    profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
+    return plan_profile(profile, config, link=chosen.link, log_seconds=LOG_SECONDS, progress=progress)
+
+
+def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:
+    """The `memory` section with the budgets of the call written over its own. Raises ConfigError without a budget."""
+    changes = {key: value for key, value in (("budget", budget), ("host_budget", host_budget)) if value is not None}
+    if memory is None or isinstance(memory, Mapping):
+        config = load_memory({**(memory or {}), **changes})
+    else:
+        config = load_memory(memory)
+        if changes:
+            config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
+    if config.budget is None:
+        raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
+    return config
+
+
+def _sizes(changes: Mapping[str, int | str]) -> Any:
+    parsed = load_memory(changes)
+    made = dataclasses.make_dataclass("Sizes", list(changes))
+    return made(**{key: getattr(parsed, key) for key in changes})
+
+
+def hardware_of(model: nn.Module) -> str:
+    """The name of the hardware file for the device that the model is on. Raises ConfigError for one without a file."""
+    return hardware_of_device(next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
+
+
+def hardware_of_device(device: torch.device) -> str:
+    """The name of the hardware file for a device. Raises ConfigError for one without a file."""
+    if device.type in ("cpu", "meta"):
+        return "cpu"
+    full_name = getattr(torch.get_device_module(device.type), "get_device_name", lambda _: device.type)(device)
+    squeezed = full_name.lower().replace(" ", "")
+    names = [name for name in hardware_names() if name in squeezed]
+    if not names:
+        raise ConfigError(
+            f"hardware: nothing is known about '{full_name}'; pass hardware= one of {', '.join(hardware_names())}, or "
+            "the path of a TOML file of your own"
+        )
+    return max(names, key=len)

@@ -1,0 +1,123 @@
+"""Where an autopilot's plans come from: a budget, for which each is solved; or whatever else keeps the protocol.
+
+What: `PlanSource` is what the autopilot asks of it. `BudgetSource` measures the link once, gives profile, link and
+budget to the solver, and sets the guard (runtime/offload/spill.py) with each plan: to what the plan itself holds at
+most in forward, and what it leaves of the budget. A step as planned never touches it; one that saves more than planned
+is spilled before the budget is passed. Files of MindSpore Transformers are another source (mindformers/follow.py).
+Cost: measuring the link takes a second, once for a machine; the solver takes another for each plan.
+Not covered: when a plan is made, and that ranks agree on it; that is the autopilot's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from lowtide.config.memory import MemoryConfig
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.engines.bandwidth import cache_path, measure_link
+from lowtide.engines.base import Engine
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.recipes.proof import LOG_SECONDS
+from lowtide.runtime.autopilot.plan_cache import CachedPlan
+from lowtide.runtime.session.tide import Tide
+from lowtide.timeline.step import Link
+
+# The guard begins to spill a fiftieth below its limit (spill.py).
+_GUARD_HEADROOM = 49
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known beside the profiles, for all shapes."""
+
+    link: Link | None = None
+    """As it was measured, and corrected since; None where nobody needs it, and before the first step."""
+    has_gradients: bool = False
+    """Forward passes find gradients (micro-batches accumulate)."""
+    unsteady: frozenset[str] = frozenset()
+    """Sites whose recipe did not hold in some step: no plan makes them again."""
+    refused: frozenset[str] = frozenset()
+    """Layers that could not be run again in some step: no plan does."""
+
+
+class PlanSource(Protocol):
+    """Where plans come from."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What this rank may have on the device.
+
+        None: there is no such number. Plans of such a source are carried out as they are, and predict nothing; so
+        nothing is compared with them, and no plan is made a second time for what a step has shown.
+        """
+
+    def measure_link(self) -> Link | None:
+        """How fast bytes leave the device and come back; None if no plan depends on it. Called in the first step."""
+
+    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
+        """This rank's own plan for what was observed, in `budget_bytes` if there is a budget.
+
+        Raises BudgetError where none fits.
+        """
+
+    def localized(self, plan: Plan, profile: Profile) -> Plan:
+        """A plan that may be another rank's, in the names of this one, which has observed `profile`."""
+
+    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
+        """Give a tide what it needs beside its plan. `budget_bytes` is that of all ranks. Before the first forward."""
+
+    def close(self) -> None:
+        """Undo what the source itself has changed about the model. Idempotent."""
+
+
+class BudgetSource:
+    """Plans that the solver makes for the budget of `config`."""
+
+    def __init__(self, model: nn.Module, config: MemoryConfig, engine: Engine) -> None:
+        assert config.budget is not None
+        self.budget_bytes: int | None = config.budget
+        self._model = model
+        self._config = config
+        self._engine = engine
+
+    def measure_link(self) -> Link:
+        """Measured once for a machine; see engines/bandwidth.py."""
+        device = next(parameter.device for parameter in self._model.parameters())
+        place = str(self._config.disk_path or "")
+        return measure_link(self._engine, device, place=place, cache=cache_path())
+
+    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
+        """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits."""
+        assert facts.link is not None
+        steady = profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))
+        return plan_profile(
+            steady,
+            self._config,
+            link=facts.link,
+            budget_bytes=budget_bytes,
+            has_gradients=facts.has_gradients,
+            log_seconds=LOG_SECONDS,
+        )
+
+    def localized(self, plan: Plan, profile: Profile) -> Plan:
+        """As it is: a solved plan has no process group in it."""
+        return plan
+
+    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
+        """The guard, and how much of what the plan makes again may stay where recipes do not hold."""
+        predicted = known.plan.predicted
+        assert predicted is not None and budget_bytes is not None
+        # Where an allocator counts, all bytes count; else only state and activations do, so less is the limit.
+        counts_all = self._engine.device_peak_bytes() is not None
+        in_forward = predicted.forward_peak_bytes if counts_all else predicted.forward_held_bytes
+        high = in_forward + max(0, budget_bytes - predicted.peak_bytes)
+        # With what measurements showed beyond the peak.
+        slack = max(0, budget_bytes - known.unforeseen_bytes - predicted.peak_bytes)
+        tide.set_limit(high + high // _GUARD_HEADROOM + 1, slack_bytes=slack)
+
+    def close(self) -> None:
+        """Nothing was changed."""

@@ -1,1 +1,0 @@
-"""Engines: the few calls by which bytes leave the device and come back."""

@@ -1,0 +1,171 @@
+"""The first forward: which operator made each saved tensor, and which fate it gets. Later passes use these decisions.
+
+What: while a pass is observed, a `Recorder` names each storage after the operator that made it. By that name each saved
+tensor gets a `SavedTensorEntry`, from the rules or from a solved plan. The entry only says what to do. `ForwardPass`
+does it, in this pass as in every later one, and stores the entries as the table of the layer.
+
+Cost: 7 us an operator, and some 10 us a saved tensor; in the first forward only, and where a table did not fit.
+Not covered: what a tensor is (classify.py), and how its fate is carried out (forward_pass.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.core.decisions import SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.rules import Decision
+from lowtide.profiling.producer_names import Recorder
+from lowtide.runtime.hooks.classify import Parameters, Saved
+from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.table import LayerTable, SavedTensorEntry
+from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.tensors.compiled import refuse_compiled_part
+from lowtide.tensors.kinds import storage_keys
+
+
+class FirstForward:
+    """What one forward pass learns in the layers that have no table yet."""
+
+    def __init__(self, context: PlanContext, parameters: Parameters) -> None:
+        self._context = context
+        self._parameters = parameters
+        self._recorder: Recorder | None = None
+        self._recorded: dict[int, tuple[StorageWeakRef, str]] = {}
+        """By storage key: the storage, and the name under which this pass recorded it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether operators are being observed now."""
+        return self._recorder is not None
+
+    @contextlib.contextmanager
+    def observing(self, layer: LayerTable) -> Iterator[None]:
+        """Inside, operators are named by the modules that run them. Not to be nested."""
+        self._recorder = recorder = Recorder(storage_keys(self._context.model))
+        try:
+            with recorder.following(layer.module, layer.name), recorder:
+                yield
+        finally:
+            self._recorder = None
+            self._context.seen_names |= recorder.seen_ops
+
+    def entry_of(self, saved: Saved, layer: LayerTable, *, is_output: bool) -> SavedTensorEntry:
+        """The decision about a saved tensor, for now and for this position in later passes.
+
+        `is_output`: it is a dropped output of a module, which is recomputed by running the module again.
+        """
+        entry = SavedTensorEntry(
+            saved.tensor.dtype, saved.tensor.dim(), type(saved.grad_fn), Fate.KEEP, is_counted=False
+        )
+        if self._recorder is not None:
+            refuse_compiled_part(self._recorder.path)
+        if not self._is_activation(saved, layer):
+            return entry
+        assert self._recorder is not None and saved.storage is not None
+        key = saved.key
+        # A storage keeps the name of its first save. The recorder renames it when another operator writes to it.
+        known = self._recorded_name(key)
+        name = known or self._recorder.names.get(key) or f"{layer.name}.input".lstrip(".")
+        if known is None:
+            self._recorded[key] = (StorageWeakRef(saved.storage), name)
+        nbytes = saved.storage.nbytes()
+        decision = self._decide(name, saved, nbytes, is_output=is_output)
+        entry.fate = decision.fate
+        entry.is_counted = known is None
+        entry.tier = decision.tier.value if decision.tier else None
+        entry.distance = decision.prefetch
+        if self._context.nodes is not None:
+            self._plan_entry(entry, self._context.nodes, name, nbytes)
+        if known is None:
+            self._note_site(name, saved, layer, decision)
+        return entry
+
+    def note_dropped(self, saved: Saved, layer: LayerTable) -> bool:
+        """Whether a tensor that a recomputed region drops is an activation. If so, it is recorded."""
+        if not self._is_activation(saved, layer):
+            return False
+        assert self._recorder is not None and saved.storage is not None
+        key = saved.key
+        name = self._recorder.names.get(key)
+        # An input of the region is recorded already, with the fate that it has outside.
+        if name is not None and self._recorded_name(key) is None:
+            self._recorded[key] = (StorageWeakRef(saved.storage), name)
+            reason = self._context.rules.decide(name).reason
+            self._note_site(name, saved, layer, Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=reason))
+        return True
+
+    def _is_activation(self, saved: Saved, layer: LayerTable) -> bool:
+        """Whether it is a plain tensor, no parameter or buffer (or view or cast of one), and not the caller's input."""
+        if not saved.is_plain or self._parameters.has(saved.tensor, layer.module):
+            return False
+        assert self._recorder is not None
+        key = saved.key
+        if key in self._recorder.parameter_keys:
+            return False
+        return key in self._recorder.names or saved.grad_fn is not None
+
+    def _recorded_name(self, key: int) -> str | None:
+        """The name under which this forward recorded the storage; None if it did not yet."""
+        seen = self._recorded.get(key)
+        return None if seen is None or seen[0].expired() else seen[1]
+
+    def _decide(self, name: str, saved: Saved, nbytes: int, *, is_output: bool) -> Decision:
+        if is_output:
+            reason = self._context.rules.decide(name).reason
+            return Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=reason)
+        if self._context.nodes is not None:
+            return self._decide_as_planned(self._context.nodes.get(name), saved)
+        decision = self._context.stay_rules.decide(name)
+        if decision.fate is Fate.SWAP and nbytes < self._context.min_bytes:
+            return _kept(f"smaller than min_bytes; {decision.reason}")
+        if decision.fate is Fate.SWAP and not saved.is_movable:
+            return _kept(f"not a plain tensor on {self._context.scheduler.engine.device}; {decision.reason}")
+        return decision
+
+    def _decide_as_planned(self, node: Node | None, saved: Saved) -> Decision:
+        planned = node.decision if node is not None else None
+        if planned is None:
+            return _kept("the plan does not know it")
+        if planned.anchor is not None:
+            return _kept("the plan took it for an anchor, but it is saved")
+        if planned.fate is Fate.RECOMPUTE and planned.recipe is None:
+            return _kept("to be recomputed with its layer, but saved outside of it")
+        if planned.fate is Fate.SWAP and not saved.is_movable:
+            return _kept(f"not a plain tensor on {self._context.scheduler.engine.device}")
+        return Decision(fate=planned.fate, prefetch=planned.prefetch, tier=planned.tier, reason=planned.reason)
+
+    def _plan_entry(self, entry: SavedTensorEntry, nodes: dict[str, Node], name: str, nbytes: int) -> None:
+        """What a solved plan says about a saved tensor beyond its fate."""
+        node = nodes.get(name)
+        if node is None:
+            if entry.is_counted and nbytes and name not in self._context.unplanned:
+                self._context.unplanned[name] = nbytes
+            return
+        node.was_seen = True
+        entry.leave = node.decision.leave
+        takes_part = node.is_made or (node.is_input and (entry.is_counted or entry.fate is Fate.SWAP))
+        entry.node = node if takes_part and entry.fate is node.decision.fate else None
+
+    def _note_site(self, name: str, saved: Saved, layer: LayerTable, decision: Decision) -> None:
+        assert saved.storage is not None
+        self._context.sites.setdefault(
+            name,
+            SiteDecision(
+                name=name,
+                layer=layer.name or None,
+                nbytes=saved.storage.nbytes(),
+                dtype=str(saved.tensor.dtype).removeprefix("torch."),
+                fate=decision.fate,
+                tier=decision.tier,
+                prefetch=decision.prefetch,
+                reason=decision.reason,
+            ),
+        )
+
+
+def _kept(reason: str) -> Decision:
+    return Decision(fate=Fate.KEEP, prefetch=None, tier=None, reason=reason)

@@ -1,0 +1,155 @@
+"""Recomputed layers and modules of one forward pass: how each is started, and what it drops.
+
+Why not in the pack hook: inside a recomputed region autograd does not call our pack hook, so a pass works before and
+after the region. How a region runs, and runs again, is in runtime/recompute/region.py.
+
+Cost: that of `torch.utils.checkpoint`, and a count of what would have been saved. Not covered: which modules these are
+(runtime/session).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.errors import RecomputeRefusedError
+from lowtide.runtime.hooks.classify import Parameters, Saved
+from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.first_forward import FirstForward
+from lowtide.runtime.hooks.table import LayerTable
+from lowtide.runtime.recompute.call import Call, without_cache
+from lowtide.runtime.recompute.module_output import Rerun
+from lowtide.runtime.recompute.region import Dropped, RegionRun
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
+from lowtide.tensors.run_state import RandomState
+
+
+class Pass(Protocol):
+    """The forward pass that a region runs in. A `ForwardPass` is one."""
+
+    layer: LayerTable | None
+
+    @property
+    def knows_nothing(self) -> bool:
+        """Whether it is not known yet what the region that runs now writes to."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The handle on a tensor that is saved."""
+
+
+class Regions:
+    """The regions of one forward pass. Each call passes it the pass: a reference to it here would make a cycle."""
+
+    def __init__(self, context: PlanContext, first: FirstForward, parameters: Parameters) -> None:
+        self._context = context
+        self._first = first
+        self._parameters = parameters
+        self._outputs: dict[int, tuple[StorageWeakRef, int, Rerun]] = {}
+        """Dropped outputs, by the key of their storage: the storage, its version, and what recomputes it."""
+        self._parts: dict[int, Any] = {}
+
+    def checkpointed(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a module as a region: what it saves is dropped. Returns its output."""
+        pack = now.pack if self._context.slices is None else functools.partial(self._pack_input, now)
+        region = self._begun(now, module, forward, args, kwargs)
+        if region is None:
+            return forward(*args, **kwargs)
+        output = self._run(now, region, pack)
+        if self._context.nodes is not None:
+            # Backward needs the inputs when it reaches the end of the region: a plan counts distances from there.
+            region.note_end(next_sequence_number())
+        return output
+
+    def discarded(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
+        region = self._new(now, module, forward, args, kwargs)
+        random = RandomState(region.call.tensors)
+        output = self._run(now, region, now.pack)
+        if region.has_changed_inputs or not self._is_droppable(output, region.input_keys):
+            return output
+        storage = output.untyped_storage()
+        rerun = Rerun(region, random, output)
+        self._outputs[storage_key(storage)] = (StorageWeakRef(storage), version_of(output), rerun)
+        return output
+
+    def find(self, saved: Saved) -> Rerun | None:
+        """What recomputes a saved tensor, if it is a dropped output; else None."""
+        found = self._outputs.get(saved.key) if self._outputs and saved.is_plain else None
+        if found is None or found[0].expired() or found[1] != version_of(saved.tensor):
+            return None
+        return found[2]
+
+    def close(self) -> None:
+        """The forward is over: forget outputs that nobody saved."""
+        self._outputs.clear()
+        self._parts.clear()
+
+    def _begun(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun | None:
+        """The region, before its first run. None if a solved plan chose it and it cannot run again: then what it saves
+        is kept, which costs memory and no value."""
+        watch = self._context.watch(module)
+        if watch.is_planned and watch.refusal:
+            return None
+        try:
+            return self._new(now, module, forward, args, kwargs)
+        except RecomputeRefusedError as error:
+            if not error.can_stay:
+                raise
+            warnings.warn(f"{error} It is kept.", stacklevel=2)
+            return None
+
+    def _new(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
+        watch = self._context.watch(module)
+        call = Call(module, forward, *without_cache(watch, args, kwargs))
+        assert now.layer is not None
+        note = functools.partial(self._note_dropped, now.layer)
+        dropped = Dropped(self._context.counters, self._context.ledger, note)
+        return RegionRun(call, dropped, watch, is_first=now.knows_nothing)
+
+    def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
+        changers = self._context.input_changers
+        module = region.call.module
+        # A solved plan has no room for copies, and chooses no layer that was observed to write to its inputs.
+        is_new = now.knows_nothing and self._context.nodes is None
+        output = region.run(pack, may_change_inputs=is_new or module in changers)
+        if region.has_changed_inputs:
+            changers.add(module)
+        return output
+
+    def _pack_input(self, now: Pass, tensor: torch.Tensor) -> Any:
+        """The handle on an input of a recomputed layer, of which each tensor-parallel rank may keep a slice only."""
+        handle, slices = now.pack(tensor), self._context.slices
+        assert slices is not None and now.layer is not None
+        is_first = self._first.is_on
+        with disable_current_modes() if is_first else contextlib.nullcontext():
+            return slices.instead_of(
+                handle,
+                tensor,
+                self._parts,
+                now.layer.name,
+                counters=self._context.counters,
+                ledger=self._context.ledger,
+                compares=is_first,
+            )
+
+    def _note_dropped(self, where: LayerTable, tensor: torch.Tensor) -> bool:
+        """Whether a tensor inside a recomputed region is an activation. In the first forward, also record it."""
+        if not self._first.is_on:
+            return not self._parameters.has(tensor, where.module)
+        with disable_current_modes():
+            saved = Saved(tensor, tensor.grad_fn, self._context.scheduler.engine.device)
+            return self._first.note_dropped(saved, where)
+
+    def _is_droppable(self, output: Any, input_keys: set[int]) -> bool:
+        if not isinstance(output, torch.Tensor) or not is_plain(output) or output.grad_fn is None:
+            return False
+        storage = output.untyped_storage()
+        return storage.nbytes() >= self._context.min_bytes and storage_key(storage) not in input_keys

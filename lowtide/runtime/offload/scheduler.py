@@ -1,0 +1,505 @@
+"""Swap: every ordering decision between compute and copies, made once for all engines.
+
+What: the `OffloadScheduler` copies sites (runtime/offload/site.py) off the device after the forward has saved them, and
+back before the backward needs them. It starts copies, waits for them and frees memory, and orders all that by the
+engine's `record` and `wait` alone. What is fetched ahead of need, and when, is in prefetch.py.
+
+Here *source* is `Copy.source`: the original storage on the device, from which the copy out reads.
+
+The rules (each of them broken has given a wrong gradient somewhere):
+- a copy out waits for the compute lane that made the data, and is issued only after the operator that saved it has
+  been launched: some operators save an input first and fill it after;
+- the source is released only when its copy is complete, or after the compute lane has been told to wait for it;
+- a copy in waits for the compute lane that freed its buffer's memory, and for the site's own copy out;
+- every reader waits for the copy in, on its own compute lane;
+- a slot, and a buffer that a copy is filling, belong to the scheduler until the engine says that the copy is complete,
+  even if nobody else holds them any more; if the scheduler dies before that, they pass to the engine, and the engine's
+  next scheduler frees them;
+- with several compute streams a buffer is used only on the stream whose pool it came from: a fetch ahead of need runs
+  on the stream that will read it, and a reader on another stream than the site's gets a buffer of its own. The engine
+  takes care of the rest (engines/accelerator.py).
+
+Out of memory: a fetch ahead of need that finds no memory is given up, and so are further ones in this backward pass. A
+fetch that a reader waits for frees what was fetched ahead of need, and tries once more.
+
+Bounds: bytes in copies out, and bytes fetched ahead of need, are each held below a window, which follows the bytes that
+a pass really swaps (1/50 of them, and never less than two of the largest sites). When copies fall behind, compute
+waits: a stall, not an out-of-memory. A solved plan says of each copy when it must be complete and when its fetch
+starts; such copies do not count in a window.
+
+Cost: about 15 us of Python a site. Not covered: what to swap (planner), where host bytes live (engines).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.errors import TierFull
+from lowtide.runtime.offload.prefetch import Prefetch, Window
+from lowtide.runtime.offload.site import Copy, HeldForBackward, OffloadedStorage, PrefetchQueue
+from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.tensors.kinds import Part
+from lowtide.tensors.private import (
+    current_graph_task_id,
+    queue_callback,
+    storage_key,
+)
+
+_POLL_SECONDS = 1e-4
+
+
+def _windowed_bytes(copy: Copy) -> int:
+    return 0 if copy.has_deadline else copy.nbytes
+
+
+class OffloadScheduler:
+    """Copies sites off the device and back. One per tide; safe to call from autograd's threads."""
+
+    def __init__(self, engine: Engine, counters: Counters, ledger: Ledger) -> None:
+        self.engine = engine
+        self.counters = counters
+        self.ledger = ledger
+        self.lock = threading.RLock()
+        self._is_closed = False
+        self.lease: object = None
+        # Copies by the key of their source, and by their own identity. A copy is a weak reference to its site.
+        self.live: dict[int, Copy] = {}
+        self.copies: dict[int, Copy] = {}
+        self.pending_free: deque[Copy] = deque()
+        self.note_death = self.pending_free.append
+        self._leaving: deque[Copy] = deque()
+        self._leaving_bytes = 0
+        # Storages that copies are filling (or reading, where nobody else holds them), with the events of these copies,
+        # by the identity of the event; oldest first.
+        self._arriving: dict[int, tuple] = {}
+        self._unfreed: deque[tuple] = deque()
+        self._open_sites: dict[int, weakref.WeakSet[OffloadedStorage | HeldForBackward]] = {}
+        self.window = Window()
+        self.prefetch = Prefetch(engine, self.lock, self.window)
+        self._has_warned_full = False
+        rest = (self.copies, self._unfreed, self._arriving, self._leaving)
+        weakref.finalize(self, _leave_the_rest, engine.leftovers, *rest).atexit = False
+        # Called with every buffer that the engine makes, while something counts live bytes. None: nothing does.
+        self.on_buffer: Callable[[torch.UntypedStorage], None] | None = None
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes in copies out that are not complete yet."""
+        return self._leaving_bytes
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def find(self, storage: torch.UntypedStorage, version: int, part: Part | None) -> OffloadedStorage | None:
+        """The site of a live storage at this version of this part, or None.
+
+        An address alone is not enough: it may be reused. Nor is a version, since parts of a storage may have version
+        counters of their own.
+        """
+        reference = self.live.get(storage_key(storage))
+        site = reference() if reference is not None else None
+        if site is None or site.version != version or site.part != part or site.weak.expired():
+            return None
+        return site
+
+    def enroll(
+        self, queue: PrefetchQueue, storage: torch.UntypedStorage, version: int, distance: int | None, part: Part | None
+    ) -> OffloadedStorage:
+        """Make a site of a live storage. It stays on the device until `start_offload`."""
+        with self.lock:
+            site = OffloadedStorage(self, queue, storage, version, distance, part=part)
+            self.live[site.copy.key] = site.copy
+            self.window.largest_bytes = max(self.window.largest_bytes, site.copy.nbytes)
+            return site
+
+    def start_offload(self, site: OffloadedStorage, tier: str | None) -> None:
+        """Start a site's copy out. Where no tier has room, the site stays on the device, counted as kept."""
+        with self.lock:
+            copy = site.copy
+            slot = self._allocate(copy.nbytes, tier)
+            if slot is None:
+                self._stay(copy)
+                return
+            self.counters.swapped_bytes += copy.nbytes
+            copy.slot = slot
+            try:
+                self._copy_out(copy)
+            except BaseException:
+                # The copy failed: the site must not count as swapped, or backward would read an empty slot.
+                copy.slot = None
+                self.counters.swapped_bytes -= copy.nbytes
+                self.counters.kept_bytes += copy.nbytes
+                # A part of the copy may be running: it still reads the source and fills the slot.
+                begun = self.engine.record(Lane.OUT)
+                self._unfreed.append((slot, (begun,)))
+                self._arriving[id(begun)] = (copy.source, begun)
+                raise
+            self.retire(self.window.nbytes())
+
+    def finish_due(self, copy: Copy) -> None:
+        """The deadline of this copy has come: if it is not complete, compute waits for it."""
+        with self.lock:
+            while copy.is_leaving:
+                self._retire_first()
+
+    def _allocate(self, nbytes: int, tier: str | None) -> Slot | None:
+        tiers = self.engine.tiers
+        start = tiers.index(tier) if tier in tiers else 0
+        self._free_pending()
+        for name in tiers[start:]:
+            try:
+                return self.engine.allocate(nbytes, name)
+            except TierFull as full:
+                reason = str(full)
+        if not self._has_warned_full:
+            self._has_warned_full = True
+            warnings.warn(
+                f"lowtide: no room left for swapped activations ({reason}); they stay on the device, and "
+                "`stats.num_kept_for_lack_of_room` counts them. Raise host_budget or disk_budget, point disk_path at "
+                "a larger disk, or swap less.",
+                stacklevel=2,
+            )
+        return None
+
+    def _stay(self, copy: Copy) -> None:
+        copy.slot = None
+        self.counters.num_kept_for_lack_of_room += 1
+        self.counters.kept_bytes += copy.nbytes
+
+    def _copy_out(self, copy: Copy) -> None:
+        engine = self.engine
+        assert copy.source is not None and copy.slot is not None
+        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+        engine.copy_out(copy.source, copy.slot)
+        copy.event = engine.record(Lane.OUT)
+        copy.is_leaving = True
+        self._leaving.append(copy)
+        self._leaving_bytes += _windowed_bytes(copy)
+
+    def retire(self, limit_bytes: int) -> None:
+        """Release sources whose copies are complete. While more than `limit_bytes` are in copies out, compute waits."""
+        while self._leaving and (self._leaving_bytes > limit_bytes or self.engine.query(self._leaving[0].event)):
+            self._retire_first()
+
+    def _retire_first(self) -> None:
+        engine, copy = self.engine, self._leaving[0]
+        if not engine.query(copy.event):
+            self.counters.stall_seconds += engine.wait(Lane.COMPUTE, copy.event)
+        self._leaving.popleft()
+        self._leaving_bytes -= _windowed_bytes(copy)
+        copy.is_leaving = False
+        self._finish(copy)
+
+    def _finish(self, copy: Copy) -> None:
+        failure = self.engine.failure(copy.event)
+        if failure is not None:
+            self._keep_after_failure(copy, failure)
+            return
+        self.counters.copied_out_bytes += copy.nbytes
+        if not copy.is_needed_soon:
+            self._drop_source(copy)
+
+    def _drop_source(self, copy: Copy) -> None:
+        copy.source = None
+        self._account(copy)
+
+    def _account(self, copy: Copy) -> None:
+        self.ledger.change(copy.share, copy.nbytes * ((copy.source is not None) + (copy.buffer is not None)))
+
+    def _keep_after_failure(self, copy: Copy, failure: BaseException) -> None:
+        self.counters.swapped_bytes -= copy.nbytes
+        if copy.slot is None:
+            self._drop_source(copy)
+            return
+        self._unfreed.append((copy.slot, (copy.event,)))
+        self._stay(copy)
+        if not self._has_warned_full:
+            self._has_warned_full = True
+            warnings.warn(
+                f"lowtide: writing an activation to a slower tier failed ({failure}); it stays on the device, nothing "
+                "is lost, and `stats.num_kept_for_lack_of_room` counts it. Free some space or point disk_path at "
+                "another disk.",
+                stacklevel=2,
+            )
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def read(self, site: OffloadedStorage) -> torch.UntypedStorage:
+        """The storage with a site's bytes on the device. The current compute lane waits until they are there."""
+        with self.lock:
+            self._free_pending()
+            self.retire(self.window.nbytes())
+            self._enter_task(site)
+            if self.engine.compute_stream() == site.stream:
+                self._ensure_resident_now(site)
+                self.prefetch.after_read(site, self)
+                storage = self._storage(site)
+            else:
+                storage = self._read_apart(site)
+            site.num_reads += 1
+            if site.num_reads >= site.num_readers or site.task == -1:
+                self.release(site)
+            return storage
+
+    def _read_apart(self, site: OffloadedStorage) -> torch.UntypedStorage:
+        """The bytes for a reader on another stream than the site's. A buffer fetched for it is not in the ledger."""
+        storage = site.copy.source or site.elsewhere()
+        if storage is None:
+            storage, arrival = self._copy_in(site)
+            self._wait_for(arrival, site.copy)
+        return storage
+
+    def _enter_task(self, site: OffloadedStorage) -> None:
+        task = current_graph_task_id()
+        if site.task != task:
+            site.task = task
+            site.num_reads = 0
+        if site.queue.task != task:
+            site.queue.enter(task)
+        self._watch(task)
+
+    def _watch(self, task: int) -> None:
+        """Have autograd's engine call `end_of_backward` when this backward is over."""
+        if task != -1 and task not in self._open_sites:
+            # A backward that failed never called `end_of_backward`.
+            self._open_sites = {known: sites for known, sites in self._open_sites.items() if sites}
+            self._open_sites[task] = weakref.WeakSet()
+            queue_callback(lambda: self.end_of_backward(task))
+
+    def note_made(self, source: HeldForBackward, task: int) -> None:
+        """A recipe's source holds what it made for this backward: at the end of that it is told to release it."""
+        with self.lock:
+            self._watch(task)
+            self._open_sites[task].add(source)
+
+    def ensure_resident(self, site: OffloadedStorage) -> None:
+        """Unless the bytes are on the device or being fetched, start the fetch."""
+        if site.copy.source is not None:
+            self._forward(site)
+            return
+        copy = site.copy
+        if copy.buffer is not None:
+            return
+        copy.buffer = site.elsewhere()
+        if copy.buffer is not None:
+            # Something else kept the storage alive (a cache, an output): swapping freed nothing, no fetch is needed.
+            self.counters.aliased_bytes += copy.nbytes
+        else:
+            copy.buffer, site.arrival = self._copy_in(site)
+        self._account(copy)
+        self._note_open(site)
+
+    def _ensure_resident_now(self, site: OffloadedStorage) -> None:
+        """`ensure_resident` for a reader that waits: if memory has no room, what others hold is freed first."""
+        try:
+            self.ensure_resident(site)
+        except (RuntimeError, MemoryError):
+            if not self._make_room(site):
+                raise
+            self.ensure_resident(site)
+
+    def _make_room(self, site: OffloadedStorage) -> bool:
+        """Free what was fetched ahead of need, and the sources of copies out. False if there was nothing to free."""
+        assert site.task is not None
+        ahead = [
+            other
+            for other in self._open_sites.get(site.task, ())
+            if isinstance(other, OffloadedStorage)
+            and other is not site
+            and other.arrival is not None
+            and not other.num_reads
+        ]
+        if not ahead and not self._leaving:
+            return False
+        self.prefetch.give_up(site.task)
+        while self._leaving:
+            self._retire_first()
+        for other in ahead:
+            # Until its copy is complete the buffer's memory cannot be reused.
+            self._block_until(other.arrival)
+            self.release(other)
+        self._let_go_of_arrived()
+        return True
+
+    def _storage(self, site: OffloadedStorage) -> torch.UntypedStorage:
+        if site.copy.source is not None:
+            return site.copy.source
+        assert site.copy.buffer is not None
+        if site.arrival is not None:
+            self._wait_for(site.arrival, site.copy)
+        return site.copy.buffer
+
+    def _wait_for(self, arrival: Event, copy: Copy) -> None:
+        """The caller's compute lane waits for a fetched buffer. Raises RuntimeError if the bytes could not be read."""
+        self.counters.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival)
+        # Compute is ordered after the copy now, and so is whatever reuses the buffer's memory.
+        self._arriving.pop(id(arrival), None)
+        failure = self.engine.failure(arrival)
+        if failure is not None:
+            assert copy.slot is not None
+            raise RuntimeError(
+                f"lowtide: a swapped activation of {copy.nbytes} bytes could not be read back from tier "
+                f"'{copy.slot.tier}': {failure}"
+            ) from failure
+
+    def _forward(self, site: OffloadedStorage) -> None:
+        """Backward needs bytes that are still on the device: keep the source; cancel the copy if it has not begun."""
+        copy = site.copy
+        if copy.is_needed_soon or copy.slot is None:
+            return
+        copy.is_needed_soon = True
+        if copy.is_leaving and self.engine.cancel(copy.event):
+            self._leaving.remove(copy)
+            self._leaving_bytes -= _windowed_bytes(copy)
+            copy.is_leaving = False
+            self.engine.free(copy.slot)
+            copy.slot = None
+
+    def _copy_in(self, site: OffloadedStorage) -> tuple[torch.UntypedStorage, Event]:
+        """A new buffer from the pool of the caller's compute lane, and the event of the copy that fills it."""
+        engine, copy = self.engine, site.copy
+        assert copy.slot is not None
+        buffer = engine.new_buffer(copy.nbytes, site.device)
+        if self.on_buffer is not None:
+            self.on_buffer(buffer)
+        engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
+        engine.wait(Lane.IN, copy.event)
+        try:
+            engine.copy_in(copy.slot, buffer)
+        finally:
+            # Also after an error: a part of the copy may be running, and fills the buffer.
+            arrival = copy.reading = engine.record(Lane.IN)
+            # The running copy holds the buffer too: if the graph is dropped now, its memory must not be reused yet.
+            self._arriving[id(arrival)] = (buffer, arrival)
+        self.counters.copied_in_bytes += copy.nbytes
+        self._let_go_of_arrived()
+        return buffer, arrival
+
+    def _let_go_of_arrived(self) -> None:
+        while self._arriving:
+            oldest = next(iter(self._arriving))
+            if not self.engine.query(self._arriving[oldest][1]):
+                return
+            del self._arriving[oldest]
+
+    def _note_open(self, site: OffloadedStorage) -> None:
+        if site.task in self._open_sites:
+            self._open_sites[site.task].add(site)
+
+    def follower(self, queue: PrefetchQueue) -> Callable[[], None]:
+        """A function that handles call when they are opened: it tells the queue how far backward has come."""
+        return functools.partial(self.prefetch.follow, queue, self)
+
+    def release(self, site: OffloadedStorage) -> None:
+        """The last reader of this backward has its tensor: free the buffer. The slot keeps the bytes for the next."""
+        copy = site.copy
+        if copy.is_ahead:
+            self.prefetch.forget(copy)
+        if copy.buffer is not None:
+            copy.buffer = None
+            site.arrival = None
+            self._account(copy)
+        if copy.source is not None and copy.is_needed_soon:
+            copy.is_needed_soon = False
+            if copy.slot is not None and not copy.is_leaving:
+                self._drop_source(copy)
+
+    def end_of_backward(self, task: int) -> None:
+        """A backward is over: release what it fetched and did not use."""
+        with self.lock:
+            for opened in list(self._open_sites.pop(task, ())):
+                opened.let_go(task)
+            self._free_pending()
+
+    # -- giving back -----------------------------------------------------------------------------------------------
+
+    def _free_pending(self) -> None:
+        """Take over what dead sites owned, and free the slots whose copies are complete."""
+        while self.pending_free:
+            self._take_over(self.pending_free[0])
+            self.pending_free.popleft()
+        while self._unfreed and all(self.engine.query(event) for event in self._unfreed[0][1]):
+            self.engine.free(self._unfreed.popleft()[0])
+        for _ in range(len(self.engine.leftovers)):
+            slot, events, storage = self.engine.leftovers.popleft()
+            if not all(self.engine.query(event) for event in events):
+                self.engine.leftovers.append((slot, events, storage))
+            elif slot is not None:
+                self.engine.free(slot)
+
+    def _take_over(self, copy: Copy) -> None:
+        """Take over what the copy of a dead site owned. Safe to call again if a Ctrl-C interrupted it."""
+        if copy.is_ahead:
+            self.prefetch.forget(copy)
+        copy.buffer = None
+        entry = (copy.slot, _events_of(copy))
+        if copy.slot is not None:
+            copy.slot = None
+            self._unfreed.append(entry)
+        copy.is_needed_soon = False
+        # While the copy out runs it reads the source; `_finish` drops it afterwards.
+        if not copy.is_leaving:
+            copy.source = None
+        self._account(copy)
+        if self.live.get(copy.key) is copy:
+            del self.live[copy.key]
+        self.copies.pop(id(copy), None)
+
+    def close(self) -> None:
+        """No forward will follow. Sites of graphs that are still alive keep working, and die with their graphs."""
+        self._is_closed = True
+        self.settle()
+
+    def after_close(self) -> None:
+        """A site died after `close`. May run at any point; does nothing while another call is at work here."""
+        if self._is_closed and not self.lock._is_owned() and self.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            try:
+                self._free_pending()
+            finally:
+                self.lock.release()
+
+    def settle(self) -> None:
+        """Wait for every copy and free what nobody owns. Blocks the host; used at remove and in tests."""
+        with self.lock:
+            while self._leaving:
+                self._retire_first()
+            self._free_pending()
+            while self._arriving:
+                # The buffer stays here until its copy is complete: nothing else may hold it any more.
+                oldest = next(iter(self._arriving))
+                self._block_until(self._arriving[oldest][1])
+                del self._arriving[oldest]
+            for _, events in list(self._unfreed):
+                for event in events:
+                    self._block_until(event)
+            self._free_pending()
+
+    def _block_until(self, event) -> None:
+        # On an accelerator only the compute stream waits in `wait`; the slot is free once the copy is complete.
+        self.engine.wait(Lane.COMPUTE, event)
+        while not self.engine.query(event):
+            time.sleep(_POLL_SECONDS)
+
+    def num_open(self) -> int:
+        """How many copies, buffers and slots it still holds: zero when every graph is gone and `settle` ran."""
+        return len(self._leaving) + len(self._arriving) + len(self._unfreed) + len(self.pending_free) + len(self.copies)
+
+
+def _events_of(copy: Copy) -> tuple[Event, ...]:
+    return tuple(event for event in (copy.event, copy.reading) if event is not None)
+
+
+def _leave_the_rest(leftovers: deque, copies: dict, unfreed: deque, arriving: dict, leaving: deque) -> None:
+    """A scheduler died, and with it all of its sites: copies that still run pass to the engine. Never blocks."""
+    leftovers.extend((copy.slot, _events_of(copy), None) for copy in copies.values())
+    leftovers.extend((slot, events, None) for slot, events in unfreed)
+    leftovers.extend((None, (event,), buffer) for buffer, event in arriving.values())
+    leftovers.extend((None, (copy.event,), copy.source) for copy in leaving)

@@ -1,0 +1,226 @@
+"""What the scheduler moves: sites, their copies, and the order in which a forward pass saved them.
+
+An `OffloadedStorage` is one activation storage at one version; a `Copy` is its bytes on a slower tier; a
+`PrefetchQueue` lists the sites of one forward pass in the order of saving, which backward reads from the end. Autograd
+owns sites (through the handles in runtime/saved/handle.py), sites own copies, and queues hold sites weakly: a graph
+that is dropped gives everything back.
+
+How bytes are freed: a `Copy` is a weak reference to its site, and the reference's callback is `deque.append`. So when a
+site dies, its copy is appended to the scheduler's queue, and only C code runs. Why: in a finalizer written in Python,
+Python swallows a Ctrl-C, and the rest of the finalizer never runs.
+
+`Copy.source` is the original storage on the device, from which the copy out reads. It has nothing to do with the
+sources of recipes (`ResidentSource` and others, runtime/recompute/recipe_sources.py).
+
+Cost: some 3 us a site. Not covered: when anything is moved (runtime/offload/scheduler.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.engines.base import Engine, Event, Slot
+from lowtide.runtime.saved.stats import Ledger
+from lowtide.tensors.kinds import Part
+from lowtide.tensors.private import storage_at, storage_key
+
+
+class Carrier(Protocol):
+    """What a site needs of its scheduler. An `OffloadScheduler` has all of it."""
+
+    engine: Engine
+    ledger: Ledger
+    copies: dict[int, Copy]
+
+    @property
+    def note_death(self) -> Callable[[Any], None]: ...
+    def after_close(self) -> None: ...
+    def read(self, site: OffloadedStorage) -> torch.UntypedStorage: ...
+    def release(self, site: OffloadedStorage) -> None: ...
+
+
+class HeldForBackward(Protocol):
+    """An object that holds memory for one backward pass, and is told when that pass is over."""
+
+    def let_go(self, task: int) -> None: ...
+
+
+class Copy(weakref.ref):
+    """One site's bytes on a slower tier, and its storages on the device. The scheduler and the site hold it."""
+
+    __slots__ = (
+        "__weakref__",
+        "buffer",
+        "event",
+        "has_deadline",
+        "is_ahead",
+        "is_leaving",
+        "is_needed_soon",
+        "key",
+        "nbytes",
+        "reading",
+        "share",
+        "slot",
+        "source",
+    )
+
+    def __init__(self, site: OffloadedStorage, scheduler: Carrier, storage: torch.UntypedStorage) -> None:
+        super().__init__(site, scheduler.note_death)  # type: ignore[call-arg]
+        self.source: torch.UntypedStorage | None = storage
+        self.key = storage_key(storage)
+        # The storage on the device that the bytes were fetched into; backward reads it.
+        self.buffer: torch.UntypedStorage | None = None
+        self.nbytes = storage.nbytes()
+        # It was fetched ahead of need, and counts in the window of such bytes.
+        self.is_ahead = False
+        self.slot: Slot | None = None
+        self.event: Event = None
+        # The last copy in. Until it is complete the slot must not be freed, even if nobody waits for it any more.
+        self.reading: Event = None
+        self.is_leaving = False
+        # A plan says when it must be complete: then it does not count in the window.
+        self.has_deadline = False
+        # Backward is about to read it: the source must stay when the copy out is complete.
+        self.is_needed_soon = False
+        # The bytes of source and buffer in the ledger.
+        self.share = scheduler.ledger.hold(self, self.nbytes)
+        scheduler.copies[id(self)] = self
+
+    def __new__(cls, site: OffloadedStorage, scheduler: Carrier, storage: torch.UntypedStorage) -> Copy:
+        return super().__new__(cls, site, scheduler.note_death)
+
+
+class _Farewell:
+    """Dies with a site, just after the site's copy was appended to the scheduler's queue, and lets the scheduler free
+    that copy. Needed after `close`: then no forward follows that would do so. A Ctrl-C here loses nothing: the copy is
+    freed when the next site dies, or with the scheduler."""
+
+    __slots__ = ("scheduler",)
+
+    def __init__(self, scheduler: Carrier) -> None:
+        self.scheduler = scheduler
+
+    def __del__(self) -> None:
+        self.scheduler.after_close()
+
+
+class OffloadedStorage:
+    """One activation storage, at one version, shared by all saved tensors that view it. Owned by autograd's handles."""
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "copy",
+        "device",
+        "distance",
+        "farewell",
+        "index",
+        "last_use",
+        "num_readers",
+        "num_reads",
+        "part",
+        "queue",
+        "scheduler",
+        "start_at",
+        "stream",
+        "task",
+        "version",
+        "weak",
+    )
+
+    def __init__(
+        self,
+        scheduler: Carrier,
+        queue: PrefetchQueue,
+        storage: torch.UntypedStorage,
+        version: int,
+        distance: int | None,
+        *,
+        part: Part | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.queue = queue
+        self.weak = StorageWeakRef(storage)
+        self.version = version
+        # The part of the storage that this version counts for.
+        self.part = part
+        self.device = storage.device
+        # The compute stream that saved it: its memory may come from that stream's pool.
+        self.stream = scheduler.engine.compute_stream()
+        self.copy = Copy(self, scheduler, storage)
+        self.farewell = _Farewell(scheduler)
+        self.distance = distance
+        # Autograd's sequence number when it was last saved. The operator that reads it first has the number before.
+        self.last_use = 0
+        self.start_at = 0
+        self.arrival: Event = None
+        self.task: int | None = None
+        self.num_readers = 0
+        self.num_reads = 0
+        self.index = queue.append(self)
+
+    def elsewhere(self) -> torch.UntypedStorage | None:
+        """The original storage, if something other than this site keeps it alive."""
+        pointer = storage_at(self.weak.cdata)
+        return pointer if pointer is not None and pointer.nbytes() == self.copy.nbytes else None
+
+    def read(self) -> torch.UntypedStorage:
+        """The storage with the bytes on the device, safe to use on the current compute lane."""
+        return self.scheduler.read(self)
+
+    def let_go(self, task: int) -> None:
+        """The backward `task` is over."""
+        if self.task == task:
+            self.scheduler.release(self)
+
+
+class PrefetchQueue:
+    """The sites of one forward pass in the order of saving. Holds them weakly: a dropped graph frees itself.
+
+    A queue is *timed* once `arrange` found a distance on every site: then it is sorted by when the fetches start.
+    """
+
+    __slots__ = ("cursor", "has_distances", "is_timed", "next_start", "sites", "swapped_bytes", "task")
+
+    def __init__(self) -> None:
+        self.sites: list[weakref.ref[OffloadedStorage]] = []
+        self.cursor = 0
+        self.task: int | None = None
+        self.swapped_bytes = 0
+        self.has_distances = False
+        self.is_timed = False
+        # No fetch starts before backward reaches this sequence number. None: not known.
+        self.next_start: int | None = None
+
+    def append(self, site: OffloadedStorage) -> int:
+        self.sites.append(weakref.ref(site))
+        self.cursor = len(self.sites)
+        self.swapped_bytes += site.copy.nbytes
+        self.has_distances |= site.distance is not None
+        return len(self.sites) - 1
+
+    def enter(self, task: int) -> None:
+        """The backward `task` reads. If another one read last, this one starts from the end again."""
+        if self.task != task:
+            self.task = task
+            self.cursor = len(self.sites)
+
+    def arrange(self) -> None:
+        """The forward is over: sort the sites by when backward starts their fetches; the first to start is last."""
+        alive = [site for site in (reference() for reference in self.sites) if site is not None]
+        if not alive or any(site.distance is None for site in alive):
+            return
+        for site in alive:
+            assert site.distance is not None
+            site.start_at = site.last_use - 1 + site.distance
+        alive.sort(key=lambda site: site.start_at)
+        for index, site in enumerate(alive):
+            site.index = index
+        self.sites = [weakref.ref(site) for site in alive]
+        self.cursor = len(alive)
+        self.is_timed = True

@@ -1,0 +1,271 @@
+"""The graph of recipes: which sources a forward pass has, and which of them may be dropped because a recipe recomputes
+them.
+
+What: a `Node` is what a solved plan says about one name, prepared for this model. A `RecipeGraph` belongs to one
+forward pass. It gets tensors from the pack hook and from the anchors, and links each recomputed source to the sources
+that its recipe starts from. As soon as all of them are there, the recomputed source drops its tensor.
+
+When a recipe is trusted: never because it was right once. Nodes are found by position, and at a position there can be
+another tensor than last time, or one computed from another weight or with another number. So a recomputed source drops
+its tensor only if, in this very forward pass,
+- the node, and what its recipe starts from, have the shapes that the recipe is for, and
+- `recipes/proof.py` finds that the operators that made it are the recipe's, with the same numbers and operands. Where a
+  plan says `check: sampled`, it does so in the first forward; in later ones the autograd graph behind the node must be
+  the same (types of its operators, the numbers that they saved, their parameters).
+Where that fails, the tensor stays, counted as a divergence, and the recipe is not used again: that costs memory, never
+a wrong value. What is recomputed later must have the fingerprint of what was dropped (fingerprint.py).
+
+Collectives. A recipe may contain some (mindformers/plan.py). Then all ranks of the group must run it, as often and in
+the same order. So whatever decides whether it runs must be the same on all of them:
+- The model, the plan and the autograd graph are the same, since the forward's own collectives matched.
+- The proof of a rank's own operators may fail on one rank only. So in the first forward all ranks decide together,
+  once, about such a recipe and about each recipe that starts from its result. A rank on which the proof fails in a
+  later forward raises an error.
+- Free memory decides nothing here: the guard spills no sources, and one rank alone never repeats a micro-batch with
+  collectives (session/retry.py).
+A recomputed source runs once in a backward pass, before its first reader; backward reads in the order of the graph.
+
+Cost: some 25 us a recomputed source and forward, and what recipes/proof.py says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.recipes.proof import OperatorLog
+from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.recompute.fingerprint import Fingerprints
+from lowtide.runtime.recompute.recipe_inputs import Link, Source, StateLink
+from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node
+from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
+from lowtide.runtime.saved.handle import Swapped
+from lowtide.runtime.saved.stats import Counters
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.modes import Modes
+from lowtide.tensors.private import next_sequence_number, saved_attributes
+from lowtide.tensors.ranks import true_on_all
+from lowtide.tensors.wrappers import inside
+
+# How far the graph behind a node is compared. Recipes are short.
+_MAX_COMPARED = 24
+_SIZES = ("_sizes", "_numel", "_strides", "_options")
+
+
+def give_up_recipe(nodes: Mapping[str, Node], name: str) -> None:
+    """The recipe of `name` made other bytes than the forward pass: its site is kept from now on."""
+    nodes[name].has_failed, nodes[name].why_failed = True, "it made other bytes"
+
+
+@dataclass(slots=True)
+class RecipeGraph:
+    """The sources of one forward pass."""
+
+    scheduler: OffloadScheduler
+    counters: Counters
+    stays: Callable[[RecomputedSource], None]
+    """Called with each source that should be dropped and cannot be: a divergence."""
+    fingerprints: Fingerprints
+    log: OperatorLog | None
+    """What the operators of this pass did; None where only autograd's graph is compared."""
+    learns_graphs: bool = False
+    """Later passes have no log, and compare autograd's graph with that of this pass."""
+    is_observing: bool = False
+    """The pass learns position tables: it is the first one, or the model has changed."""
+    modes: Modes = field(default_factory=Modes)
+    """The modes at the beginning of the pass."""
+    _cells: dict[str, Source] = field(default_factory=dict)
+    _waiting: dict[str, list[tuple[Node, RecomputedSource]]] = field(default_factory=dict)
+    _marks: dict[Any, str] = field(default_factory=dict)
+    """Autograd's nodes that made the sources' tensors. Held, so that no other node gets their identity."""
+
+    def keep(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> ResidentSource:
+        """The source of a node that stays and from which recipes may start. `grad_fn`: autograd's node that made it."""
+        source = ResidentSource(tensor, self.scheduler.ledger)
+        self.counters.kept_bytes += source.nbytes
+        self._add(node, source, grad_fn)
+        return source
+
+    def swap(self, node: Node, handle: Swapped, grad_fn: Any) -> None:
+        """Add the source of a node that was swapped, and from which recipes may start."""
+        self._add(node, OffloadedSource(handle.site, handle.view), grad_fn)
+
+    def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
+        """The recomputed source of this tensor's storage, if there is one."""
+        source = self._cells.get(node.name)
+        return source if isinstance(source, RecomputedSource) and source.is_of(tensor) else None
+
+    def make(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> RecomputedSource | None:
+        """The source of a node that is to be dropped and recomputed; None where the node has a source already."""
+        if node.name in self._cells:
+            return None
+        source = RecomputedSource(
+            node.name, node.program, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
+        )
+        # It must not leave the device before the operator that saves it has been launched.
+        source.last_use = next_sequence_number()
+        fits = not node.has_failed and (self.log is not None or self._is_same_graph(node, grad_fn))
+        if not fits:
+            self._stay(source)
+        if self.learns_graphs and fits:
+            node.trace = self._trace(grad_fn)
+        self._add(node, source, grad_fn)
+        if fits:
+            self._link(node, source)
+        return source
+
+    def _add(self, node: Node, source: Source, grad_fn: Any) -> None:
+        if node.name in self._cells:
+            return
+        node.was_seen = True
+        if self.is_observing:
+            node.shape = source.shape
+        self._cells[node.name] = source
+        if grad_fn is not None:
+            self._marks.setdefault(grad_fn, node.name)
+        for waiting, dependent in self._waiting.pop(node.name, ()):
+            self._link(waiting, dependent)
+
+    # -- linking ---------------------------------------------------------------------------------------------------
+
+    def _link(self, node: Node, source: RecomputedSource) -> None:
+        """Drop the source's tensor if all that its recipe starts from is there; else wait for what is missing."""
+        missing = next((entry for entry in node.inputs if entry.node and entry.name not in self._cells), None)
+        if missing is not None:
+            self._waiting.setdefault(missing.name, []).append((node, source))
+            return
+        links = self._links(node, source)
+        if links is None:
+            self._stay(source)
+            return
+        if not self._holds(node, source, links):
+            self._stay(source)
+            return
+        source.drop(links)
+        self.counters.recomputed_bytes += source.nbytes
+
+    def _links(self, node: Node, source: RecomputedSource) -> tuple[Link | StateLink, ...] | None:
+        recipe = node.decision.recipe
+        assert recipe is not None
+        pairs = [(entry, entry.node, self._cells[entry.name]) for entry in node.inputs if entry.node]
+        if self.is_observing:
+            node.has_planned_shape = source.nbytes == node.decision.nbytes and all(
+                other.nbytes == above.decision.nbytes for _, above, other in pairs
+            )
+            for entry, _, other in pairs:
+                entry.follows = entry.shape == other.shape or not node.has_planned_shape
+        is_same = source.shape == node.shape and all(other.shape == above.shape for _, above, other in pairs)
+        is_literal = is_same and node.has_planned_shape
+        if not is_literal and not (recipe.is_shape_free and all(entry.follows for entry, _, _ in pairs)):
+            return None
+        links = [self._link_to(entry, is_literal) for entry in node.inputs]
+        return None if None in links else tuple(links)  # type: ignore[arg-type]
+
+    def _link_to(self, entry: Input, is_literal: bool) -> Link | StateLink | None:
+        if entry.node is None:
+            assert entry.find_state is not None
+            tensor = entry.find_state()
+            if tensor is None or tensor.dtype != entry.shape.dtype:
+                return None
+            local = inside(tensor)
+            fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
+            return StateLink(entry.name, local.detach(), entry.shape, tensor.detach()) if fits else None
+        source = self._cells[entry.name]
+        shape = entry.shape if is_literal else source.shape
+        fits = source.is_intact() and shape.end_bytes() <= source.nbytes
+        return Link(entry.name, source, shape) if fits else None
+
+    def _stay(self, source: RecomputedSource) -> None:
+        self.counters.kept_bytes += source.nbytes
+        self.stays(source)
+
+    def _holds(self, node: Node, source: RecomputedSource, links: tuple[Link | StateLink, ...]) -> bool:
+        """Whether the recipe repeats what this forward pass did; on all ranks, if it has collectives."""
+        if self.log is None:
+            return True
+        assert node.proof is not None
+        why = node.proof.mismatch(self.log, source.start(), [link.start() for link in links])
+        if node.groups:
+            return self._holds_for_all(node, why, source)
+        if why:
+            node.has_failed, node.why_failed = True, why
+        return not why
+
+    def _holds_for_all(self, node: Node, why: str, source: RecomputedSource) -> bool:
+        if not node.was_agreed:
+            node.was_agreed = True
+            node.has_failed = not true_on_all(not why, node.groups, source.device)
+            node.why_failed = why or "it does not hold on another rank"
+        elif why and not node.has_failed:
+            raise RuntimeError(
+                f"lowtide: '{node.name}' was to be made again by all ranks together, but in this forward pass {why}. "
+                "The other ranks cannot be told in time; give this site the fate keep or swap."
+            )
+        return not node.has_failed
+
+    def _is_same_graph(self, node: Node, grad_fn: Any) -> bool:
+        return not self.is_observing and node.trace == self._trace(grad_fn)
+
+    # -- the graph behind a node -----------------------------------------------------------------------------------
+
+    def _trace(self, start: Any) -> tuple:
+        """The autograd graph behind a tensor, as far as the next sources: types of operators and the numbers that they
+        saved, parameters, and names of sources."""
+        trace: list[Any] = []
+        queue = [start]
+        for node in queue:
+            if node is None:
+                trace.append(None)
+                continue
+            name = self._marks.get(node)
+            if name is not None and node is not start:
+                trace.append(name)
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                trace.append(id(variable) if isinstance(variable, nn.Parameter) else "leaf")
+                continue
+            kind = node.name()
+            # Under a dispatch mode `reshape` makes other view nodes than without.
+            if kind not in VIEW_NODES:
+                trace.append((kind, *(getattr(node, name) for name in _numbers_of(node.__class__))))
+            if len(queue) < _MAX_COMPARED:
+                queue.extend(following for following, _ in node.next_functions)
+        return tuple(trace)
+
+    # -- the end of the forward ------------------------------------------------------------------------------------
+
+    def close(self, *, is_complete: bool) -> None:
+        """The forward is over, to its end if `is_complete`.
+
+        A source that still waits for an input stays. Each input gets the `last_use` of what is recomputed from it.
+        From now on only autograd's graph holds the sources.
+        """
+        for name, waiting in self._waiting.items():
+            for node, source in waiting:
+                if is_complete and not node.groups:
+                    node.has_failed, node.why_failed = True, f"what it starts from, '{name}', was not there"
+                self._stay(source)
+        made = [source for source in self._cells.values() if isinstance(source, RecomputedSource) and source.links]
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for source in reversed(made):
+                for link in source.links:
+                    if isinstance(link, Link) and link.source.last_use < source.last_use:
+                        link.source.last_use = source.last_use
+                        has_changed = True
+        self._cells.clear()
+        self._waiting.clear()
+        self._marks.clear()
+
+
+@functools.cache
+def _numbers_of(kind: type) -> tuple[str, ...]:
+    """What a kind of autograd node has saved that is neither a tensor nor a size."""
+    return tuple(name for name in saved_attributes(kind) if not name.endswith(_SIZES))

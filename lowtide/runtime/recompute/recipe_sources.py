@@ -1,0 +1,351 @@
+"""Sources of recipes: the storages that recipes start from or recompute, one for each node of one forward pass.
+
+What: a solved plan gives single storages the fate `recompute`: their tensor is dropped when autograd saves it, and a
+short recipe recomputes it in backward. Each node that takes part has a source:
+
+- `ResidentSource` holds a detached alias of a tensor that stays on the device;
+- `OffloadedSource` refers to an `OffloadedStorage` of the scheduler; each recipe that starts from it counts as one more
+  reader of that storage;
+- `RecomputedSource` holds a recipe, and links to the sources, parameters and buffers that the recipe starts from.
+
+Not to be confused with `Copy.source` (runtime/offload/site.py): that is the original storage on the device, from which
+a copy out reads.
+
+Who owns what: the handles that autograd holds own their sources, and a recomputed source owns the sources it starts
+from. Once the forward is over nothing else does, so a graph that dies takes its sources along, in any order.
+
+A recomputed source runs at most once in a backward, however many handles and recipes read it. If backward frees the
+graph as it goes (no `retain_graph`), the result replaces the links at once, because the inputs are no longer needed.
+Otherwise the result is held until its last reader has it, and recomputed in the next backward.
+
+Versions: a handle checks that its own tensor was not modified since it was saved, and raises plain autograd's error. A
+recomputed source checks what its recipe starts from, and raises an error with words of its own. And its result must
+have the fingerprint of what it dropped (fingerprint.py).
+
+Cost: some 30 us a recomputed source in backward, with a recipe of one small operator. Not covered: when a source is
+created, and whether its recipe fits this forward (runtime/recompute/recipe_graph.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.recipes.proof import Start
+from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
+from lowtide.runtime.recompute.fingerprint import Fingerprints
+from lowtide.runtime.recompute.recipe_inputs import Link, StateLink
+from lowtide.runtime.saved.stats import Ledger
+from lowtide.tensors.modes import Modes
+from lowtide.tensors.private import current_graph_task_id, keeps_graph, storage_key, version_of
+from lowtide.tensors.view import Shape, View, version_witness
+
+
+class ResidentSource:
+    """The source of a node that stays on the device. Counts its bytes in the ledger."""
+
+    __slots__ = ("__weakref__", "alias", "last_use", "nbytes", "num_readers", "shape", "version")
+
+    def __init__(self, tensor: torch.Tensor, ledger: Ledger) -> None:
+        self.nbytes = tensor.untyped_storage().nbytes()
+        ledger.hold(self, self.nbytes)
+        self.alias = tensor.detach()
+        self.version = version_of(tensor)
+        self.shape = Shape.of(tensor)
+        self.last_use = 0
+        self.num_readers = 0
+
+    def is_intact(self) -> bool:
+        return version_of(self.alias) == self.version
+
+    def read(self) -> torch.UntypedStorage:
+        return self.alias.untyped_storage()
+
+    def start(self, name: str, shape: Shape) -> Start:
+        return Start(name, storage_key(self.alias.untyped_storage()), self.version, shape)
+
+
+class OffloadedSource:
+    """The source of a node that is swapped. The scheduler counts its readers."""
+
+    __slots__ = ("shape", "site", "view")
+
+    def __init__(self, site: OffloadedStorage, view: View) -> None:
+        self.site = site
+        self.view = view
+        self.shape = Shape(tuple(view.size), view.stride, int(view.offset), view.witness.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.site.copy.nbytes
+
+    @property
+    def last_use(self) -> int:
+        return self.site.last_use
+
+    @last_use.setter
+    def last_use(self, sequence: int) -> None:
+        self.site.last_use = sequence
+
+    @property
+    def num_readers(self) -> int:
+        return self.site.num_readers
+
+    @num_readers.setter
+    def num_readers(self, count: int) -> None:
+        self.site.num_readers = count
+
+    def is_intact(self) -> bool:
+        return version_of(self.view.witness) == self.view.version
+
+    def read(self) -> torch.UntypedStorage:
+        return self.site.read()
+
+    def start(self, name: str, shape: Shape) -> Start:
+        return Start(name, self.site.weak.cdata, self.view.version, shape)
+
+
+class RecomputedSource:
+    """The source of a node that is dropped and recomputed. Until `drop` it holds its tensor's storage."""
+
+    __slots__ = (
+        "__weakref__",
+        "_num_readers",
+        "device",
+        "fingerprint",
+        "fingerprints",
+        "held",
+        "last_use",
+        "links",
+        "modes",
+        "name",
+        "nbytes",
+        "num_reads",
+        "program",
+        "result",
+        "scheduler",
+        "shape",
+        "share",
+        "site",
+        "spill_queue",
+        "task",
+        "version",
+        "weak",
+        "witness",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        program: Any,
+        tensor: torch.Tensor,
+        scheduler: OffloadScheduler,
+        *,
+        fingerprints: Fingerprints,
+        modes: Modes,
+    ) -> None:
+        storage = tensor.untyped_storage()
+        self.modes = modes
+        self.fingerprints = fingerprints
+        self.fingerprint: torch.Tensor | int | None = None
+        self.name = name
+        self.program = program
+        self.scheduler = scheduler
+        self.device = tensor.device
+        self.nbytes = storage.nbytes()
+        self.shape = Shape.of(tensor)
+        self.version = version_of(tensor)
+        self.weak = StorageWeakRef(storage)
+        self.witness: torch.Tensor | None = tensor.detach()
+        """An alias that shows the tensor's version, as long as the tensor stays."""
+        self.links: tuple[Link | StateLink, ...] = ()
+        self.last_use = 0
+        self._num_readers = 0
+        self.num_reads = 0
+        self.site: OffloadedStorage | None = None
+        """The swapped storage, if it had to stay and the guard has spilled it."""
+        self.spill_queue: PrefetchQueue | None = None
+        self.task: int | None = None
+        self.held: torch.UntypedStorage | None = storage
+        """What it holds until it dies: the tensor's own storage, or the result of the last backward of its graph."""
+        self.result: torch.UntypedStorage | None = None
+        """What was recomputed in the backward `task`, for the readers that are still to come."""
+        self.share = scheduler.ledger.hold(self, self.nbytes)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it stands for this tensor's storage at this version."""
+        # No other storage can have this address: the weak reference keeps the block at this address alive.
+        return storage_key(tensor.untyped_storage()) == self.weak.cdata and version_of(tensor) == self.version
+
+    def is_intact(self) -> bool:
+        # Once dropped, it recomputes the value of the forward, whatever was written to the tensor since.
+        return self.witness is None or version_of(self.witness) == self.version
+
+    @property
+    def num_readers(self) -> int:
+        """Saved tensors and recipes that read it."""
+        return self._num_readers
+
+    @num_readers.setter
+    def num_readers(self, count: int) -> None:
+        self._num_readers = count
+        if self.site is not None:
+            self.site.num_readers = count
+
+    @property
+    def sequence(self) -> int:
+        """Autograd's number of the operator that saved it last, for the guard."""
+        return self.last_use
+
+    def spill(self) -> int:
+        """It had to stay, and the guard needs the room: start its copy out. Returns the bytes that this will free."""
+        assert self.spill_queue is not None
+        if self.held is None or not self.is_intact() or self.scheduler.find(self.held, self.version, None) is not None:
+            return 0
+        self.scheduler.ledger.change(self.share, 0)  # the site has them in the ledger from now on
+        site = self.scheduler.enroll(self.spill_queue, self.held, self.version, 0, None)
+        site.num_readers, site.last_use = self._num_readers, self.last_use
+        self.site, self.held = site, None
+        if self.witness is not None:
+            # Its copy out may still read what is written from here on: the version stays in sight, without the bytes.
+            self.witness = version_witness(self.witness)
+        self.scheduler.start_offload(site, None)
+        return self.nbytes if site.copy.slot is not None else 0
+
+    def drop(self, links: tuple[Link | StateLink, ...]) -> None:
+        """Drop the storage. From now on it is recomputed when it is read."""
+        assert self.held is not None
+        self.fingerprint = self.fingerprints.take(self.held)
+        self.links = links
+        self.held = self.witness = None
+        self.scheduler.ledger.change(self.share, 0)
+        for link in links:
+            if isinstance(link, Link):
+                link.source.num_readers += 1
+
+    def read(self) -> torch.UntypedStorage:
+        """The storage, bit for bit what the forward produced."""
+        if self.held is not None:
+            return self.held
+        if self.site is not None:
+            return self.site.read()
+        task = current_graph_task_id()
+        with self.modes.again():
+            on_the_way = self._make_what_is_missing(task)
+        storage = self._take(task)
+        for source in on_the_way:
+            # Outside of a backward there is no last reader to wait for.
+            source.let_go(-1)
+        return storage
+
+    def _make_what_is_missing(self, task: int) -> list[RecomputedSource]:
+        """Recompute this source and all that it needs. No recursion: a chain may be as long as the model is deep."""
+        made: list[RecomputedSource] = []
+        stack = [self]
+        while stack:
+            source = stack[-1]
+            source._enter(task)
+            if not source.is_missing(task):
+                stack.pop()
+                continue
+            below = [link.source for link in source.links if isinstance(link, Link)]
+            missing = [other for other in below if isinstance(other, RecomputedSource) and other.is_missing(task)]
+            if missing:
+                stack.extend(missing)
+                continue
+            source._make(task)
+            made.append(source)
+            stack.pop()
+        return made
+
+    def is_missing(self, task: int) -> bool:
+        """Whether this backward still has to recompute it."""
+        is_held = self.held is not None or self.site is not None
+        return not is_held and (self.result is None or self.task != task)
+
+    def _enter(self, task: int) -> None:
+        if self.task != task:
+            self._forget_result()
+            self.task = task
+            self.num_reads = 0
+
+    def _make(self, task: int) -> None:
+        storage = self.run()
+        assert self.fingerprint is not None
+        self.fingerprints.compare(self.name, self.fingerprint, storage, task)
+        # Also true for a second backward of the same graph: only the last of them frees it.
+        is_last = task != -1 and not keeps_graph()
+        self.scheduler.ledger.change(self.share, self.nbytes)
+        if is_last:
+            self.held = storage
+            self.links = ()
+            return
+        self.result = storage
+        if task != -1:
+            self.scheduler.note_made(self, task)
+
+    def run(self) -> torch.UntypedStorage:
+        """Run the recipe. Raises RuntimeError if anything that it starts from was modified."""
+        for link in self.links:
+            if not link.is_intact():
+                raise self._modified_error(link)
+        output = self.program.run([link.open() for link in self.links], self.device)
+        storage = output.untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            raise RuntimeError(
+                f"lowtide: the recipe of '{self.name}' made {storage.nbytes()} bytes in place of {self.nbytes}; the "
+                "model is not the one that the plan was made for. Plan again."
+            )
+        return storage
+
+    def start(self, name: str = "", shape: Shape | None = None) -> Start:
+        return Start(name or self.name, self.weak.cdata, self.version, shape or self.shape)
+
+    def _take(self, task: int) -> torch.UntypedStorage:
+        if self.held is not None:
+            return self.held
+        storage = self.result
+        assert storage is not None
+        self.num_reads += 1
+        if task != -1 and self.num_reads >= self.num_readers:
+            self._forget_result()
+        return storage
+
+    def let_go(self, task: int) -> None:
+        """The backward `task` is over."""
+        if self.task == task:
+            self._forget_result()
+
+    def _forget_result(self) -> None:
+        if self.result is not None:
+            self.result = None
+            self.scheduler.ledger.change(self.share, 0)
+
+    def _modified_error(self, link: Link | StateLink) -> RuntimeError:
+        return RuntimeError(
+            f"lowtide: '{link.name}' was modified in place after the forward had used it, so '{self.name}' cannot be "
+            "made again from it. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
+            "into it before the backward pass."
+        )
+
+
+class Made:
+    """A saved tensor whose storage is a `RecomputedSource`."""
+
+    __slots__ = ("on_open", "source", "view")
+
+    def __init__(self, source: RecomputedSource, tensor: torch.Tensor, on_open: Callable[[], None]) -> None:
+        self.source = source
+        self.on_open = on_open
+        self.view = View(tensor)
+        source.num_readers += 1
+
+    def open(self) -> torch.Tensor:
+        """The tensor, recomputed if need be. Raises RuntimeError if it was modified in place since it was saved."""
+        self.view.check()
+        self.on_open()
+        return self.view.over(self.source.read())

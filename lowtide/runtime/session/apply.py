@@ -1,0 +1,46 @@
+"""The way in: a model, a plan, and the tide that carries it out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.config.memory import MemoryConfig
+from lowtide.core.plan import Plan
+from lowtide.engines.base import Engine
+from lowtide.engines.choose import choose_engine
+from lowtide.runtime.session.checks import (
+    agree_across_ranks,
+    check_patterns,
+    plan_of,
+    refuse_unsuitable,
+    warn_about_checkpointing,
+    warn_about_parts_of_recomputed_layers,
+    warn_about_tiers,
+)
+from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.optimizers import optimizer_of
+
+
+def apply(
+    model: nn.Module,
+    memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: Engine | str | None = None,
+    group: Any = None,
+) -> Tide:
+    """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`."""
+    refuse_unsuitable(model)
+    plan = plan_of(model, memory)
+    check_patterns(model, plan)
+    agree_across_ranks(plan, group)
+    warn_about_checkpointing(model)
+    warn_about_parts_of_recomputed_layers(model, plan)
+    chosen = choose_engine(engine, model, plan)
+    warn_about_tiers(plan, chosen)
+    return Tide(model, plan, optimizer_of(optimizer, "lowtide.apply"), chosen, owns_engine=chosen is not engine)

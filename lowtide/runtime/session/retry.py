@@ -1,0 +1,311 @@
+"""Running out of memory in the middle of a micro-batch: take it back, need less, run it again.
+
+What: `Rollback.run(closure)` runs forward and backward of one micro-batch. On an out-of-memory error anywhere in it,
+where a recipe made other bytes than it should (runtime/recompute/fingerprint.py), and where a layer that a plan runs
+again turns out to be one that cannot (refused.py; both are kept the next time), the graph is let go, everything that
+the micro-batch changed is put back to the bit (what modules hold, random states: tensors/snapshot.py; lowtide's
+totals), the plan is tightened, and the closure runs again.
+Why at this level: inside an allocator there is no safe place to think, and an operator cannot be repeated from outside.
+A micro-batch can, because autograd owns everything that lowtide holds for it.
+
+Gradients are not copied, and not moved aside while all goes well: with gradient accumulation that would double them. A
+gradient that has received its share of this micro-batch before the error keeps it (it is complete, and the second run
+would compute the same bits); in the second run that parameter lends autograd an empty gradient, which is thrown away.
+So every `.grad` is what plain accumulation gives, because autograd's own accumulation made it. A gradient that did not
+exist before the micro-batch is simply dropped.
+
+Refused, with a note on the error that says why: several ranks (the others would wait in their collectives for ever),
+parameters with post-accumulate-grad hooks (they have acted on a gradient already), a closure that wrote to parameters
+or wrote into gradients by itself.
+
+Cost while nothing fails: one walk over what the modules hold (tensors/snapshot.py: about 20 us a module), 12 us a
+parameter that has a gradient, a copy of each buffer up to 1 MiB, a host copy of larger ones until they were seen not to
+change.
+Not covered: what the closure itself advances (a data iterator: draw the batch outside), gradients of tensors that are
+neither the model's nor the optimizer's, and what a snapshot does not reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from lowtide.errors import RecomputeRefusedError
+from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
+from lowtide.runtime.saved.stats import Counters
+from lowtide.tensors.out_of_memory import is_out_of_memory
+from lowtide.tensors.private import gradient_hooks, version_of
+from lowtide.tensors.snapshot import take
+
+MAX_ATTEMPTS = 3
+# Facts, not work: what was really copied, waited for or refused stays counted when a micro-batch is taken back.
+_KEPT_COUNTERS = frozenset(
+    {"copied_in_bytes", "copied_out_bytes", "stall_seconds", "num_kept_for_lack_of_room", "num_retries"}
+)
+
+
+class Rollback:
+    """Runs micro-batches of one model, and runs them again after an out-of-memory error. See the module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        counters: Callable[[], Counters | None],
+        settle: Callable[[], None],
+        tighten: Callable[[BaseException, int], str | None],
+        describe_floor: Callable[[], str],
+    ) -> None:
+        """`counters` gives the totals in force (none before a plan is); `settle` waits for copies and frees what dead
+        graphs owned; `tighten` makes the plan smaller, told how often it did already, and says how, or returns None;
+        `describe_floor` says, for the
+        last words, how much memory was needed at least."""
+        self._model = model
+        self._optimizer = optimizer
+        self._counters = counters
+        self._settle = settle
+        self._tighten = tighten
+        self._describe_floor = describe_floor
+        self._steady = WeakTensorKeyDictionary()
+
+    def run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
+        """What `closure()` returns. Raises what it raises; an out-of-memory error only when nothing helped."""
+        tried: list[str] = []
+        with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:
+            while True:
+                try:
+                    result = closure()
+                    break
+                except Exception as error:
+                    if not is_out_of_memory(error) and not _can_be_given_up(error):
+                        raise
+                    failure = error
+                # Out of the except block: nothing refers to the failed graph any more but the frames of the error.
+                obstacle = _no_second_run(is_local) or start.obstacle()
+                if obstacle is not None:
+                    failure.add_note(f"lowtide: this micro-batch was not run again: {obstacle}")
+                    raise failure
+                place = self._let_go(failure)
+                start.go_back()
+                how = self._tighten(failure, len(tried)) if len(tried) < MAX_ATTEMPTS - 1 else None
+                if how is None:
+                    if _can_be_given_up(failure):
+                        raise failure
+                    failure.add_note(place)
+                    failure.add_note(self._last_words(tried, start.num_unfinished()))
+                    raise failure
+                tried.append(how)
+                counters = self._counters()
+                if counters is not None:
+                    counters.num_retries += 1
+                what = "out of memory"
+                if _can_be_given_up(failure):
+                    is_recipe = isinstance(failure, RecipeMismatchError)
+                    what = "a recipe made other bytes" if is_recipe else "a layer cannot be run again"
+                warnings.warn(
+                    f"lowtide: {what} ({_first_line(failure)}); {how}, and the micro-batch is run again.",
+                    stacklevel=3,
+                )
+                del failure
+            start.check_repeated()
+        return result
+
+    def _let_go(self, failure: BaseException) -> str:
+        """End the failed graph, and give its memory back to whoever asks next. Returns where memory ran out."""
+        place = "".join(["Memory ran out here:\n", *traceback.format_tb(failure.__traceback__)]).rstrip()
+        for error in _chain(failure):
+            # The frames hold the graph. Clearing them is not enough: sources of nested functions would survive.
+            error.__traceback__ = None
+        gc.collect()  # graphs in reference cycles
+        self._settle()
+        for device_type in {parameter.device.type for parameter in self._model.parameters()} - {"cpu", "meta"}:
+            empty_cache = getattr(torch.get_device_module(device_type), "empty_cache", None)
+            if empty_cache is not None:
+                empty_cache()
+        return place
+
+    def _last_words(self, tried: list[str], num_unfinished: int) -> str:
+        what = "; then ".join(tried) if tried else "the plan has nothing left to give"
+        partial = (
+            f" {num_unfinished} gradients hold a part of this micro-batch: set them to zero before you go on."
+            if num_unfinished
+            else ""
+        )
+        return (
+            f"lowtide: memory ran out {len(tried) + 1} times in this micro-batch ({what}). {self._describe_floor()}"
+            f"{partial} Use smaller micro-batches or a larger device."
+        )
+
+
+def _can_be_given_up(error: BaseException) -> bool:
+    """Whether it is about something that a plan recomputes, and that may as well be kept."""
+    return isinstance(error, RecipeMismatchError) or (isinstance(error, RecomputeRefusedError) and error.can_stay)
+
+
+def _no_second_run(is_local: bool) -> str | None:
+    if is_local or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return (
+        f"this process is one of {dist.get_world_size()} ranks, and a rank cannot repeat its collectives alone. End "
+        "all ranks and lower the budget; a closure without collectives may say so: tide.step(closure, is_local=True)."
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and everything that it was raised from or during."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [one.__cause__, one.__context__]
+        yield one
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class _Gradient:
+    """A parameter and the gradient that it had before the micro-batch."""
+
+    __slots__ = ("_hook", "_is_kept_graph", "_old", "_strong", "_version", "num_held", "num_seen", "parameter",
+                 "parameter_version")  # fmt: skip
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.parameter_version = version_of(parameter)
+        self.num_held = 0
+        """How many accumulations of this micro-batch the old gradient holds."""
+        self.num_seen = 0
+        """How many there were in this attempt."""
+        self._is_kept_graph = False
+        grad = parameter.grad
+        # Weakly: a closure that begins with zero_grad() must really free what it drops. Sparse gradients may be
+        # replaced instead of written to, and then the old one is what must come back.
+        self._old = None if grad is None else TensorWeakRef(grad)
+        self._strong = grad if grad is not None and grad.layout is not torch.strided else None
+        self._version = 0 if grad is None else version_of(grad)
+        self._hook = None if grad is None else parameter.register_post_accumulate_grad_hook(self._after)
+
+    def _after(self, parameter: torch.Tensor) -> None:
+        assert self._old is not None
+        self.num_seen += 1
+        self._is_kept_graph |= torch.is_grad_enabled()
+        if self.num_seen < self.num_held:
+            parameter.grad = None
+        elif self.num_seen == self.num_held:
+            parameter.grad = self._strong
+        elif parameter.grad is self._old():
+            self.num_held += 1
+
+    def obstacle(self) -> str | None:
+        """Why the gradient cannot be taken back, or None."""
+        if version_of(self.parameter) != self.parameter_version:
+            return "the closure wrote to parameters (an optimizer step belongs outside of it)."
+        if self._old is None:
+            return None
+        if self._is_kept_graph:
+            return "gradients were accumulated with create_graph=True, which replaces them."
+        old = self._old()
+        num_written = self.num_held if old is None else version_of(old) - self._version
+        is_aside = self.num_seen < self.num_held
+        if num_written != self.num_held or (self.num_held and not is_aside and self.parameter.grad is not old):
+            return "the closure changed gradients by itself (do so outside of it)."
+        return None
+
+    def go_back(self) -> None:
+        """Ready for another attempt. Where the closure itself let go of the old gradient, there is none."""
+        assert self._old is not None or not self.num_held
+        old = None if self._old is None else self._old()
+        self.num_seen = 0
+        if self.num_held:
+            self._strong, old = old, None
+        self.parameter.grad = old
+
+    def close(self) -> None:
+        """The micro-batch is over, well or badly: no gradient stays aside."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self.num_seen < self.num_held and self._strong is not None:
+            self.parameter.grad = self._strong
+
+
+class _Start:
+    """What a micro-batch finds: gradients, buffers, attributes, random states, totals. A context manager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        counters: Counters | None,
+        steady: WeakTensorKeyDictionary,
+    ) -> None:
+        parameters = {id(parameter): parameter for parameter in model.parameters()}
+        for group in optimizer.param_groups if optimizer is not None else ():
+            parameters.update({id(parameter): parameter for parameter in group["params"]})
+        self._counters = counters
+        self._counted = {} if counters is None else dataclasses.asdict(counters)
+        self._has_hooks = any(gradient_hooks(p) for p in parameters.values())
+        self._gradients = [_Gradient(p) for p in parameters.values() if p.requires_grad]
+        # After them: what comes back includes the hooks of these gradients.
+        self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for gradient in self._gradients:
+            gradient.close()
+        if kind is None:
+            self._state.note_steady()
+
+    def obstacle(self) -> str | None:
+        """Why the micro-batch cannot be taken back, or None."""
+        if self._has_hooks:
+            return "parameters have post-accumulate-grad hooks, which have acted on gradients of the failed run."
+        found = (gradient.obstacle() for gradient in self._gradients)
+        return next((text for text in found if text is not None), None) or self._without_copy()
+
+    def _without_copy(self) -> str | None:
+        lost = self._state.lost()
+        if not lost:
+            return None
+        return f"it wrote to '{lost[0]}', which it had not written to before, and there is no copy of it."
+
+    def go_back(self) -> None:
+        """Put everything back."""
+        for gradient in self._gradients:
+            gradient.go_back()
+        self._state.restore()
+        for name, value in self._counted.items():
+            if name not in _KEPT_COUNTERS:
+                setattr(self._counters, name, value)
+
+    def num_unfinished(self) -> int:
+        """How many old gradients hold a part of the micro-batch."""
+        return sum(gradient.num_held > 0 for gradient in self._gradients)
+
+    def check_repeated(self) -> None:
+        """After success: the last attempt must have done at least what the failed ones did."""
+        if any(gradient.num_held > gradient.num_seen for gradient in self._gradients):
+            raise RuntimeError(
+                "lowtide: the closure given to tide.step ran out of memory, was run again, and then computed fewer "
+                "gradients than before. Gradients are not right now: give tide.step a closure that does the same each "
+                "time."
+            )

@@ -1,0 +1,293 @@
+"""A tide: one model under one plan, from `apply` to `remove()`.
+
+What: `apply` finds the layers, checks the rules against the model, and returns a `Tide`, which wraps the model
+(wrap.py), shows what happened and can undo everything.
+
+Under several ranks `apply` is collective: the ranks compare what they were asked for, and refuse together.
+
+Not covered: budgets and optimizer state (later issues of the same engine), compiled models, `nn.DataParallel`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.core.plan import Plan
+from lowtide.engines.base import Engine
+from lowtide.errors import RecomputeRefusedError
+from lowtide.runtime.hooks.context import InputKeeper, PlanContext
+from lowtide.runtime.hooks.mismatch import with_bytes_seen
+from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.offload.spill import Guard
+from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError
+from lowtide.runtime.recompute.recipe_graph import give_up_recipe
+from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
+from lowtide.runtime.saved.stats import Counters, Ledger, Stats
+from lowtide.runtime.session.audit import Audit
+from lowtide.runtime.session.checks import rules_about_ops
+from lowtide.runtime.session.retry import Rollback
+from lowtide.runtime.session.tighten import tighter
+from lowtide.runtime.session.unseen import Unseen
+from lowtide.runtime.session.wrap import PlannedForwards
+from lowtide.tensors.fsdp import local_part
+from lowtide.tensors.private import storage_key
+from lowtide.units import format_bytes
+
+
+class Tide:
+    """A model under a plan. A context manager: leaving it removes it. All sizes in bytes, times in seconds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer | None,
+        engine: Engine,
+        *,
+        owns_engine: bool,
+    ) -> None:
+        self.model = model
+        self.engine = engine
+        self._plan = plan
+        self._optimizer = optimizer
+        self._counters = Counters()
+        self._ledger = Ledger()
+        self._scheduler = OffloadScheduler(engine, self._counters, self._ledger)
+        if owns_engine:
+            # It must outlive every graph that still holds activations: the last of them takes it down. An engine that
+            # the caller made is the caller's to close.
+            weakref.finalize(self._scheduler, engine.close)
+        self._context = self._context_of(plan)
+        self._rollback = Rollback(
+            model,
+            optimizer,
+            counters=lambda: self._counters,
+            settle=self.settle,
+            tighten=self._tighten,
+            describe_floor=self._describe_floor,
+        )
+        self._stall_base_seconds = engine.stall_seconds()
+        self._unseen = Unseen(model, "lowtide.apply")
+        try:
+            self._forwards = PlannedForwards(plan, self._context, engine, self._unseen)
+        except BaseException:
+            self._unseen.close()  # it has hooks on the parameters already
+            raise
+        self._forwards.check_first(rules_about_ops(model, plan), checks_sites=plan.is_solved)
+        self._is_removed = False
+
+    # -- what the user sees ----------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with the sites that the first forward showed. A solved plan stays what it was; the bytes are those
+        that were seen, and what it did not know is at its end."""
+        seen = self._context.sites
+        if not self._plan.is_solved:
+            return self._plan.with_sites(seen.values())
+        known = [with_bytes_seen(site, seen.get(site.name)) for site in self._plan.sites]
+        return self._plan.with_sites([*known, *(seen[name] for name in self._context.unplanned)])
+
+    @property
+    def failed_recipes(self) -> dict[str, str]:
+        """Sites that were to be made again and are kept, because their recipe did not hold: name, and why."""
+        nodes = (self._context.nodes or {}).values()
+        return {node.name: node.why_failed for node in nodes if node.has_failed}
+
+    @property
+    def refused_layers(self) -> dict[str, str]:
+        """Modules that were to run again and cannot: name, and why. Under a solved plan they are kept from then on."""
+        watches = self._context.watches.values()
+        return {watch.path(): watch.refusal for watch in watches if watch.refusal}
+
+    @property
+    def stats(self) -> Stats:
+        """A snapshot of what happened since `apply` or the last `reset_stats()`."""
+        counters, in_use = self._counters, self.engine.memory_in_use()
+        peak_bytes = self.engine.device_peak_bytes()
+        if peak_bytes is None:
+            peak_bytes = self._model_state_bytes() + self._ledger.peak_bytes
+        return Stats(
+            saved_bytes=counters.kept_bytes
+            + counters.swapped_bytes
+            + counters.recomputed_bytes
+            - counters.anchor_bytes,
+            kept_bytes=counters.kept_bytes,
+            swapped_bytes=counters.swapped_bytes,
+            recomputed_bytes=counters.recomputed_bytes,
+            anchor_bytes=counters.anchor_bytes,
+            copied_out_bytes=counters.copied_out_bytes,
+            copied_in_bytes=counters.copied_in_bytes,
+            aliased_bytes=counters.aliased_bytes,
+            peak_device_bytes=peak_bytes,
+            stall_seconds=counters.stall_seconds + self.engine.stall_seconds() - self._stall_base_seconds,
+            num_divergences=counters.num_divergences,
+            num_unplanned=len(self._context.unplanned),
+            num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
+            num_forwards=counters.num_forwards,
+            num_skipped_calls=counters.num_skipped_calls,
+            num_spills=counters.num_spills,
+            spilled_bytes=counters.spilled_bytes,
+            num_over_limit=counters.num_over_limit,
+            num_retries=counters.num_retries,
+            host_bytes=in_use.get("host", 0),
+            disk_bytes=in_use.get("disk", 0),
+        )
+
+    def reset_stats(self) -> None:
+        """Start all totals, and the peak, anew."""
+        self._counters.reset()
+        self._ledger.restart_peak()
+        self._stall_base_seconds = self.engine.stall_seconds()
+        self.engine.reset_device_peak()
+
+    def audit(self) -> Audit:
+        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside."""
+        return Audit(self.model, self._optimizer, self._scheduler, self.engine.device_type)
+
+    def set_limit(self, limit_bytes: int | None, *, slack_bytes: int | None = None) -> None:
+        """Spill kept activations before live bytes on the device pass this limit; None: no limit. `slack_bytes`: how
+        much of what the plan makes again may stay where recipes do not hold; more is spilled.
+
+        A safety net under a plan, not a plan: see runtime/offload/spill.py. It holds from the next forward pass on.
+        """
+        assert limit_bytes is None or limit_bytes >= 0
+        self._context.guard = None
+        if limit_bytes is not None:
+            self._context.guard = Guard(
+                limit_bytes,
+                scheduler=self._scheduler,
+                counters=self._counters,
+                ledger=self._ledger,
+                min_bytes=self._plan.min_bytes,
+                state_bytes=self._model_state_bytes,
+                slack_bytes=slack_bytes,
+            )
+
+    def slice_inputs(self, slices: InputKeeper) -> None:
+        """Keep a slice of each recomputed layer's input on this tensor-parallel rank. Before the first forward pass."""
+        self._context.slices = slices
+
+    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
+        """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
+
+        After an out-of-memory error everything that the micro-batch changed is put back, the plan is tightened (all
+        swapped, then all layers recomputed), and the closure runs again, at most twice; gradients are those of a step
+        that never failed. The closure must do the same each time: draw the batch outside of it, and leave `zero_grad`,
+        clipping and the optimizer's step outside too. In a process group nothing is run again, because the other ranks
+        would wait for this one in their collectives, unless `is_local` says that the closure has none.
+        See runtime/session/retry.py.
+        """
+        return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local)
+
+    def outlive(self, lease: object) -> None:
+        """Hold `lease` for as long as any graph of this tide lives, also after `remove`."""
+        self._scheduler.lease = lease
+
+    def settle(self) -> None:
+        """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
+        self._scheduler.settle()
+
+    def suspend(self) -> None:
+        """Leave the model as it was until `resume()`, and keep what was learned about it. Idempotent."""
+        self._forwards.take_off()
+
+    def resume(self) -> None:
+        """Go on after `suspend()`. The model must be as it was then."""
+        self._forwards.put_on_again()
+
+    def remove(self) -> None:
+        """Restore the model exactly. Graphs that are still alive keep working. Idempotent."""
+        if self._is_removed:
+            return
+        self._is_removed = True
+        self._unseen.close()
+        self.suspend()
+        self._scheduler.close()
+
+    def __enter__(self) -> Tide:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "removed" if self._is_removed else "applied"
+        return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
+
+    def _model_state_bytes(self) -> int:
+        """Parameters, buffers, gradients and optimizer state: unique dense storages on this engine's device."""
+        tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if self._optimizer is not None:
+            tensors += [value for state in self._optimizer.state.values() for value in state.values()]
+        parts = [local_part(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        storages = {
+            storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
+            for tensor in parts
+            if tensor.layout is torch.strided and tensor.device.type == self.engine.device_type
+        }
+        return sum(storages.values())
+
+    # -- out of memory ---------------------------------------------------------------------------------------------
+
+    def _tighten(self, error: BaseException, num_tried: int) -> str | None:
+        """Go over to a plan that needs less; says how, or None when there is none. Called between two attempts."""
+        if isinstance(error, RecipeMismatchError):
+            return self._give_up_recipes(error, num_tried)
+        if isinstance(error, RecomputeRefusedError):
+            return f"'{error.path}' is kept now"
+        has_room = bool(self.engine.tiers) and not self._counters.num_kept_for_lack_of_room
+        smaller = tighter(self._plan, has_room=has_room)
+        if smaller is None:
+            return None
+        self._forwards.take_off()
+        self._plan, how = smaller
+        guard, slices = self._context.guard, self._context.slices
+        self._context = self._context_of(self._plan)
+        self._context.guard, self._context.slices = guard, slices
+        self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unseen)
+        return how
+
+    def _give_up_recipes(self, error: RecipeMismatchError, num_tried: int) -> str:
+        """Its own recipe is given up already; where that was not enough, all are."""
+        if num_tried == 0:
+            return f"'{error.site}' is kept now"
+        for node in (self._context.nodes or {}).values():
+            node.has_failed = True
+        return "all that recipes made is kept now"
+
+    def _describe_floor(self) -> str:
+        return (
+            f"Parameters, gradients, buffers and optimizer state alone are "
+            f"{format_bytes(self._model_state_bytes())}, and activations took up to "
+            f"{format_bytes(self._ledger.peak_bytes)} more."
+        )
+
+    # -- how it works ----------------------------------------------------------------------------------------------
+
+    def _context_of(self, plan: Plan) -> PlanContext:
+        nodes = nodes_of(plan, self.model) if plan.is_solved else None
+        return PlanContext(
+            model=self.model,
+            rules=plan.rules,
+            stay_rules=plan.rules.without_recompute(),
+            min_bytes=plan.min_bytes,
+            device_type=self.engine.device_type,
+            scheduler=self._scheduler,
+            counters=self._counters,
+            ledger=self._ledger,
+            nodes=nodes,
+            fingerprints=None if nodes is None else Fingerprints(functools.partial(give_up_recipe, nodes)),
+            logged_kinds=logged_kinds(nodes),
+            logs_always=plan.check == "full",
+        )

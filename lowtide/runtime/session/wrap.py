@@ -1,0 +1,203 @@
+"""The forward passes of a model under a plan: what is wrapped, and how a forward pass is entered.
+
+What: one wrapper on the model, on each layer, on each module that is to be recomputed, and on each that an anchor is
+caught at. The outermost that runs opens a `ForwardPass` (hooks/scope.py), which sees every saved tensor until it
+returns; those inside it find that forward pass and say where the forward pass is.
+
+A pattern may name an operator, and operators are known only after a forward pass has run; such patterns are checked at
+the end of the first forward, everything else before (checks.py).
+
+Cost: some microseconds for each wrapped module that is called. Not covered: what happens to a saved tensor
+(forward_pass.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.rules import Rule, Rules, unmatched_error
+from lowtide.engines.base import Engine
+from lowtide.runtime.hooks.anchors import anchor_points
+from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.forward_pass import ForwardPass
+from lowtide.runtime.hooks.mismatch import warn_about_other_sites
+from lowtide.runtime.hooks.table import LayerTable
+from lowtide.runtime.hooks.transforms import run_allowing_transforms
+from lowtide.runtime.saved.handle import open_handle
+from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
+from lowtide.runtime.session.checks import foreign_hooks_error, recomputed_modules, refuse_capture
+from lowtide.runtime.session.forward_patch import ForwardPatch
+from lowtide.runtime.session.unseen import Unseen
+from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.private import (
+    are_saved_tensors_hooks_enabled,
+    are_transforms_active,
+    current_graph_task_id,
+    top_saved_tensors_hooks,
+)
+
+Around = Callable[[Callable, tuple, dict], Any]
+
+
+class PlannedForwards:
+    """The wrappers of one plan on the model of `setting`. They are on from the start."""
+
+    def __init__(self, plan: Plan, context: PlanContext, engine: Engine, unseen: Unseen) -> None:
+        self._plan = plan
+        self._context = context
+        self._model = context.model
+        self._engine = engine
+        self._unseen = unseen
+        """Is told of each forward pass."""
+        self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        self._local = threading.local()
+        """Of each thread: the forward pass of the forward pass that it is in."""
+        self._unchecked: Sequence[Rule] = ()
+        self._checks_sites = False
+        self._patches = self._wrap()
+
+    def check_first(self, rules: Sequence[Rule], *, checks_sites: bool) -> None:
+        """At the end of the first forward: that each of these rules matched, and that the sites are the plan's."""
+        self._unchecked, self._checks_sites = rules, checks_sites
+
+    def take_off(self) -> None:
+        """Leave the model as it was. Idempotent."""
+        for patch in reversed(self._patches):
+            patch.undo()
+
+    def put_on_again(self) -> None:
+        """After `take_off`; the model must be as it was then."""
+        self._patches = [patch.again() for patch in self._patches]
+
+    def _wrap(self) -> list[ForwardPatch]:
+        modules = dict(self._model.named_modules())
+        layers = self._plan.layers
+        patches = []
+        # Innermost: an anchor of a layer, or of the model, is caught inside its region.
+        for points in anchor_points((self._context.nodes or {}).values(), modules):
+            patches.append(ForwardPatch(modules[points.name], points.around(self._open)))
+        for name in recomputed_modules(modules, self._plan):
+            patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))
+        for name in layers:
+            patches.append(ForwardPatch(modules[name], self._around_region(self._region(name, modules[name]))))
+        if "" not in layers:
+            patches.append(ForwardPatch(self._model, self._around_region(self._region("", self._model))))
+        return patches
+
+    def _open(self) -> ForwardPass | None:
+        return getattr(self._local, "forward_pass", None)
+
+    def _region(self, name: str, module: nn.Module) -> LayerTable:
+        rules = self._plan.rules
+        is_recomputed = name in self._plan.layers and rules.decide(name, is_site=False).fate is Fate.RECOMPUTE
+        fallback = self._context.stay_rules.decide(name, is_site=False)
+        return LayerTable(name, module, is_recomputed, fallback)
+
+    def _around_region(self, layer: LayerTable) -> Around:
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            forward_pass = self._open()
+            if forward_pass is None:
+                return self._enter(layer, forward, args, kwargs)
+            if layer.name == "" or not forward_pass.is_innermost() or are_transforms_active():
+                return forward(*args, **kwargs)
+            with forward_pass.inside(layer):
+                output = _run(forward_pass, layer, forward, args, kwargs)
+            if self._context.guard is not None:
+                self._context.guard.check(self._device)
+            return output
+
+        return around
+
+    def _around_module(self, module: nn.Module) -> Around:
+        is_leaf = next(module.children(), None) is None
+
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            forward_pass = self._open()
+            if (
+                forward_pass is None
+                or not torch.is_grad_enabled()
+                or not forward_pass.is_innermost()
+                or are_transforms_active()
+            ):
+                return forward(*args, **kwargs)
+            if is_leaf:
+                return forward_pass.regions.discarded(forward_pass, module, forward, args, kwargs)
+            return forward_pass.regions.checkpointed(forward_pass, module, forward, args, kwargs)
+
+        return around
+
+    def _enter(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
+        context = self._context
+        if not _can_hook():
+            self._unseen.was_aside = True
+            return forward(*args, **kwargs)
+        if not layer.tables:
+            refuse_compiled(self._model, "lowtide.apply")  # before anything is learned, also anew
+        refuse_capture(self._model, self._engine)
+        hooks = top_saved_tensors_hooks()
+        if is_checkpoint_hook(hooks):
+            context.counters.num_skipped_calls += 1
+            self._unseen.was_aside = True
+            return forward(*args, **kwargs)
+        if hooks is not None:
+            raise foreign_hooks_error(hooks)
+        if context.guard is not None:
+            context.guard.begin()
+        self._unseen.end()
+        forward_pass = ForwardPass(context, layer)
+        self._local.forward_pass = forward_pass
+        try:
+            with (
+                forward_pass.logging(),
+                forward_pass.inside(layer),
+                torch.autograd.graph.saved_tensors_hooks(forward_pass.pack_hook, open_handle),
+            ):
+                output = _run(forward_pass, layer, forward, args, kwargs)
+            forward_pass.is_complete = True
+        finally:
+            self._local.forward_pass = None
+            forward_pass.close()
+        context.counters.num_forwards += 1
+        if self._unchecked and layer.tables:
+            self._check_ops(is_whole=layer.name == "")
+        if self._checks_sites and layer.name == "" and layer.tables:
+            self._checks_sites = False
+            warn_about_other_sites(context)
+        return output
+
+    def _check_ops(self, is_whole: bool) -> None:
+        """After the first forward, every name is known: a rule that matched nothing is an error now."""
+        names = self._context.seen_names | set(dict(self._model.named_modules()))
+        self._unchecked = Rules(tuple(self._unchecked)).unmatched(names) if is_whole else self._unchecked
+        if not is_whole or not self._unchecked:
+            return
+        rule, self._unchecked = self._unchecked[0], []
+        raise unmatched_error(rule, sorted(names))
+
+
+def _run(forward_pass: ForwardPass, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if layer.is_recomputed and torch.is_grad_enabled():
+            return forward_pass.regions.checkpointed(forward_pass, layer.module, forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+    return run_allowing_transforms(layer, forward_pass.context, hooked, forward, (args, kwargs))
+
+
+def _can_hook() -> bool:
+    """Not without gradients, not under torch.func or a compiler, and not in a recompute inside a backward pass."""
+    return (
+        torch.is_grad_enabled()
+        and are_saved_tensors_hooks_enabled()
+        and current_graph_task_id() == -1
+        and not are_transforms_active()
+        and not torch.compiler.is_compiling()
+    )

@@ -1,0 +1,211 @@
+"""FSDP2 models in an observed step: what is gathered when, and no trace of the step in what FSDP2 remembers.
+
+What: `fully_shard` keeps each parameter as a shard (a DTensor) and, from a module's forward or backward hooks, puts a
+plain *gathered* parameter in its place for a while. Its storage is always the same one: emptied (`resize_(0)`) when the
+module is done, filled again before the next use. `at_rest` brings a model into the state between two steps and finds
+the gathered parameters (each module is gathered and resharded once); inside, a whole step may run, with FSDP2's own
+hooks and collectives; afterwards gradients, partial sums and the state of every module are what they were.
+
+Collective: all ranks come to it together, and run the same step inside.
+Cost: one more all-gather of each parameter. Not covered: DTensors of tensor parallelism in the same model, float8 and
+other parameters that bring an all-gather of their own, parameters with gradient hooks, which the step would set off.
+
+FSDP2 has no public way to ask whether a forward pass is under way, or for gradients that it has not reduced yet; what
+is read instead stands in tensors/private.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.tensors.private import (
+    FSDP_PARTIAL_SUM,
+    FSDP_RESHARDS,
+    fsdp_context,
+    fsdp_groups,
+    fsdp_state,
+    gathered_parameter,
+    gradient_hooks,
+    is_fsdp_root,
+)
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    found = sys.modules.get("torch.distributed.fsdp")
+    return found is not None and isinstance(module, found.FSDPModule)
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules of `model` on which `fully_shard` was called, outer ones first."""
+    return [module for module in model.modules() if is_fsdp(module)]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """A DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def refuse_other_shards(model: nn.Module, call: str, *, allows_tensor_parallel: bool = False) -> None:
+    """Raise ConfigError if a parameter is a DTensor and is not FSDP2's alone.
+
+    `allows_tensor_parallel`: not if FSDP2 has no part in this model.
+    """
+    if allows_tensor_parallel and not fsdp_modules(model):
+        return
+    inside = {id(parameter) for module in fsdp_modules(model) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if not is_sharded(parameter) or (id(parameter) in inside and _is_of_data_parallel(parameter)):
+            continue
+        raise ConfigError(
+            f"{call}: '{name}' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not make, or not "
+            "alone; tensor-parallel DTensors beside FSDP2, or under a budget, are not covered in this version. Use "
+            "lowtide.apply with rules"
+        )
+
+
+def _is_of_data_parallel(parameter: Any) -> bool:
+    """Sharded over one dimension of ranks, replicated over at most one more."""
+    first, *others = parameter.placements
+    return not others or (len(others) == 1 and first.is_replicate())
+
+
+@contextlib.contextmanager
+def at_rest(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, the model is between two steps and has no gradients; afterwards it is as it was.
+
+    Gives the gathered parameters by name, empty outside of their module's forward and backward; without FSDP2 nothing
+    happens, and there are none. Raises ConfigError inside a forward pass of a larger FSDP2 model, and where parameters
+    have gradient hooks.
+    """
+    modules = fsdp_modules(model)
+    if not modules:
+        yield {}
+        return
+    _refuse_inside_a_forward(modules)
+    gathered_before = [module for module in modules if _reshard(module)]
+    gathered = _gather_each(model, modules)
+    aside = _Aside(model, modules, gathered)
+    try:
+        yield gathered
+    except BaseException:
+        for module in modules:
+            if is_fsdp_root(module) and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+        raise
+    finally:
+        aside.put_back()
+        for module in gathered_before:
+            module.unshard()
+
+
+def _refuse_inside_a_forward(modules: list[Any]) -> None:
+    if any(_known(fsdp_context, module).iter_forward_root is not None for module in modules):
+        raise ConfigError(
+            "observe: this model was called inside the forward pass of a larger model that FSDP2 shards; give lowtide "
+            "that larger model"
+        )
+
+
+def _reshard(module: Any) -> bool:
+    """Reshard a module; whether there was anything to do."""
+    before = [id(parameter) for parameter in module.parameters()]
+    module.reshard()
+    return before != [id(parameter) for parameter in module.parameters()]
+
+
+def _gather_each(model: nn.Module, modules: list[Any]) -> dict[str, torch.Tensor]:
+    sharded = dict(model.named_parameters(remove_duplicate=False))
+    gathered: dict[str, torch.Tensor] = {}
+    for module in modules:
+        module.unshard()
+        named = model.named_parameters(remove_duplicate=False)
+        gathered.update((name, parameter) for name, parameter in named if parameter is not sharded[name])
+        module.reshard()
+    return gathered
+
+
+class _Aside:
+    """Gradients, whole and partial, and whether the next backward is the last: set aside, and put back."""
+
+    def __init__(self, model: nn.Module, modules: list[Any], gathered: dict[str, torch.Tensor]) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if any(gradient_hooks(p) for p in [*parameters, *gathered.values()]):
+            raise ConfigError(
+                "observe: parameters of this FSDP2 model have gradient hooks (an optimizer in the backward pass, for "
+                "example), which an observed step would set off; use lowtide.apply with a plan or rules"
+            )
+        self._gradients = [(tensor, tensor.grad) for tensor in [*parameters, *gathered.values()]]
+        groups = [group for module in modules for group in fsdp_groups(module)]
+        partial = [(parameter, "unsharded_accumulated_grad") for group in groups for parameter in group.fsdp_params]
+        partial += [(group, FSDP_PARTIAL_SUM) for group in groups]
+        self._attributes = [(owner, name, getattr(owner, name)) for owner, name in partial if hasattr(owner, name)]
+        contexts = {id(context): context for context in map(fsdp_context, modules)}
+        self._last = [(context, context.is_last_backward) for context in contexts.values()]
+        for tensor, _ in self._gradients:
+            tensor.grad = None
+        for owner, name, _ in self._attributes:
+            setattr(owner, name, None)
+        for context, _ in self._last:
+            context.is_last_backward = True
+
+    def put_back(self) -> None:
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
+        for owner, name, value in self._attributes:
+            setattr(owner, name, value)
+        for context, is_last in self._last:
+            context.is_last_backward = is_last
+
+
+def gathered_storages(model: nn.Module) -> list[torch.UntypedStorage]:
+    """The storages of gathered parameters, which FSDP2 empties and fills; those that exist yet."""
+    parameters = [
+        p for module in fsdp_modules(model) for group in _known(fsdp_groups, module) for p in group.fsdp_params
+    ]
+    found = [gathered_parameter(parameter) for parameter in parameters]
+    return [local_part(tensor).untyped_storage() for tensor in found if tensor is not None]
+
+
+def after_forward(module: Any) -> list[tuple[Any, str, Any]]:
+    """What decides whether an FSDP2 module reshards after its forward: (owner, attribute, value), to be set back.
+
+    `set_reshard_after_forward` is public, but there is no way to ask for the setting. Raises ConfigError where this
+    version of torch keeps it elsewhere.
+    """
+    state, groups = _known(fsdp_state, module), _known(fsdp_groups, module)
+    places = [(state, FSDP_RESHARDS), *((group, "post_forward_mesh_info") for group in groups)]
+    try:
+        return [(owner, name, getattr(owner, name)) for owner, name in places]
+    except AttributeError as error:
+        raise _unknown_fsdp(error) from None
+
+
+def _known(ask: Callable[[Any], Any], module: Any) -> Any:
+    try:
+        return ask(module)
+    except AttributeError as error:
+        raise _unknown_fsdp(error) from None
+
+
+def _unknown_fsdp(error: AttributeError) -> ConfigError:
+    return ConfigError(
+        f"lowtide: FSDP2 of torch {torch.__version__} is not known here ({error}); use lowtide.apply with rules, or "
+        "another version of torch"
+    )

@@ -1,0 +1,127 @@
+"""The process-wide settings of torch that decide which kernel runs: what they were in a run, and are again in another.
+
+What: attention backends, default dtype, precisions, determinism, number of threads; and the modes (`TorchFunctionMode`,
+`TorchDispatchMode`) of the user that a forward ran under. A `Modes` is taken when a region runs, and entered when it
+runs again: what has changed since is set to what it was, and set back after it.
+Why not an error: all of these can be put back, and a backward outside of `with sdpa_kernel(...)` is the ordinary case.
+
+Cost: about 5 us to take, and as much to compare; nothing is written while all is as it was. Not covered: flags that
+torch does not let one read (`set_flush_denormal`), the choice of BLAS and linear algebra libraries, environment
+variables. Autocast and random state are put back elsewhere (torch's checkpoint; tensors/run_state.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide.tensors.private import (
+    dispatch_modes,
+    function_modes,
+    get_attention_order,
+    num_dispatch_modes,
+    num_function_modes,
+    set_attention_order,
+)
+
+_backends: Any = torch.backends
+_cuda: Any = torch.backends.cuda
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None  # set through `fp32_precision`, torch's newer way, which is read below
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_determinism(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+# How to read each setting, and how to write it. The general ones before those that they imply.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
+    (get_attention_order, set_attention_order),  # `sdpa_kernel(..., set_priority=True)`
+    (_backends.mha.get_fastpath_enabled, _backends.mha.set_fastpath_enabled),
+    (_determinism, _set_determinism),
+    _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    (_matmul_precision, _set_matmul_precision),
+    *(
+        _attribute(owner, "fp32_precision")
+        for library in (_backends.cudnn, _backends.mkldnn)
+        for owner in (_cuda.matmul if library is _backends.cudnn else library.matmul, library.conv, library.rnn)
+    ),
+    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _attribute(_backends.cudnn, "enabled"),
+    _attribute(_backends.cudnn, "benchmark"),
+    _attribute(_backends.cudnn, "deterministic"),
+    _attribute(_backends.mkldnn, "enabled"),
+    _attribute(_backends.mkldnn, "deterministic"),
+)
+_READS = tuple(read for read, _ in _SETTINGS)
+
+
+class Modes:
+    """Settings and modes as they are now."""
+
+    __slots__ = ("_modes", "_values")
+
+    def __init__(self) -> None:
+        self._values = [read() for read in _READS]
+        self._modes = _modes_of_the_user()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it was when this was made; afterwards it is as it was before."""
+        now = [read() for read in _READS]
+        try:
+            with contextlib.ExitStack() as stack:
+                if now != self._values:
+                    self._set(self._values)
+                if self._modes:
+                    active = _modes_of_the_user()
+                    for mode in self._modes:
+                        if not any(mode is other for other in active):
+                            stack.enter_context(mode)
+                yield
+        finally:
+            self._set(now)
+
+    @staticmethod
+    def _set(values: list[Any]) -> None:
+        for (read, write), value in zip(_SETTINGS, values, strict=True):
+            if read() != value:
+                write(value)
+
+
+def _modes_of_the_user() -> list[Any]:
+    """Modes that may change what operators give. Torch's own count, trace and log; torch's checkpoint takes care of the
+    one of `torch.device`."""
+    if not (num_function_modes() or num_dispatch_modes()):
+        return []
+    modes = [*function_modes(), *dispatch_modes()]
+    return [mode for mode in modes if type(mode).__module__.partition(".")[0] not in ("torch", "lowtide")]

@@ -1,0 +1,58 @@
+"""The user's optimizer: read, never written through.
+
+What: trainers wrap optimizers (Accelerate's `AcceleratedOptimizer`, which Hugging Face's `Trainer` gives to its
+callbacks, Lightning's `LightningOptimizer`, mixed-precision wrappers), and a wrapper's attributes may be properties
+that write to the optimizer inside. `bare` finds the one inside, `optimizer_of` refuses what is none at all.
+
+Why so: what is shared with the original may be read, never assigned to; see profiling/state_bytes.py for its copy.
+Cost: a few attribute reads. Not covered: wrappers with parameters or state of their own; those count as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.errors import ConfigError
+
+_INSIDE = ("optimizer", "_optimizer")
+_MAX_WRAPPERS = 8
+
+
+def optimizer_of(optimizer: Any, call: str) -> Any:
+    """The optimizer inside any wrappers; None for None. Raises ConfigError for what has no parameters and no state."""
+    if optimizer is None:
+        return None
+    found = bare(optimizer)
+    if not _is_optimizer(found):
+        raise ConfigError(
+            f"{call}: optimizer= takes a torch.optim.Optimizer, or a wrapper around one, not {type(optimizer).__name__}"
+        )
+    return found
+
+
+def bare(optimizer: Any) -> Any:
+    """The optimizer that others wrap: the innermost one with the same parameters and the same state."""
+    for _ in range(_MAX_WRAPPERS):
+        held = getattr(optimizer, "__dict__", {})
+        inner = next((held[key] for key in _INSIDE if key in held and _is_optimizer(held[key])), None)
+        if inner is None or not _is_same(optimizer, inner):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _is_optimizer(found: Any) -> bool:
+    return isinstance(found, torch.optim.Optimizer) or (
+        isinstance(getattr(found, "param_groups", None), list) and hasattr(getattr(found, "state", None), "values")
+    )
+
+
+def _is_same(outer: Any, inner: Any) -> bool:
+    """Whether a wrapper shows the parameters and the state of what it wraps, and none of its own."""
+    if not hasattr(outer, "param_groups") or not hasattr(outer, "state"):
+        return True
+    groups, inside = outer.param_groups, inner.param_groups
+    same_groups = len(groups) == len(inside) and all(one is other for one, other in zip(groups, inside, strict=True))
+    return same_groups and (outer.state is inner.state or not isinstance(outer, torch.optim.Optimizer))

@@ -1,0 +1,415 @@
+"""Every private symbol of torch and transformers that lowtide uses, each under one public name.
+
+What: torch has no public way to say in which backward pass a thread is, what version a tensor has, or what hooks are
+active. Whoever needs one of these takes it from here; a test of the source forbids such names elsewhere. Each name says
+what it gives, and which public way is missing. Each has a test of what it means (tests/tensors/test_private.py); they
+were seen in torch 2.11 to 2.15 alike (`versions.TESTED`).
+
+At import each is looked up, and ConfigError names one that is missing. What belongs to a part of torch that most
+programs never import (FSDP2, the compiler, process groups) or to transformers is looked up when it is asked for.
+
+Cost: functions of torch are bound here as they are, so a call costs what it did, and less than a look-up through
+`torch._C`. An attribute is read by `operator.attrgetter`: 15 ns more than to name it. Not covered: names of operators
+(`aten._unsafe_view`, `_saved_self` of a node), which are data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from lowtide.tensors.versions import missing
+
+try:
+    # A small tree library. torch has no public one.
+    # The class of an operator, as `torch.ops.aten.add.Tensor` is one.
+    from torch._ops import OpOverload
+
+    # Tensors with a size and no bytes, and the mode that makes them: what `torch.export` uses under its public surface.
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    # Why an operator on fake tensors fails; and a context in which no tensor is fake.
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+        unset_fake_temporarily,
+    )
+
+    # What sees each operator below autograd. torch documents it, in a module whose name is private.
+    # `is_traceable_wrapper_subclass`: whether a tensor breaks down into plain ones by `__tensor_flatten__`.
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+except ImportError as error:
+    raise missing(str(error)) from error
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "is_traceable_wrapper_subclass",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "unset_fake_temporarily",
+]
+
+
+def find(path: str) -> Any:
+    """What is at a dotted path that begins with `torch`. Raises ConfigError where this torch has nothing there."""
+    value: Any = torch
+    for name in path.split(".")[1:]:
+        if not hasattr(value, name):
+            raise missing(path)
+        value = getattr(value, name)
+    return value
+
+
+def _reader(path: str) -> Callable[[Any], Any]:
+    """A function that reads the last name of `path` from an object of the class before it."""
+    find(path)
+    return attrgetter(path.rpartition(".")[2])
+
+
+# -- the backward pass that is running ---------------------------------------------------------------------------------
+
+current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id")
+"""The number of the backward pass that this thread works for; -1 outside of any. No public way to ask."""
+
+current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node")
+"""The autograd node whose backward runs on this thread; None where there is none. No public way to ask."""
+
+keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph")
+"""Whether the backward pass that is running was called with `retain_graph=True`; True outside of any."""
+
+queue_callback: Callable[[Callable[[], None]], None] = find("torch.autograd.Variable._execution_engine.queue_callback")
+"""Call a function once the backward pass that is running is over. RuntimeError outside of any. torch's own FSDP and DDP
+end their backward so; no public way."""
+
+next_sequence_number: Callable[[], int] = find("torch.autograd._get_sequence_nr")
+"""The number that the next autograd node made on this thread will have. It counts up. No public way to ask."""
+
+
+def sequence_number(node: Any) -> int:
+    """The number of an autograd node: later ones have higher ones. An accumulator has 2**64 - 1."""
+    number: int = node._sequence_nr()
+    return number
+
+
+# -- saved-tensor hooks ------------------------------------------------------------------------------------------------
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_top: Callable[[bool], Any] = find("torch._C._autograd._top_saved_tensors_default_hooks")
+pop_saved_tensors_hooks: Callable[[], None] = find("torch._C._autograd._pop_saved_tensors_default_hooks")
+"""Take the innermost saved-tensor hooks of this thread off. The public context manager can only take off its own."""
+
+push_saved_tensors_hooks: Callable[..., None] = find("torch._C._autograd._push_saved_tensors_default_hooks")
+"""Put a pair of saved-tensor hooks on top, as `torch.autograd.graph.saved_tensors_hooks` does on entry."""
+
+are_saved_tensors_hooks_enabled: Callable[[], bool] = find("torch._C._autograd._saved_tensors_hooks_is_enabled")
+"""Whether hooks may be set: not inside `torch.autograd.graph.disable_saved_tensors_hooks`. No public way to ask."""
+
+
+def top_saved_tensors_hooks() -> Hooks | None:
+    """The innermost saved-tensor hooks of this thread, or None. Only the innermost pair is ever called.
+
+    No public way to ask.
+    """
+    hooks: Hooks | None = _top(True)  # True: also while something is traced
+    return hooks
+
+
+def saved_attributes(kind: type) -> tuple[str, ...]:
+    """Names of what a kind of autograd node has saved that is no tensor (`_saved_dim`).
+
+    torch documents `_saved_` attributes in its notes on autograd, but has no public list of them.
+    """
+    names = [name for name in dir(kind) if name.startswith("_saved_")]
+    tensors = {name.removeprefix("_raw") for name in dir(kind) if name.startswith("_raw_saved_")}
+    return tuple(name for name in names if name not in tensors)
+
+
+# -- tensors and storages ----------------------------------------------------------------------------------------------
+
+version_of: Callable[[torch.Tensor], int] = _reader("torch.Tensor._version")
+"""How often a tensor, or another view of it, was written to in place. RuntimeError for an inference tensor. torch's
+notes on autograd name the attribute; there is no other way."""
+
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = find(
+    "torch._C._autograd._unsafe_set_version_counter"
+)
+"""Make these the versions of these tensors: for bytes that are again what they were. No public way to set one."""
+
+storage_key: Callable[[torch.UntypedStorage], int] = _reader("torch.UntypedStorage._cdata")
+"""What tells a storage from all others that live now, also an empty one, whose public `data_ptr()` is 0."""
+
+storage_at: Callable[[int], torch.UntypedStorage | None] = find("torch.UntypedStorage._new_with_weak_ptr")
+"""The storage that a `StorageWeakRef` means (by its `cdata`), or None once it is gone. That public class can only say
+whether it is gone."""
+
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _reader("torch.Tensor._base")
+"""The tensor that a view is a view of, or None for no view. torch's notes on views name the attribute."""
+
+is_view: Callable[[torch.Tensor], bool] = find("torch.Tensor._is_view")
+"""Whether autograd holds a tensor for a view of another. Public only through `_base`, which makes an object of it."""
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = find("torch.Tensor._is_zerotensor")
+"""Whether a tensor is zeros without memory, as forward-mode derivatives make them. No public way to ask."""
+
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = find("torch.Tensor._indices")
+"""The indices of a COO tensor. The public `indices()` refuses one that is not coalesced."""
+
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = find("torch.Tensor._values")
+"""The values of a COO tensor, as `sparse_indices`."""
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a leaf that hold its hooks: None, or an ordered mapping. Hooks can be added publicly, not listed."""
+
+
+def gradient_hooks(tensor: torch.Tensor) -> Any:
+    """The hooks that run when a gradient was accumulated in `tensor`: a mapping, or None."""
+    return getattr(tensor, TENSOR_HOOKS[1], None)
+
+
+# -- modes, dispatch, derivatives --------------------------------------------------------------------------------------
+
+disable_current_modes: Callable[[], AbstractContextManager[Any]] = find(
+    "torch.utils._python_dispatch._disable_current_modes"
+)
+"""A context in which no dispatch mode sees anything: what lowtide does itself is no part of the program."""
+
+num_function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack")
+"""How many `TorchFunctionMode`s are active. No public way to ask."""
+
+num_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
+"""How many `TorchDispatchMode`s are active. No public way to ask."""
+
+function_modes: Callable[[], list[Any]] = find("torch.overrides._get_current_function_mode_stack")
+"""The `TorchFunctionMode`s that are active, outermost first. No public way to ask."""
+
+dispatch_modes: Callable[[], list[Any]] = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+"""The `TorchDispatchMode`s that are active, outermost first. No public way to ask."""
+
+DisableTorchDispatch: Callable[[], AbstractContextManager[Any]] = find("torch._C._DisableTorchDispatch")
+"""A context in which operators pass over `__torch_dispatch__`, at 0.3 us; `disable_current_modes` takes 3 us."""
+
+DisableAutocast: Callable[[], AbstractContextManager[Any]] = find("torch._C._DisableAutocast")
+"""A context in which operators pass over autocast, of whatever device. The public `autocast` is of one device."""
+
+AutoDispatchBelowAutograd: Callable[[], AbstractContextManager[Any]] = find("torch._C._AutoDispatchBelowAutograd")
+"""A context in which operators pass over autograd: no node, while gradients are on for whoever asks."""
+
+are_transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active")
+"""Whether this runs under a transform of `torch.func`. No public way to ask."""
+
+is_transformed: Callable[[torch.Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
+"""Whether `torch.func` has put something around this tensor, which then has no storage. No public way to ask."""
+
+get_attention_order: Callable[[], list[int]] = find("torch._C._get_sdp_priority_order")
+"""In which order torch tries its attention backends. `sdpa_kernel(..., set_priority=True)` sets it; no public way to
+ask."""
+
+set_attention_order: Callable[[list[int]], None] = find("torch._C._set_sdp_priority_order")
+"""As `get_attention_order`. Publicly only as a context manager."""
+
+find("torch.autograd.forward_ad._current_level")
+
+
+def is_forward_mode() -> bool:
+    """Whether this runs inside `torch.autograd.forward_ad.dual_level`. No public way to ask."""
+    return forward_ad._current_level >= 0
+
+
+# -- operators and fake tensors ----------------------------------------------------------------------------------------
+
+find("torch.ops.aten.add.Tensor._schema")
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The schema of an operator (`OpOverload`): its arguments, and what it writes to. Publicly only as text, by `str`."""
+
+grouped_mm: Any = find("torch.ops.aten._grouped_mm.default")
+"""The operator below `torch.nn.functional.grouped_mm`, as a dispatch mode sees it."""
+
+FAKE_TENSOR_MODULE = "torch._subclasses.fake_tensor"
+"""The module of `FakeTensor`, and the name of the logger that tells why an operator on fake tensors failed."""
+
+
+# -- modules and optimizers --------------------------------------------------------------------------------------------
+
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that hold what it owns by name: ordinary mappings. The public methods give copies, in which
+nothing can be exchanged."""
+
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Attributes of a module that hold its forward hooks by number. Hooks can be added publicly, not listed."""
+
+FORWARD_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+"""Attributes of a module that say which of its forward hooks want what."""
+
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold its backward hooks by number."""
+
+OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer that hold the hooks of its `step` by number."""
+
+for _name in (*MODULE_TABLES, *FORWARD_HOOKS, *FORWARD_HOOK_FLAGS, *BACKWARD_HOOKS):
+    if _name not in vars(nn.Module()):
+        raise missing(f"{_name} of torch.nn.Module")
+
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(MODULE_TABLES[0])
+"""The mapping in which a module itself keeps its parameters, to be written to."""
+
+own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter(MODULE_TABLES[1])
+"""The mapping in which a module itself keeps its buffers, to be written to."""
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks, or ones before its forward. No public way to ask."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def flat_weights(module: nn.RNNBase) -> list[Any]:
+    """The list in which a recurrent module keeps its parameters for its kernel, beside its attributes."""
+    return module._flat_weights
+
+
+def set_flat_weights(module: nn.RNNBase, weights: list[Any]) -> None:
+    """As `flat_weights`. Publicly a module only makes the list anew from its parameters."""
+    module._flat_weights = weights
+
+
+# -- the compiler, which most programs never import --------------------------------------------------------------------
+
+COMPILER_MODULE = "torch._dynamo.eval_frame"
+"""The module that is imported once anything was compiled."""
+
+AROUND_COMPILED = ("compile_wrapper", "_dynamo/eval_frame.py")
+"""Name and end of the file of the function that stands around compiled code. (What is kept from the compiler runs
+inside another one of that file.)"""
+
+in_compiled_code: Callable[[], Any] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+"""Whether the compiler looks at the functions that are called now; anything true. The public `is_compiling` is only
+true while it traces."""
+
+find("torch._C._dynamo.eval_frame._FrameExecStrategy")
+find("torch._C._dynamo.eval_frame._FrameAction.SKIP")
+find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+
+
+def hide_from_compiler(function: Any, why: str) -> None:
+    """The compiler does not look into `function`, as with `torch.compiler.disable`; `why` is for its report.
+
+    That one imports the compiler, and would hide from the function that compiled code is calling it.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = why
+    frames = torch._C._dynamo.eval_frame
+    only_this = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, only_this)
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether `torch.compile` gave this function out. No public way to ask.
+
+    `torch.compiler.disable` leaves the same mark, and beside it that nothing is compiled.
+    """
+    is_marked = isinstance(function, FunctionType) and "_torchdynamo_orig_callable" in function.__dict__
+    return is_marked and not function.__dict__.get("_torchdynamo_disable", False)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. No public way to ask."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+# -- process groups, FSDP2 and wrapped tensors -------------------------------------------------------------------------
+
+PENDING_COLLECTIVE = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+"""Module and name of the class of what a functional collective gives out, which may still be under way."""
+
+
+def default_store() -> Any:
+    """The store that `init_process_group` made or was given. Raises ValueError before it. No public way to ask."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def lowest_of_ranks(value: torch.Tensor, group_name: str) -> torch.Tensor:
+    """The lowest `value` on any rank of the process group that torch knows by `group_name`; collective.
+
+    Publicly a group is an object, which a recorded operator does not have.
+    """
+    collectives = torch.ops._c10d_functional
+    result: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(value, "min", group_name))
+    return result
+
+
+def fsdp_state(module: Any) -> Any:
+    """What FSDP2 keeps for a module of `fully_shard`. AttributeError where this torch keeps it elsewhere."""
+    return module._get_fsdp_state()
+
+
+def fsdp_context(module: Any) -> Any:
+    """What the modules of one FSDP2 model share: `iter_forward_root` is the module whose forward is under way, or None;
+    `is_last_backward` can be set."""
+    return fsdp_state(module)._state_ctx
+
+
+def is_fsdp_root(module: Any) -> bool:
+    """Whether FSDP2 takes this module for the outermost; it knows from the first forward on."""
+    return bool(fsdp_state(module)._is_root)
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers for a module together; none for one without parameters."""
+    state = fsdp_state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
+FSDP_PARTIAL_SUM = "_partial_reduce_output"
+"""Attribute of a group of `fsdp_groups`: gradients summed over some ranks, that wait for the others; or None."""
+
+FSDP_RESHARDS = "_auto_reshard_after_forward"
+"""Attribute of a `fsdp_state`: whether FSDP2 decides itself about resharding. It can be set publicly, not asked for."""
+
+
+def gathered_parameter(parameter: Any) -> torch.Tensor | None:
+    """The plain tensor that one parameter of a group is gathered into, once there is one."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+_EXPERTS = "_experts_implementation_internal"
+
+
+def experts_implementation(config: Any) -> str | None:
+    """How a model of transformers runs its experts ("eager", "grouped_mm"); None for any other model's configuration.
+
+    `PreTrainedModel.set_experts_implementation` is public, but goes by the model and not by the configurations inside.
+    """
+    return getattr(config, _EXPERTS, None)
+
+
+def set_experts_implementation(config: Any, name: str) -> None:
+    """As `experts_implementation`, which must not have been None."""
+    setattr(config, _EXPERTS, name)

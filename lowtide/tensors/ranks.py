@@ -1,0 +1,42 @@
+"""Small questions that ranks ask each other: gather, any, all. Collective; alone they cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from lowtide.tensors.private import lowest_of_ranks
+
+ALONE: Final = "alone"
+"""In place of a group: no other rank runs this module, as it is with the stages of a pipeline."""
+
+
+def _has_company(group: Any) -> bool:
+    if group is ALONE:
+        return False
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def gather(value: Any, group: Any) -> list[Any]:
+    """What every rank of the group brings, by rank."""
+    if not _has_company(group):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def any_rank(flag: bool, group: Any) -> bool:
+    """Whether it is so on any rank."""
+    return any(gather(flag, group))
+
+
+def true_on_all(flag: bool, group_names: Sequence[str], device: torch.device) -> bool:
+    """Whether it is so on every rank of these process groups, which torch knows by name."""
+    seen = torch.tensor(1 if flag else 0, dtype=torch.int32, device=device)
+    for name in group_names:
+        seen = lowest_of_ranks(seen, name)
+    return bool(seen)

@@ -1,0 +1,312 @@
+"""The run file of `lowtide train`: sections `model`, `data`, `train`, `memory`, as frozen dataclasses.
+
+What: `load_run("run.yaml")` reads the whole file; every mistake is one line with its place. Paths in it are relative to
+the current directory, as on every command line.
+Why here and without torch: a file with a mistake must be refused at once, before anything heavy is imported. Only what
+needs the model library (fields of the model's config class) or the disk (the text) is checked later; `places` keeps
+where these were written, so that the late errors name the line too.
+MindSpore Transformers' `recompute_config` and `swap_config` may stand beside them (config/mindformers); the file may
+then also have keys that mean nothing here, such as `context`, and `model.model_config`.
+Not covered in this version: `pipeline`, which is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+from lowtide.config.loader import FieldError, Locations, load_tree
+from lowtide.config.memory import MemoryConfig
+from lowtide.config.source import Node, read_yaml, shown
+from lowtide.errors import ConfigError, did_you_mean
+from lowtide.mindformers.schema import Sections, has_sections, read_sections
+
+DType = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bf16_autocast", "bf16"]
+
+_OURS = ("model", "data", "train", "memory", "pipeline")
+_UPSTREAMS = ("trainer", "run_mode", "modelarts")
+"""Keys of MindSpore Transformers that look like a misspelt one of ours."""
+_MOST = {
+    "steps": 10**15,
+    "batch_size": 2**20,
+    "grad_accumulation": 2**20,
+    "warmup_steps": 10**15,
+    "log_every": 10**15,
+    "checkpoint_every": 10**15,
+    "threads": 1024,
+    "sequence_length": 2**26,
+}
+"""What no run has more of. Below, a wrong number costs a message; above, it would cost the machine's memory."""
+_MOST_TOKENS = 2**27
+"""Of a micro-batch of one rank: 1 GiB of token numbers."""
+_MOST_REPEATS = 4096
+"""Of a block of the model: layers, experts. Each takes a millisecond or so to build."""
+_REPEATS = re.compile(r"(num_|n_)?(\w+_)?(layers?|experts)|num_(mem_)?blocks|num_hidden_groups|inner_group_num")
+_WEIGHTS: dict[Precision, DType] = {"float32": "float32", "bf16_autocast": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model: a folder with weights, or a kind of model with fields for its config class and fresh weights."""
+
+    path: Path | None = None
+    """A local folder for `from_pretrained`; nothing is ever downloaded."""
+    model_type: str | None = None
+    """`llama`, `qwen3_moe`, `deepseek_v3`, or any other causal language model that transformers knows."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the section; checked against the config class of `model_type` when the model is built."""
+    dtype: DType = "float32"
+    """Of the weights. Left out, it follows `train.precision`."""
+    seed: int = 0
+    """Of fresh weights; the same on every rank."""
+    key_places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each key of the section stands, for mistakes that are seen when the model is built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which text, in pieces of which length. Tokens are bytes."""
+
+    files: tuple[str, ...] = ()
+    """Paths or globs, concatenated in this order (a glob: sorted). Empty: the standard library's .py files."""
+    sequence_length: int = 256
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        _within(self, "sequence_length", 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train. One step is `grad_accumulation` micro-batches of `batch_size` sequences on every rank."""
+
+    steps: int
+    batch_size: int = 8
+    """Sequences per micro-batch and rank."""
+    grad_accumulation: int = 1
+    learning_rate: float = 1e-3
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up. `cosine` falls to zero at `steps`."""
+    warmup_steps: int = 0
+    """The learning rate grows linearly over this many steps."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases are not decayed."""
+    clip_grad_norm: float | None = 1.0
+    """null: no clipping."""
+    seed: int = 0
+    """Of the order of the text and of dropout."""
+    precision: Precision = "float32"
+    """`float32`; `bf16_autocast`: float32 weights, bf16 compute; `bf16`: weights, gradients and AdamW state in bf16."""
+    allow_non_finite: bool = False
+    """true: go on after a loss or a gradient that is nan or infinite, instead of stopping."""
+    log_every: int = 10
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; null: only at the end of the run and at a signal."""
+    output_dir: Path | None = None
+    """Receives metrics.jsonl; null: `runs/` and the name of the run file."""
+    checkpoint_dir: Path | None = None
+    """null: `checkpoints` inside `output_dir`."""
+    resume: str = "auto"
+    """`auto`: from the newest checkpoint of `checkpoint_dir`, if any; `never`; or the path of a checkpoint."""
+    device: str = "auto"
+    """`auto`: the accelerator if there is one; or `cpu`, `cuda`, `cuda:1`, ..."""
+    engine: str | None = None
+    """Which lowtide engine moves memory; null: the one of the device. Only with a `memory` section."""
+    threads: int | None = None
+    """Threads of the CPU; null: torch's choice."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "grad_accumulation", "log_every", "checkpoint_every", "threads"):
+            _within(self, name, 1)
+        _within(self, "warmup_steps", 0)
+        _within(self, "weight_decay", 0)
+        for name in ("learning_rate", "clip_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise FieldError(name, f"must be above 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run file."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    memory: MemoryConfig | None = None
+    """None, and no sections: plain training, lowtide's runtime is not touched."""
+    sections: Sections | None = None
+    """`recompute_config` and `swap_config`."""
+    output_dir: Path
+    """`train.output_dir`, or what it is when left out."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.train.checkpoint_dir or self.output_dir / "checkpoints"
+
+    def fail(self, path: str, message: str) -> NoReturn:
+        """A mistake in `path` ("model.vocab_size") that could only be seen late."""
+        raise self.mistake(path, message)
+
+    def mistake(self, path: str, message: str) -> ConfigError:
+        """The same, to be raised by the caller."""
+        return ConfigError(f"{self.places.of(path)}: {message}")
+
+    def settings(self) -> dict[str, object]:
+        """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
+
+        `memory` is not among them: lowtide does not change a bit.
+        """
+        found: dict[str, object] = {f"model.{key}": value for key, value in self.model.fields.items()}
+        found["model.path"] = str(self.model.path) if self.model.path else None
+        found |= {f"model.{key}": getattr(self.model, key) for key in ("model_type", "dtype", "seed")}
+        found["data.sequence_length"] = self.data.sequence_length
+        keys = ["batch_size", "grad_accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay"]
+        keys += ["clip_grad_norm", "seed", "precision"]
+        if self.train.schedule == "cosine":
+            keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+        return found | {f"train.{key}": getattr(self.train, key) for key in keys}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFile:
+    """The file as it is written: `model` takes any key, because most of them belong to another library."""
+
+    model: dict[str, Any]
+    train: TrainConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    memory: MemoryConfig | None = None
+    places: Locations
+
+
+def load_run(path: str | os.PathLike[str]) -> RunConfig:
+    """Reads and checks a run file. Raises `ConfigError` for any mistake in it."""
+    root = read_yaml(path)
+    for entry in root.entries:
+        if entry.key == "pipeline":
+            raise ConfigError(
+                f"{entry.place}: 'pipeline' is not available in this version; "
+                "remove it and write what you want into the section 'memory'"
+            )
+    sections = read_sections(path, root) if has_sections(root) else None
+    root = root if sections is None else _without_sections(root)
+    file = load_tree(root, _RunFile)
+    entries = {entry.key: entry for entry in root.entries}
+    key_places = {entry.key: entry.place for entry in entries["model"].node.entries}
+    model = _model(file.model, file.places, key_places, precision=file.train.precision)
+    _check_size(file)
+    if sections is not None:
+        _check_beside_sections(file)
+    if file.memory is not None:
+        file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
+    train = file.train
+    if train.engine is not None and file.memory is None and sections is None:
+        raise ConfigError(
+            f"{file.places.of('train.engine')}: 'train.engine' needs a 'memory' section; add one or remove the key"
+        )
+    output_dir = train.output_dir or Path("runs") / Path(path).stem
+    return RunConfig(
+        model=model,
+        data=file.data,
+        train=train,
+        memory=file.memory,
+        sections=sections,
+        output_dir=output_dir,
+        places=file.places,
+    )
+
+
+def _without_sections(root: Node) -> Node:
+    """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in."""
+    foreign = [entry.key for entry in root.entries if entry.key in _UPSTREAMS or not did_you_mean(entry.key, _OURS)]
+    kept = [entry for entry in root.entries if entry.key in _OURS or entry.key not in foreign]
+    entries = []
+    for entry in kept:
+        node = entry.node
+        if entry.key == "model":
+            below = tuple(inner for inner in node.entries if inner.key != "model_config")
+            node = dataclasses.replace(node, entries=below)
+        entries.append(dataclasses.replace(entry, node=node))
+    return dataclasses.replace(root, entries=tuple(entries))
+
+
+def _check_beside_sections(file: _RunFile) -> None:
+    """Beside the two sections, `memory` says where bytes may go, not what happens to them."""
+    memory = file.memory
+    for key in ("budget", "recompute", "swap", "keep") if memory is not None else ():
+        if getattr(memory, key) not in (None, ()):
+            raise ConfigError(
+                f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
+                "swap_config; write all of it here, or all of it there"
+            )
+
+
+def _model(
+    values: dict[str, Any], places: Locations, key_places: Mapping[str, str], *, precision: Precision
+) -> ModelConfig:
+    """Splits our keys from those of the model's config class, and checks ours."""
+    fields = dict(values)
+    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed") if key in fields}
+
+    def fail(key: str, message: str) -> NoReturn:
+        raise ConfigError(f"{places.of(f'model.{key}' if key else 'model')}: {message}")
+
+    for key, wanted, description in (("path", str, "a path"), ("model_type", str, "text"), ("seed", int, "an integer")):
+        if key in ours and (not isinstance(ours[key], wanted) or isinstance(ours[key], bool)):
+            fail(key, f"expected {description} for 'model.{key}', not {shown(ours[key])}")
+    if "dtype" in ours and ours["dtype"] not in get_args(DType):
+        hint = did_you_mean(str(ours["dtype"]), get_args(DType))
+        fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {shown(ours['dtype'])}{hint}")
+    if "path" in ours and "model_type" in ours:
+        fail("", "'model' needs either 'path' or 'model_type', not both")
+    if not ours.keys() & {"path", "model_type"}:
+        for key in fields:
+            if hint := did_you_mean(key, ("path", "model_type")):
+                raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
+        fail("", "'model' needs either 'path' or 'model_type'")
+    if "path" in ours and fields:
+        key = next(iter(fields))
+        hint = did_you_mean(key, ("path", "dtype", "seed")) or "; a model from a folder takes only path, dtype and seed"
+        raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
+    for key, value in fields.items():
+        if _REPEATS.fullmatch(key) and isinstance(value, int) and not 0 <= value <= _MOST_REPEATS:
+            bound = "at least 0" if value < 0 else f"at most {_MOST_REPEATS}"
+            fail(key, f"'model.{key}' must be {bound}, not {value}")
+    if "path" in ours and not os.path.isdir(os.path.expanduser(ours["path"])):  # noqa: PTH111, PTH112 -- do not raise
+        fail("path", f"'model.path': {ours['path']} is not a folder on this machine")
+    needed = _WEIGHTS[precision]
+    if ours.setdefault("dtype", needed) != needed:
+        fail(
+            "dtype",
+            f"'model.dtype' is {ours['dtype']}, but 'train.precision' {precision} has {needed} weights; "
+            "leave one of them out",
+        )
+    path = Path(os.path.expanduser(ours.pop("path"))) if "path" in ours else None  # noqa: PTH111 -- does not raise
+    return ModelConfig(path=path, fields=fields, key_places=key_places, **ours)
+
+
+def _within(config: Any, name: str, lowest: int) -> None:
+    value = getattr(config, name)
+    if value is not None and not lowest <= value < float("inf"):
+        raise FieldError(name, f"must be at least {lowest}, not {value}")
+    if value is not None and value > _MOST.get(name, value):
+        raise FieldError(name, f"must be at most {_MOST[name]}, not {value}")
+
+
+def _check_size(file: _RunFile) -> None:
+    """A micro-batch that no memory holds is refused before anything heavy is imported."""
+    num_tokens = file.train.batch_size * file.data.sequence_length
+    if num_tokens > _MOST_TOKENS:
+        raise ConfigError(
+            f"{file.places.of('train.batch_size')}: 'train.batch_size' of {file.train.batch_size} sequences of "
+            f"{file.data.sequence_length} makes {num_tokens} tokens per micro-batch, of at most {_MOST_TOKENS}; lower "
+            "one of them"
+        )

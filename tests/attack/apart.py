@@ -1,0 +1,50 @@
+"""One draw in a process of its own: what kills it, or never ends, is a verdict as well.
+
+Cost: a fork, some 20 ms; importing once what lowtide and torch import late. The calling process must not have run draws
+itself: engines have threads, and those do not come along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+
+import scipy.optimize  # noqa: F401
+import torch._dynamo
+import torch._subclasses.fake_tensor  # noqa: F401
+
+import lowtide.engines.host
+import lowtide.mindformers.follow  # noqa: F401
+from tests.attack.draw import Draw, Verdict, judge
+
+
+def judge_apart(draw: Draw, seconds: float = 60.0) -> Verdict:
+    """`judge(draw)`, whatever it does to its process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _report(draw, writing)
+    os.close(writing)
+    try:
+        is_ready, _, _ = select.select([reading], [], [], seconds)
+        text = b"".join(iter(lambda: os.read(reading, 65536), b"")) if is_ready else b""
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if text:
+        return Verdict(*json.loads(text))
+    if is_ready:
+        return Verdict("killed", f"the process ended with status {status}")
+    return Verdict("no end", f"did not end within {seconds:.0f} s")
+
+
+def _report(draw: Draw, writing: int) -> None:
+    """In the child: never returns."""
+    try:
+        verdict = judge(draw)
+        os.write(writing, json.dumps([verdict.kind, verdict.detail]).encode())
+    finally:
+        os._exit(0)

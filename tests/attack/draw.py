@@ -1,0 +1,346 @@
+"""One draw: a model, habits, a plan and an engine, all from one integer; and the verdict on it.
+
+`drawn_from(seed)` says what is tried; `judge(draw)` runs it plain and under its plan and compares. A `Draw` is data: it
+can be printed, read again, and made smaller (shrink.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.errors import BudgetError, ConfigError
+from tests.attack import chosen, moody, ordinary
+from tests.attack.habits import CORES, LEAN_CORES, SIDES, Run, own_process_state
+from tests.attack.models import TRAITS, ModelDraw, build
+from tests.attack.now import TOKENS, WAYS
+from tests.attack.plans import KINDS, WITH_BUDGET, Broken, OverBudget, PlainRig, rig_for
+from tests.attack.traces import Trace, process_state
+
+WRONG = ("silently wrong", "error lost", "crash", "over budget", "left behind", "broken", "killed", "no end")
+
+SEES_ALL = frozenset({"keep", "swap", "solved"})
+"""Plans that run no region again. Of what a region reads, docs/contract.md (5) leaves two things out: writes through
+`.data`, and state that only functions further down know of, such as our global numbers."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is tried."""
+
+    seed: int
+    model: ModelDraw
+    way: str
+    core: str
+    sides: tuple[str, ...]
+    optimizer: str
+    plan: str
+    engine: str
+    num_samples: int = 4
+    num_steps: int = 4
+
+    @property
+    def is_lean(self) -> bool:
+        """Nothing but what a budget counts is alive in a step."""
+        return self.core in LEAN_CORES and self.model.own_loss and all(SIDES[name].is_lean for name in self.sides)
+
+    def to_text(self) -> str:
+        """One line, to be read by `from_text`."""
+        fields = dataclasses.asdict(self)
+        fields["model"]["traits"] = sorted(self.model.traits)
+        return json.dumps(fields, separators=(",", ":"))
+
+    @staticmethod
+    def from_text(text: str) -> Draw:
+        """The draw that `to_text` wrote."""
+        fields = json.loads(text)
+        model = fields.pop("model")
+        layers = tuple(tuple((name, seed) for name, seed in layer) for layer in model["layers"])
+        drawn = ModelDraw(layers, frozenset(model["traits"]), model["own_loss"])
+        return Draw(**{**fields, "model": drawn, "sides": tuple(fields["sides"])})
+
+    def describe(self) -> str:
+        """For people."""
+        layers = " | ".join("+".join(f"{name}:{seed}" for name, seed in layer) for layer in self.model.layers)
+        return (
+            f"seed {self.seed}: {layers}; traits {', '.join(sorted(self.model.traits)) or 'none'}; "
+            f"{'own loss; ' if self.model.own_loss else ''}numbers {self.way}; {self.core}"
+            f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}; plan {self.plan}; "
+            f"engine {self.engine}; {self.num_steps} steps of {self.num_samples} samples"
+        )
+
+    def new_run(self, rig: Any, trace: Trace) -> Run:
+        """A fresh model, optimizer and habits, and random states as at the start."""
+        seed_all(self.seed)
+        model = build(self.model, self.seed)
+        if self.core == "delayed":
+            only_biases(model)
+        run = Run(model, make_optimizer(self.optimizer, model), self.model, self.way, self.seed, rig, trace)
+        run.size = (self.num_samples, TOKENS)
+        run.sides = [SIDES[name]() for name in self.sides]
+        run.optimizer_steps = self.core != "searching"
+        seed_all(self.seed + 1)
+        return run
+
+
+def drawn_from(seed: int) -> Draw:
+    """The draw of a seed. Most of it is ordinary: of too many odd parts at once, the first would hide the rest."""
+    r = Random(seed)
+    pool = [_layer(r) for _ in range(r.choice((1, 1, 2)))]
+    layers = tuple(r.choice(pool) for _ in range(r.choice((2, 3, 4))))
+    traits = frozenset(r.sample(TRAITS, r.choice((0, 0, 1, 1, 2, 3))))
+    way = r.choice(("steady", "steady", "argument", "argument", "argument", "mapping", "attribute", "attribute"))
+    if r.random() < 0.04:
+        way = "global"
+    assert way in WAYS
+    sides = tuple(r.sample(sorted(SIDES), r.choice((0, 0, 0, 1, 1, 2))))
+    core = r.choice(sorted(CORES)) if r.random() < 0.6 else r.choice(sorted(LEAN_CORES))
+    plan = r.choice((*KINDS, "optimize", "optimize", "solved", "recompute"))
+    optimizer = r.choice(("sgd", "momentum", "adamw", "wrapped"))
+    engine = r.choice(("host", "virtual:0", "virtual:1", f"virtual:{r.randrange(100)}"))
+    if plan not in SEES_ALL:
+        sides = tuple(side for side in sides if side != "writes_data")
+        way = "attribute" if way == "global" else way
+    own_loss = plan in WITH_BUDGET or r.random() < 0.3
+    model = ModelDraw(layers, traits, own_loss)
+    if core == "searching":
+        optimizer = "lbfgs"
+    # What changes in a few elements shows in any sample of a small tensor, and in few samples of a large one.
+    return Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples=r.choice((4, 4, 4, 64)))
+
+
+def _layer(r: Random) -> tuple[tuple[str, int], ...]:
+    families = (ordinary.BLOCKS, ordinary.BLOCKS, ordinary.BLOCKS, chosen.BLOCKS, chosen.BLOCKS, moody.BLOCKS)
+    names = [r.choice(sorted(r.choice(families))) for _ in range(r.choice((1, 1, 2)))]
+    return tuple((name, r.randrange(1000)) for name in names)
+
+
+def seed_all(seed: int) -> None:
+    """Every global random state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def only_biases(model: nn.Module) -> None:
+    """Train the biases of linears alone: their values are never saved, so a backward may come after a step."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.requires_grad_()
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, which writes through whatever is assigned to it, as training libraries do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer for what is trained."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:  # everything is frozen: gradients of the input alone
+        parameters = [nn.Parameter(torch.zeros(1))]
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-2)
+    if name == "lbfgs":
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+    if name == "wrapped":
+        return Wrapped(torch.optim.AdamW(parameters, lr=1e-2))
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if name == "momentum" else 0.0)
+
+
+# -- running and judging -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What a run left, and the error that ended it."""
+
+    trace: Trace
+    error: BaseException | None = None
+    left_behind: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a draw."""
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.kind in WRONG
+
+
+def train(draw: Draw, rig: Any) -> Outcome:
+    """Run a draw with a rig; errors are part of the outcome."""
+    outcome = Outcome(Trace())
+    before = process_state()
+    with own_process_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = None
+        try:
+            run = draw.new_run(rig, outcome.trace)
+            rig.start(run.model, run.optimizer)
+            seed_all(draw.seed + 2)
+            for step in range(draw.num_steps):
+                _step(draw, run, step)
+            run.pending = None
+            rig.stop()
+            outcome.trace.note("in the end", [sorted(vars(module)) for module in run.model.modules()])
+            outcome.trace.note("in the end, state", dict(run.model.state_dict()))
+        except Exception as error:
+            outcome.error = error
+            with contextlib.suppress(Exception):
+                rig.stop()
+    after = process_state()
+    outcome.left_behind = tuple(name for name in before if before[name] != after[name])
+    return outcome
+
+
+def _step(draw: Draw, run: Run, step: int) -> None:
+    run.around, run.around_backward = [], []
+    for side in run.sides:
+        side.before(run, step)
+    if draw.is_lean and draw.core == "plain":
+        with run.rig.counted(run):
+            CORES[draw.core](run, step)
+    else:
+        CORES[draw.core](run, step)
+    run.trace.note_model(f"{step}", run.model)
+    run.trace.note_random(f"{step}")
+    for side in run.sides:
+        side.after(run, step)
+    if run.optimizer_steps:
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=not getattr(run, "zeroes_in_place", False))
+    run.trace.note_weights(f"{step}", run.model, run.optimizer)
+
+
+def judge(draw: Draw) -> Verdict:
+    """Run a draw plain and under its plan."""
+    truth = train(draw, PlainRig())
+    try:
+        with own_process_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rig = rig_for(draw.plan, draw.seed, draw)
+    except Exception as error:
+        if names_lowtide(error):
+            return Verdict("refused", f"in planning: {_line(error)}")
+        if truth.error is not None and is_same_error(error, truth.error):
+            return Verdict("same error", _line(error))
+        return Verdict(
+            "broken" if isinstance(error, Broken) else "crash", f"in planning: {_line(error)}{_where(error)}"
+        )
+    got = train(draw, rig)
+    # The floor was asked for with an ordinary forward; others (dual numbers, say) may need more.
+    is_floor = rig.floor_bytes is not None and draw.core in LEAN_CORES and not got.trace.seen
+    if isinstance(got.error, BudgetError) and is_floor:
+        return Verdict(
+            "broken", f"refused {rig.budget_bytes}, above its own floor, {rig.floor_bytes}: {_line(got.error)}"
+        )
+    verdict = _verdict(draw, truth, got)
+    if verdict.kind == "equal":
+        try:
+            rig.check_budget()
+            got.trace = Trace()
+            rig.check_engines()
+        except OverBudget as error:
+            # A budget is planned for the step that was observed. Where the numbers change, the step that shows it may
+            # need more than the plan: counted apart, and no fault.
+            return Verdict("over budget" if draw.way == "steady" else "over, changing", str(error))
+        except Broken as error:
+            return Verdict("broken", str(error))
+    return verdict
+
+
+def _verdict(draw: Draw, truth: Outcome, got: Outcome) -> Verdict:
+    different = got.trace.differences(truth.trace, is_part=got.error is not None, is_truth_part=truth.error is not None)
+    if different:
+        again = train(draw, PlainRig())
+        if again.trace.differences(truth.trace):
+            return Verdict("unrepeatable", "plain differs from plain: " + ", ".join(different[:3]))
+        what = f"{len(different)} of {len(truth.trace.seen)} values, first: {', '.join(different[:4])}"
+        return Verdict("silently wrong", what + (f"; then {_line(got.error)}" if got.error else ""))
+    if got.left_behind and not truth.left_behind:
+        return Verdict("left behind", ", ".join(got.left_behind))
+    if got.error is None:
+        if truth.error is None:
+            return Verdict("equal")
+        return Verdict("error lost", f"plain raises {_line(truth.error)}")
+    if truth.error is not None and is_same_error(got.error, truth.error):
+        return Verdict("same error", _line(got.error))
+    if names_lowtide(got.error):
+        return Verdict("refused", _line(got.error))
+    return Verdict("crash", f"{_line(got.error)}{_where(got.error)}")
+
+
+def names_lowtide(error: BaseException) -> bool:
+    """Whether an error says that it is lowtide's."""
+    return isinstance(error, ConfigError) or "lowtide" in str(error)
+
+
+_IN_PLACE = ("modified by an inplace operation", "has been modified inplace")
+
+
+def is_same_error(error: BaseException, other: BaseException) -> bool:
+    """Whether both say the same."""
+    if type(error) is not type(other):
+        return False
+    # Of a view that a custom function made, plain autograd complains when it looks for the view's node, before it
+    # compares versions. Under any saved-tensor hook it does not look; the version tells, and the fault is the same one.
+    are_in_place = all(any(words in str(one) for words in _IN_PLACE) for one in (error, other))
+    return are_in_place or str(error)[:60] == str(other)[:60]
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return " @ " + " <- ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))

@@ -1,0 +1,266 @@
+"""Plans for models that nobody named: written by rules, solved, drawn at random, or left to the autopilot.
+
+A `Rig` puts a plan on a model, and takes it off; `PlainRig` is what a run without lowtide has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from torch import nn
+
+import lowtide
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.errors import BudgetError
+from tests.attack.habits import Run
+from tests.attack.models import build
+from tests.attack.traces import Trace
+from tests.independent_count import IndependentCount
+from tests.solved import random_plan
+
+KINDS = ("keep", "swap", "recompute", "both", "leaves", "mixed", "solved", "planned", "optimize")
+WITH_BUDGET = frozenset({"planned", "optimize"})
+MEMORY = {"min_bytes": 0}
+
+
+class OverBudget(Exception):
+    """More bytes were alive than the budget allows."""
+
+
+class Broken(Exception):
+    """Something other than a value is wrong: a breach of order, memory that is not given back, a floor that is none."""
+
+
+class PlainRig:
+    """No plan at all."""
+
+    def start(self, model: nn.Module, optimizer: Any) -> None:
+        """Nothing to put on."""
+
+    stop = suspend = resume = settle = lambda self, *args: None
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        return closure()
+
+    @contextlib.contextmanager
+    def counted(self, run: Run) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class Rig:
+    """One plan, on and off a model."""
+
+    apply: Callable[[nn.Module, Any, Any, Any], Any]
+    """Puts the plan on: model, optimizer, engine, say."""
+    engine_name: str
+    budget_bytes: int | None = None
+    is_counted: bool = False
+    floor_bytes: int | None = None
+    """The least that lowtide said could be reached."""
+    tide: Any = None
+    peaks: list[tuple[int, int]] = field(default_factory=list)
+    """Of each counted forward and backward: lowtide's audit (0 where it had none), and the independent count."""
+    _live: IndependentCount | None = None
+    _engines: list[VirtualEngine] = field(default_factory=list)
+    _is_suspended: bool = False
+
+    def start(self, model: nn.Module, optimizer: Any) -> None:
+        """Put the plan on."""
+        engine: Any = self.engine_name
+        if engine.startswith("virtual"):
+            engine = VirtualEngine(int(engine.partition(":")[2]))
+            self._engines.append(engine)
+        self.tide = self.apply(model, optimizer, engine, self._hear)
+
+    def stop(self) -> None:
+        """Take it off."""
+        if self.tide is not None:
+            self.tide.remove()
+        self.tide = None
+
+    def suspend(self) -> None:
+        """Leave the model alone for a while."""
+        if hasattr(self.tide, "suspend"):
+            self.tide.suspend()
+            self._is_suspended = True
+
+    def resume(self) -> None:
+        if self._is_suspended:
+            self.tide.resume()
+        self._is_suspended = False
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        return closure() if self.tide is None else self.tide.step(closure)
+
+    def _hear(self, line: str) -> None:
+        # From here on the step is the planned one; what was observed before it is not what the budget is about.
+        if self._live is not None and line.startswith("lowtide: plan"):
+            self._live.restart()
+
+    @contextlib.contextmanager
+    def counted(self, run: Run) -> Iterator[None]:
+        """Count live bytes inside. Raises OverBudget where they passed the budget."""
+        if not self.is_counted or self.budget_bytes is None:
+            yield
+            return
+        state = [*run.model.parameters(), *run.model.buffers(), list(run.optimizer.state.values())]
+        state += [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        tide = getattr(self.tide, "tide", self.tide)
+        self._live = IndependentCount(state)
+        del state  # else gradients that are set to zero would stay
+        audit = None
+        with self._live:
+            if tide is None:
+                yield
+            else:
+                with tide.audit() as audit:
+                    yield
+        # An autopilot that plans anew in between has another tide then.
+        is_same = tide is not None and tide is getattr(self.tide, "tide", self.tide)
+        audited = audit.peak_bytes if is_same and audit is not None else 0
+        self.peaks.append((audited, self._live.peak_bytes))
+        self._live = None
+
+    def check_budget(self) -> None:
+        """Raise OverBudget if any step was."""
+        budget = self.budget_bytes
+        over = [(step, *both) for step, both in enumerate(self.peaks) if budget is not None and max(both) > budget]
+        if over:
+            assert budget is not None
+            listed = ", ".join(
+                f"step {step}: audit {audited / budget:.3f}, count {counted / budget:.3f}"
+                for step, audited, counted in over
+            )
+            raise OverBudget(f"budget {budget} bytes; {listed}; of {len(self.peaks)} counted")
+
+    def check_engines(self) -> None:
+        """Raise Broken for a breach of order, or memory that nobody gives back. When no graph is alive any more."""
+        for engine in self._engines:
+            if engine.violations:
+                raise Broken(f"virtual engine: {engine.violations[0]}")
+            if engine.num_slots:
+                gc.collect()
+            if engine.num_slots:
+                raise Broken(f"{engine.num_slots} slots of the virtual engine are never given back")
+
+
+def rig_for(kind: str, seed: int, draw: Any) -> Rig:
+    """The rig for a kind of plan. Raises what observing and planning raise."""
+    r = Random(f"{seed} plan")
+    if kind == "optimize":
+        return _optimized(draw, r)
+    if kind == "planned":
+        return _planned(draw, r)
+    if kind == "solved":
+        profile = _on_twin(draw, lowtide.observe)
+        plan = random_plan(profile, seed, made=r.choice((0.3, 0.5, 1.0)), swapped=r.choice((0.0, 0.3, 1.0)))
+        return Rig(_applying(plan), draw.engine)
+    return Rig(_applying(_rules(kind, draw, r)), draw.engine)
+
+
+def _applying(memory: Any) -> Callable[..., Any]:
+    return lambda model, optimizer, engine, say: lowtide.apply(model, memory, optimizer=optimizer, engine=engine)
+
+
+def _rules(kind: str, draw: Any, r: Random) -> dict[str, Any]:
+    model = build(draw.model, draw.seed)
+    names = [name for name, _ in model.named_modules() if name]
+    leaves = [name for name, module in model.named_modules() if name and not list(module.children())]
+    if kind == "keep":
+        return {**MEMORY, "keep": ["*"]}
+    if kind == "swap":
+        return {**MEMORY, "swap": "all"}
+    if kind == "recompute":
+        return {**MEMORY, "recompute": "all"}
+    if kind == "both":
+        return {**MEMORY, "recompute": "all", "swap": "all"}
+    if kind == "leaves":
+        return {**MEMORY, "recompute": leaves[:: r.choice((1, 1, 2))], "swap": r.choice(("all", "none"))}
+    fates: dict[str, list[str]] = {"recompute": [], "swap": [], "keep": []}
+    for name in names:
+        fates[r.choice(("recompute", "swap", "swap", "keep", "keep", "keep"))].append(name)
+    return {**MEMORY, **{fate: listed for fate, listed in fates.items() if listed}}
+
+
+def _on_twin(draw: Any, do: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+    """Something done to another model of the same draw, with the loss of its first step."""
+    run = draw.new_run(PlainRig(), Trace())
+    run.trace.note = lambda *args: None  # type: ignore[method-assign]
+    for side in run.sides:
+        side.before(run, 0)
+    return do(run.model, lambda: run.forward(0))
+
+
+def plain_peak(draw: Any) -> int:
+    """The most bytes alive in the first step without a plan."""
+    run = draw.new_run(PlainRig(), Trace())
+    for side in run.sides:
+        side.before(run, 0)
+    with IndependentCount([*run.model.parameters(), *run.model.buffers()]) as live:
+        run.backward(run.forward(0))
+    return live.peak_bytes
+
+
+def _limits(r: Random) -> dict[str, Any]:
+    return r.choice(({}, {}, {}, {"swap": "none"}, {"recompute": "none"}))
+
+
+def _optimized(draw: Any, r: Random) -> Rig:
+    share, limits, is_counted = r.choice((0.0, 0.05, 0.2, 0.8, 1.5)), {**MEMORY, **_limits(r)}, r.random() < 0.6
+    peak, floor = plain_peak(draw), None
+
+    def apply(budget: int) -> Callable[..., Any]:
+        return lambda model, optimizer, engine, say: lowtide.optimize(
+            model, budget=budget, memory=limits, optimizer=optimizer, engine=engine, say=say
+        )
+
+    budget = int(peak * share)
+    if share < 0.5:
+        floor = _floor(draw, apply(1024))
+        budget = floor + 64 + int(share * max(0, peak - floor))
+    return Rig(apply(budget), draw.engine, budget, is_counted and draw.is_lean, floor)
+
+
+def _floor(draw: Any, apply: Callable[..., Any]) -> int:
+    """What the autopilot says is the least that can be reached."""
+    run = draw.new_run(PlainRig(), Trace())
+    for side in run.sides:
+        side.before(run, 0)
+    tide = apply(run.model, run.optimizer, "virtual:0", None)
+    try:
+        run.forward(0)
+    except BudgetError as error:
+        return error.floor_bytes
+    finally:
+        tide.remove()
+    raise Broken("a budget of 1,024 bytes was not refused")
+
+
+def _planned(draw: Any, r: Random) -> Rig:
+    share, is_counted = r.choice((0.0, 0.1, 0.4)), r.random() < 0.6
+    limits = {**MEMORY, **_limits(r)}
+
+    def plan(budget: int) -> Any:
+        return _on_twin(
+            draw, lambda model, loss: lowtide.plan(model, loss, budget=budget, memory=limits, hardware="cpu")
+        )
+
+    try:
+        plan(1024)
+    except BudgetError as error:
+        floor = error.floor_bytes
+    else:
+        raise Broken("a budget of 1,024 bytes was not refused")
+    budget = floor + 64 + int(share * max(0, plain_peak(draw) - floor))
+    try:
+        made = plan(budget)
+    except BudgetError as error:
+        raise Broken(f"refused a budget above its own floor, {floor} bytes: {error}") from error
+    # Planned without the optimizer's state, which SGD with momentum has from the second step on.
+    return Rig(_applying(made), draw.engine, budget, is_counted and draw.is_lean and draw.optimizer == "sgd")

@@ -1,0 +1,148 @@
+"""The text of a solved plan, to the letter; other budgets, and the curve."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from profiles import MIB, decoder_profile
+
+from lowtide.config.memory import MemoryConfig, load_memory
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.plan_table import first_few, percent
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.report.budget_sweep import budget_sweep, sweep_lines
+from lowtide.report.memory_curve import Curve, curve_lines, memory_curve
+from lowtide.timeline.step import Link
+
+GOLDEN = Path(__file__).parent / "golden"
+LINK = Link(out_bytes_per_second=20e9, in_bytes_per_second=20e9)
+PROFILE = decoder_profile(8)
+TIGHT = load_memory({"budget": "900MiB", "keep": ["layers.7.mlp"]})
+WIDE = load_memory({"budget": "4GiB"})
+
+
+def solved(memory: MemoryConfig) -> Plan:
+    return plan_profile(PROFILE, memory, link=LINK)
+
+
+@pytest.fixture(scope="module")
+def tight() -> Plan:
+    return solved(TIGHT)
+
+
+def test_golden_table() -> None:
+    """Of a plan that was solved once: what the solver finds may get better, how it is written may not change."""
+    plan = Plan.from_json((GOLDEN / "solved_plan.json").read_text(encoding="utf-8"))
+    assert f"{plan}\n" == (GOLDEN / "solved_plan.txt").read_text(encoding="utf-8")
+
+
+def test_a_solved_plan_survives_json(tight: Plan) -> None:
+    assert Plan.from_json(tight.to_json()) == tight
+    assert str(Plan.from_json(tight.to_json())) == str(tight)
+
+
+def test_a_plan_that_fits_says_that_it_does_nothing() -> None:
+    plan = solved(WIDE)
+    assert plan.does_nothing
+    lines = str(plan).splitlines()
+    assert lines[0].endswith(": peak 2.6 GiB of a budget of 4.0 GiB; everything kept 2.6 GiB, floor 570.8 MiB")
+    assert lines[4] == "This plan does nothing: everything fits."
+    assert "anchor" not in str(plan)
+
+
+def test_every_byte_is_in_the_table(tight: Plan) -> None:
+    """Kept + swapped + recomputed of the last line are what plain autograd saves; anchors stand beside it."""
+    total = str(tight).splitlines()[-1].split()
+    sizes = [float(number) * {"MiB": 1, "GiB": 1024}[unit] for number, unit in zip(total[1:9:2], total[2:9:2])]
+    saved = sum(site.nbytes for site in tight.sites if site.anchor is None) / MIB
+    held = sum(site.nbytes for site in tight.sites if site.anchor is not None and site.fate is not Fate.RECOMPUTE)
+    assert sum(sizes[:3]) == pytest.approx(saved, abs=0.2 * 1024)
+    assert sizes[3] * MIB == pytest.approx(held, abs=0.1 * MIB)
+
+
+def test_a_solved_plan_without_prediction_can_be_printed(tight: Plan) -> None:
+    bare = dataclasses.replace(tight, predicted=None, account=())
+    assert str(bare).startswith(f"plan {tight.digest()}, 8 layers, 49 sites, ")
+
+
+# -- other budgets -------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_goes_from_everything_kept_to_the_floor(tight: Plan) -> None:
+    rungs = budget_sweep(tight, PROFILE, TIGHT, link=LINK)
+    predicted = tight.predicted
+    assert predicted is not None
+    assert [swept.budget_bytes for swept in rungs] == sorted((r.budget_bytes for r in rungs), reverse=True)
+    assert rungs[0].budget_bytes == predicted.plain_peak_bytes
+    assert rungs[-1].budget_bytes == predicted.floor_bytes
+    assert [swept.predicted for swept in rungs if swept.is_asked] == [predicted]
+    assert all(swept.predicted.peak_bytes <= swept.budget_bytes for swept in rungs)
+    lines = sweep_lines(rungs)
+    assert lines[0].split() == ["budget", "of", "plain", "peak", "step", "over", "plain", "stalls", "recompute", "gap"]
+    assert [line.endswith("<- this plan") for line in lines].count(True) == 1
+
+
+def test_progress_of_the_ladder(tight: Plan) -> None:
+    said: list[str] = []
+    budget_sweep(tight, PROFILE, TIGHT, link=LINK, progress=said.append)
+    assert said == [f"other budgets, {number} of 6" for number in range(1, 7)]
+
+
+# -- the curve -----------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_that_of_the_prediction(tight: Plan) -> None:
+    curve = memory_curve(tight, PROFILE, TIGHT, link=LINK)
+    assert tight.predicted is not None
+    assert max(curve.planned_bytes) == tight.predicted.peak_bytes
+    assert max(curve.plain_bytes) == tight.predicted.plain_peak_bytes
+    assert sum(curve.seconds) == pytest.approx(tight.predicted.plain_seconds)
+
+
+def test_golden_curve() -> None:
+    """A triangle that a plan cuts off at the budget."""
+    plain = tuple(min(tick, 40 - tick) * 100 * MIB for tick in range(1, 40))
+    curve = Curve(
+        seconds=(0.01,) * 39,
+        num_forward_ticks=20,
+        plain_bytes=plain,
+        planned_bytes=tuple(min(count, 900 * MIB) for count in plain),
+        budget_bytes=1000 * MIB,
+    )
+    assert "\n".join(curve_lines(curve)) + "\n" == (GOLDEN / "curve.txt").read_text(encoding="utf-8")
+
+
+def test_a_curve_on_a_high_ground_starts_there() -> None:
+    ground = 100 << 30
+    curve = Curve(
+        seconds=(1.0, 0.0, 1.0),
+        num_forward_ticks=2,
+        plain_bytes=(ground, ground + (8 << 30), ground),
+        planned_bytes=(ground, ground + (4 << 30), ground),
+        budget_bytes=None,
+    )
+    lines = curve_lines(curve)
+    assert lines[0].startswith(" 108.0 GiB |")
+    assert lines[12].startswith(" 100.0 GiB +---")
+    assert lines[0].count(".") - 1 == 1  # the tick without a length has a column all the same
+    assert curve.thinned(2) == {
+        "start_seconds": [0.0, 1.0],
+        "plain_bytes": [ground, ground + (8 << 30)],
+        "planned_bytes": [ground, ground + (4 << 30)],
+    }
+
+
+# -- words ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0421, "4.2 %"), (-1e-9, "0.0 %"), (1.0, "100.0 %")])
+def test_percent(share: float, text: str) -> None:
+    assert percent(share) == text
+
+
+def test_first_few() -> None:
+    assert first_few(["a", "b", "c"], 3) == "a, b, c"
+    assert first_few(["a", "b", "c", "d", "e"], 3) == "a, b, c and 2 more"

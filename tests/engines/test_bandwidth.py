@@ -1,0 +1,82 @@
+"""The link under load: measured on a real engine, remembered per machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.engines.bandwidth import cache_path, measure_link
+from lowtide.engines.base import Bandwidth
+from lowtide.engines.host import HostEngine
+from lowtide.engines.virtual import VirtualEngine
+
+CPU = torch.device("cpu")
+
+
+class Counted:
+    """An engine of known speed that counts how often it is asked."""
+
+    name = "counted"
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self.rates = iter([9e9, *(float(rate) * 1e9 for rate in (5, 3, 8, 1, 9, 2, 7, 4, 6, 10)), *[1e8] * 10])
+        self.num_probes = 0
+
+    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+        self.num_probes += 1
+        rate = next(self.rates)
+        return Bandwidth(out_bytes_per_second=rate, in_bytes_per_second=2 * rate)
+
+
+def test_the_host_engine_is_measured(tmp_path: Path) -> None:
+    engine = HostEngine(directory=str(tmp_path))
+    try:
+        link = measure_link(engine, CPU)
+    finally:
+        engine.close()
+    assert 1e6 < link.out_bytes_per_second < 1e12
+    assert 1e6 < link.in_bytes_per_second < 1e12
+    assert 0 <= link.compute_share < 1
+    assert 0 <= link.latency_seconds < 1
+
+
+def test_the_tenth_percentile_counts_and_is_remembered(tmp_path: Path) -> None:
+    cache = tmp_path / "below" / "links.json"
+    engine = Counted()
+    link = measure_link(engine, CPU, cache=cache)
+    assert (link.out_bytes_per_second, link.in_bytes_per_second) == (2e9, 4e9)
+    # 256 KiB take 2.62 ms at 0.1 GB/s, of which 0.13 ms are transfer
+    assert link.latency_seconds == pytest.approx((256 << 10) / 1e8 - (256 << 10) / 2e9)
+    num_probes = engine.num_probes
+    assert measure_link(engine, CPU, cache=cache) == link
+    assert engine.num_probes == num_probes
+
+
+def test_places_are_links_of_their_own(tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+    measure_link(Counted(), CPU, cache=cache)
+    measure_link(Counted(), CPU, cache=cache, place="/fast")
+    assert len(json.loads(cache.read_text())) == 2
+
+
+def test_a_broken_cache_costs_a_measurement(tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+    cache.write_text("{")
+    engine = Counted()
+    measure_link(engine, CPU, cache=cache)
+    assert engine.num_probes > 0
+    assert len(json.loads(cache.read_text())) == 1
+
+
+def test_an_engine_without_time_has_a_finite_link() -> None:
+    link = measure_link(VirtualEngine(0), CPU)
+    assert link.out_bytes_per_second == 1e15
+
+
+def test_where_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_path() == tmp_path / "lowtide" / "links.json"

@@ -1,0 +1,90 @@
+"""What the printed floor is worth: no plan that the planner itself gives for another budget lies below it, and a budget
+equal to it has a plan. Over random steps, rules and host budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from lowtide.core.fate import Fate
+from lowtide.errors import BudgetError
+from lowtide.planner.min_peak import UNREACHABLE
+from lowtide.planner.solve import solve
+from lowtide.timeline.memory import plain_curve
+from lowtide.timeline.step import Item, Step
+from tests.planner.cases import H200_LINK, llama, random_step
+
+LIMIT_SECONDS = 60.0  # never reached: what is found must not depend on the load of the machine
+
+
+def restricted(step: Step, rng: random.Random) -> Step:
+    """Rules: no swap at all, no recompute, or some of both."""
+    kind = rng.choice(["free", "no swap", "no recompute", "some"])
+
+    def left(item: Item) -> Item:
+        fates = item.fates
+        if kind == "no swap" or (kind == "some" and rng.random() < 0.5):
+            fates = tuple(fate for fate in fates if fate is not Fate.SWAP) or (Fate.KEEP,)
+        if kind == "no recompute" or (kind == "some" and rng.random() < 0.3):
+            fates = tuple(fate for fate in fates if fate is not Fate.RECOMPUTE) or (Fate.KEEP,)
+        return dataclasses.replace(item, fates=fates)
+
+    return dataclasses.replace(step, items=tuple(map(left, step.items)))
+
+
+def peak_or_floor(step: Step, budget: int, host_bytes: int | None) -> tuple[int | None, int | None]:
+    try:
+        found = solve(step, H200_LINK, budget, host_bytes=host_bytes, time_limit_seconds=LIMIT_SECONDS)
+    except BudgetError as error:
+        return None, error.floor_bytes
+    assert found.timeline.peak_bytes <= budget
+    assert found.floor_bytes <= found.timeline.peak_bytes
+    return found.timeline.peak_bytes, None
+
+
+def check(step: Step, host_bytes: int | None, rng: random.Random, num_budgets: int) -> None:
+    plain_bytes = int(plain_curve(step).max())
+    _, floor_bytes = peak_or_floor(step, 0, host_bytes)
+    assert floor_bytes is not None
+    if floor_bytes == UNREACHABLE:
+        return
+    if all(Fate.KEEP in item.fates for item in step.items):
+        assert floor_bytes <= plain_bytes
+    peak_bytes, _ = peak_or_floor(step, floor_bytes, host_bytes)
+    assert peak_bytes is not None, f"no plan for the printed floor {floor_bytes}"
+    peaks, floors = [peak_bytes], [floor_bytes]
+    for _ in range(num_budgets):
+        peak_bytes, refused_bytes = peak_or_floor(step, int(plain_bytes * rng.random()), host_bytes)
+        peaks += [] if peak_bytes is None else [peak_bytes]
+        floors += [] if refused_bytes is None else [refused_bytes]
+    assert max(floors) <= min(peaks), f"floors {floors}, peaks {peaks}"
+
+
+def run_block(seeds: range, max_items: int) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        step = restricted(random_step(rng, max_items), rng)
+        total = sum(item.nbytes for item in step.items)
+        host_bytes = rng.choice([None, None, int(total * rng.random())])
+        check(step, host_bytes, rng, num_budgets=3)
+
+
+def test_no_plan_is_below_the_floor_in_small_steps() -> None:
+    run_block(range(6), 6)
+
+
+@pytest.mark.slow
+def test_no_plan_is_below_the_floor_in_many_small_steps() -> None:
+    run_block(range(100, 108), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [2, 6, 10])
+def test_no_plan_is_below_the_floor_of_a_stack(num_layers: int) -> None:
+    rng = random.Random(num_layers)
+    fates = (Fate.KEEP, Fate.RECOMPUTE)
+    step = llama(num_layers)
+    items = tuple(dataclasses.replace(item, fates=tuple(f for f in item.fates if f in fates)) for item in step.items)
+    check(dataclasses.replace(step, items=items), None, rng, num_budgets=4)

@@ -1,0 +1,95 @@
+"""The recorder: who made which storage, and what is a parameter in disguise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.profiling.producer_names import Recorder, op_name
+from lowtide.tensors.kinds import storage_keys
+
+
+def key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("packet", "name"),
+    [
+        ("mul", "mul"),
+        ("add_", "add"),
+        ("_softmax", "softmax"),
+        ("_to_copy", "to"),
+        ("_scaled_dot_product_flash_attention_for_cpu", "sdpa"),
+        ("_scaled_dot_product_efficient_attention", "sdpa"),
+        ("native_layer_norm", "layer_norm"),
+        ("convolution", "conv"),
+    ],
+)
+def test_operators_have_plain_names(packet: str, name: str) -> None:
+    assert op_name(packet) == name
+
+
+def test_a_storage_is_named_by_its_module_and_its_operator() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            first = x * 2
+            second = first * 3
+            return first, second, self.act(second), second.view(-1).exp_()
+
+    model = nn.Module()
+    model.block = Block()
+    recorder, x = Recorder(set()), torch.ones(4)
+    with recorder.following(model.block, "block"), recorder:
+        first, second, active, _ = model.block(x)
+    assert recorder.names[key(first)] == "block.mul"
+    assert recorder.names[key(active)] == "block.act.silu"
+    # Written in place through a view: the last operator that wrote it made what is saved.
+    assert recorder.names[key(second)] == "block.exp"
+    assert recorder.seen_ops == {"block.mul", "block.act.silu", "block.exp"}
+    assert not model.block._forward_pre_hooks
+    assert not model.block.act._forward_hooks
+
+
+def test_hooks_are_gone_after_an_exception() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    recorder = Recorder(set())
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"), recorder.following(model), recorder:
+        model(torch.ones(3, 3))
+    assert not model[0]._forward_pre_hooks
+    assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_views_and_casts_of_parameters_are_parameters(is_frozen: bool) -> None:
+    layer = nn.Linear(4, 4).requires_grad_(not is_frozen)
+    recorder = Recorder(storage_keys(layer))
+    x = torch.ones(2, 4)
+    with recorder:
+        transposed = layer.weight.t()
+        cast = layer.weight.to(torch.bfloat16)
+        cast_view = cast.t()
+        product = x @ layer.weight
+        mixed = torch.cat([x, layer.weight])
+    assert {key(transposed), key(cast), key(cast_view)} <= recorder.parameter_keys
+    assert not {key(product), key(mixed), key(x)} & recorder.parameter_keys
+
+
+def test_autocast_copies_of_parameters_are_parameters() -> None:
+    layer = nn.Linear(4, 4)
+    recorder = Recorder(storage_keys(layer))
+    saved: list[torch.Tensor] = []
+    with (
+        recorder,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        layer(torch.ones(2, 4, requires_grad=True))
+    weights = [t for t in saved if t.shape == (4, 4)]
+    assert weights
+    assert all(key(t) in recorder.parameter_keys for t in weights)

@@ -1,0 +1,185 @@
+"""Reviews on a device whose allocator counts: whoever resets the counter, and whatever it remembers.
+
+The device is main memory; its counter is a count of live storages around the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.config.memory import load_memory
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling.observe_step import observe
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.peaks import PeakWatch
+from lowtide.tensors.live_bytes import LiveBytes
+from lowtide.timeline.step import Link
+
+LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+class Net(nn.Module):
+    """No operator of it is cheap enough to be made again: plans swap, and nothing is tried out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))
+        self.unforeseen_bytes = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 64) -> scalar
+        for layer in self.layers:
+            x = layer(x)
+        if self.unforeseen_bytes:
+            torch.zeros(self.unforeseen_bytes, dtype=torch.uint8).sum()
+        return x.square().mean()
+
+
+def rows(seed: int = 0) -> Tensor:
+    return torch.randn(256, 64, generator=torch.Generator().manual_seed(seed))
+
+
+class Counter:
+    """What `torch.cuda.max_memory_allocated` and `reset_peak_memory_stats` are elsewhere."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live = live
+
+    def peak(self) -> int:
+        return self.live.peak_bytes
+
+    def reset(self) -> None:
+        self.live.reset_peak()
+
+
+@contextmanager
+def counting(model: nn.Module, share: float) -> Iterator[tuple[Autopilot, Counter, int]]:
+    """The model under so much of the way from its floor to plain, on a device that counts."""
+    memory = {"min_bytes": 256, "recompute": "none"}
+    found = plan_profile(observe(model, (rows(),)), load_memory({"budget": 1 << 40, **memory}), link=LINK).predicted
+    assert found is not None
+    budget = found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes))
+    engine = VirtualEngine(seed=1)
+    with LiveBytes(model=model) as live:
+        counter = Counter(live)
+        engine.device_peak_bytes = counter.peak  # type: ignore[method-assign]
+        engine.reset_device_peak = counter.reset  # type: ignore[method-assign]
+        make = engine.new_buffer
+
+        def new_buffer(*args: Any) -> torch.UntypedStorage:
+            buffer = make(*args)
+            live.add(buffer)
+            return buffer
+
+        engine.new_buffer = new_buffer  # type: ignore[method-assign]
+        with lowtide.optimize(model, budget=budget, memory=memory, engine=engine) as tide:
+            yield tide, counter, budget
+
+
+def step(model: nn.Module, seed: int) -> None:
+    model.zero_grad(set_to_none=True)
+    model(rows(seed)).backward()
+
+
+def steps(model: nn.Module, seeds: range) -> None:
+    for seed in seeds:
+        step(model, seed)
+
+
+def test_a_fresh_plan_is_not_compared_with_what_was_before_it() -> None:
+    model = Net()
+    with counting(model, 0.4) as (tide, counter, budget):
+        torch.zeros(1 << 24)  # long gone when the plan comes into force, and in the counter
+        for number in range(4):
+            step(model, number)
+            assert counter.peak() <= budget, number
+        assert [event.why for event in tide.events] == ["first step"]
+
+
+def test_a_loop_that_resets_the_counter_before_each_step_does_not_raise_the_budget() -> None:
+    model = Net()
+    with counting(model, 0.4) as (tide, counter, budget):
+        for number in range(5):
+            counter.reset()
+            step(model, number)
+            assert number == 0 or counter.peak() <= budget, number
+        assert {event.budget_bytes for event in tide.events} == {budget}
+        assert [event.why for event in tide.events] == ["first step"]
+
+
+def test_bytes_that_nobody_foresaw_are_taken_from_the_budget_also_where_the_counter_is_reset() -> None:
+    for resets in (False, True):
+        model = Net()
+        with counting(model, 0.6) as (tide, counter, budget):
+            step(model, 0)
+            peaks = []
+            # Where forward is fullest, so much more than the profile has.
+            model.unforeseen_bytes = budget // 5
+            for number in range(1, 5):
+                counter.reset() if resets else None
+                step(model, number)
+                peaks.append(counter.peak())
+                if not resets:
+                    counter.live.reset_peak()
+        assert any(event.why.startswith("peak: ") for event in tide.events) == (max(peaks) > budget)
+        assert peaks[-1] <= budget
+
+
+def test_a_review_that_finds_no_plan_keeps_the_old_one_and_says_so() -> None:
+    model, truth = Net(), Net()
+    truth.load_state_dict(model.state_dict())
+    with counting(model, 0.05) as (tide, _, budget):
+        step(model, 0)
+        digest = tide.events[-1].digest
+        model.unforeseen_bytes = budget
+        with pytest.warns(UserWarning, match="a planned step was not as predicted") as caught:
+            steps(model, range(1, 4))
+        text = str(caught[0].message)
+        assert len(caught) == 1
+        assert text.startswith("lowtide: a planned step was not as predicted (peak: ")
+        assert "; the plan in force stays, and steps may need more than the budget. Raise it to " in text
+        assert [event.digest for event in tide.events] == [digest]
+    step(truth, 3)
+    pairs = zip(model.parameters(), truth.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_the_watch_remembers_the_most_and_notices_resets() -> None:
+    shown: list[int | None] = [5, 9, 3, 4, None]
+    watch = PeakWatch(lambda: shown.pop(0))
+    watch.note()
+    watch.note()
+    assert (watch.peak_bytes, watch.was_reset) == (9, False)
+    watch.note()
+    assert (watch.peak_bytes, watch.was_reset) == (9, True)
+    watch.restart()
+    assert (watch.peak_bytes, watch.was_reset) == (0, False)
+    watch.note()
+    watch.note()
+    assert (watch.peak_bytes, watch.was_reset) == (4, False)
+
+
+def test_the_watch_looks_at_the_end_of_each_backward_pass() -> None:
+    counts = iter(range(10))
+    watch = PeakWatch(lambda: next(counts))
+    x = torch.ones(2, requires_grad=True)
+    loss = x.exp().sum()
+    watch.follow({"loss": loss})
+    assert watch.peak_bytes == 0
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert watch.peak_bytes == 2
+    watch.follow(torch.ones(1))  # nothing to wait for
+    assert watch.peak_bytes == 3

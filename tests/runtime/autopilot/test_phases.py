@@ -1,0 +1,274 @@
+"""The table of the autopilot's phases: nothing outside of it happens, and everything in it does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.config.memory import load_memory
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling.observe_step import observe
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.phases import ARROWS, IN_FORCE, Phase, State
+from lowtide.runtime.autopilot.plan_cache import ShapeBucket
+from lowtide.timeline.step import Link
+
+MEMORY = {"min_bytes": 256}
+LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+KEY = ShapeBucket((), ())
+TIDE: Any = object()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+def state(phase: Phase) -> State:
+    """One in this phase, with what belongs to it."""
+    has_key = phase in IN_FORCE or phase in (Phase.CHANGING, Phase.REMOVED)
+    return State(phase, KEY if has_key else None, TIDE if phase in IN_FORCE else None)
+
+
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(Phase, Phase)))
+def test_only_the_arrows_of_the_table_are_gone(start: Phase, end: Phase) -> None:
+    after = state(end)
+    if (start, end) in ARROWS:
+        assert state(start).to(end, after.key, after.tide) == after
+    else:
+        with pytest.raises(AssertionError, match=f"^no way from {start.value} to {end.value}$"):
+            state(start).to(end, after.key, after.tide)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (Phase.WAITING, KEY, None), (Phase.OBSERVING, None, TIDE), (Phase.CHANGING, None, None),
+        (Phase.COMPARED, KEY, None), (Phase.SETTLED, None, TIDE), (Phase.REFUSED, KEY, None),
+    ],
+)  # fmt: skip
+def test_a_phase_has_what_belongs_to_it(wrong: tuple) -> None:
+    with pytest.raises(AssertionError):
+        State(*wrong)
+
+
+class Net(nn.Module):
+    """Layers that save something, and fail when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 32) -> scalar
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        if self.fails:
+            raise KeyError("no such expert")
+        return x.square().mean()
+
+
+def rows(num_rows: int = 64) -> Tensor:
+    return torch.randn(num_rows, 32, generator=torch.Generator().manual_seed(0))
+
+
+def step(model: nn.Module, num_rows: int = 64, *, accumulates: bool = False) -> None:
+    if not accumulates:
+        model.zero_grad(set_to_none=True)
+    model(rows(num_rows)).backward()
+
+
+def budget_of(model: nn.Module) -> int:
+    found = plan_profile(observe(model, (rows(),)), load_memory({"budget": 1 << 40, **MEMORY}), link=LINK).predicted
+    assert found is not None
+    return 8 * found.plain_peak_bytes  # larger batches fit as well
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, Phase]]:
+    """Where every autopilot of a test goes, in order."""
+    gone: list[tuple[Phase, Phase]] = []
+    real = State.to
+
+    def followed(self: State, phase: Phase, *more: Any) -> State:
+        gone.append((self.phase, phase))
+        return real(self, phase, *more)
+
+    monkeypatch.setattr(State, "to", followed)
+    return gone
+
+
+def start(budget_bytes: int | None = None) -> tuple[Net, Autopilot]:
+    torch.manual_seed(0)
+    model = Net()
+    budget = budget_bytes or budget_of(model)
+    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1")
+
+
+def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
+    model, tide = start()
+    assert tide.phase is Phase.WAITING and tide.plan is None
+    step(model)
+    assert tide.phase is Phase.COMPARED and tide.plan is not None
+    for _ in range(3):
+        step(model)
+    assert tide.phase is Phase.SETTLED
+    tide.remove()
+    tide.remove()
+    assert tide.phase is Phase.REMOVED
+    assert tide.stats is not None and tide.profile is not None
+    assert ways == [
+        (Phase.WAITING, Phase.OBSERVING), (Phase.OBSERVING, Phase.CHANGING), (Phase.CHANGING, Phase.COMPARED),
+        (Phase.COMPARED, Phase.SETTLED), (Phase.SETTLED, Phase.REMOVED),
+    ]  # fmt: skip
+
+
+def test_what_was_removed_is_not_tightened() -> None:
+    model, tide = start()
+    step(model)
+    tide.remove()
+    tide.tighten()
+    tide.reset_stats()
+    assert tide.phase is Phase.REMOVED and "forward" not in vars(model)
+
+
+def refused() -> None:
+    model, tide = start(1000)
+    with tide, pytest.raises(lowtide.BudgetError):
+        step(model)
+    assert "forward" not in vars(model)
+
+
+def never_run() -> None:
+    start()[1].remove()
+
+
+def once() -> None:
+    model, tide = start()
+    with tide:
+        step(model)
+
+
+def other_shapes() -> None:
+    """One that is observed while the plan is compared; back to one that has settled; and one of both after an error."""
+    model, tide = start()
+    with tide:
+        step(model)
+        step(model, 128)
+        for num_rows in (64, 64, 64, 128, 64):
+            step(model, num_rows)
+        model.fails = True
+        with pytest.raises(KeyError):
+            step(model, 256)
+        assert tide.phase is Phase.WAITING and tide.plan is None
+        model.fails = False
+        step(model)
+        step(model, 256)
+
+
+def accumulated() -> None:
+    model, tide = start()
+    with tide:
+        for _ in range(5):
+            step(model, accumulates=True)
+
+
+def held_up() -> None:
+    """A plan of somebody else on a part of the model: no other plan goes on until it is removed."""
+    model, tide = start()
+    with tide:
+        step(model)
+        other = lowtide.apply(model.layers[0][0], {"recompute": "none"}, engine="virtual:2")
+        with pytest.raises(lowtide.ConfigError, match="already under a lowtide plan"):
+            step(model, accumulates=True)
+        assert tide.phase is Phase.CHANGING
+        other.remove()
+        tide.tighten()
+        assert tide.phase in IN_FORCE
+        held = start()
+        step(held[0])
+        other = lowtide.apply(held[0].layers[0][0], {"recompute": "none"}, engine="virtual:2")
+        with pytest.raises(lowtide.ConfigError, match="already under a lowtide plan"):
+            step(held[0], accumulates=True)
+        held[1].remove()
+        other.remove()
+
+
+def removed_while_observing() -> None:
+    """By a hook of the user's: that forward, and those after it, are plain ones."""
+    model, tide = start()
+    hook = model.layers[1].register_forward_pre_hook(lambda *_: tide.remove())
+    step(model)
+    assert tide.phase is Phase.REMOVED and "forward" not in vars(model)
+    got = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    hook.remove()
+    step(model)
+    assert got and all(torch.equal(then, p.grad) for then, p in zip(got, model.parameters(), strict=True))
+
+
+LIVES: tuple[Callable[[], None], ...] = (
+    refused, never_run, once, other_shapes, accumulated, held_up, removed_while_observing,
+)  # fmt: skip
+
+
+def test_micro_batches_after_a_refusal_are_plain_ones() -> None:
+    """Also one that runs out of memory: nothing is wrapped again, and the one after it is no surprise."""
+    model, tide = start(1000)
+    with pytest.raises(lowtide.BudgetError):
+        tide.step(lambda: step(model))
+
+    def without_memory() -> None:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tide.step(without_memory)
+    tide.step(lambda: step(model))
+    assert tide.phase is Phase.REFUSED and "forward" not in vars(model)
+    tide.remove()
+
+
+def test_a_plan_for_less_that_does_not_exist_leaves_the_budget_as_it_is() -> None:
+    torch.manual_seed(0)
+    found = plan_profile(observe(Net(), (rows(),)), load_memory({"budget": 1 << 40, **MEMORY}), link=LINK).predicted
+    assert found is not None
+    model, tide = start(found.floor_bytes + 64)
+    with tide:
+        step(model)
+        before = [shape.unforeseen_bytes for shape in tide._shapes]
+        for _ in range(2):
+            with pytest.raises(lowtide.BudgetError):
+                tide.tighten()
+        assert [shape.unforeseen_bytes for shape in tide._shapes] == before
+
+
+def test_a_batch_that_fails_after_it_was_observed_is_not_compared_with_the_next(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model, tide = start()
+    with tide:
+        model.layers[2].register_forward_hook(lambda *_: _raise_if(tide.phase is not Phase.OBSERVING and not recovered))
+        recovered: list[int] = []
+        with pytest.raises(KeyError):
+            step(model)
+        recovered.append(1)
+        model(2 * rows()).backward()
+    assert not [str(warning.message) for warning in recwarn if "another output" in str(warning.message)]
+
+
+def _raise_if(condition: bool) -> None:
+    if condition:
+        raise KeyError("a bad batch")
+
+
+def test_every_arrow_of_the_table_is_gone(ways: list[tuple[Phase, Phase]]) -> None:
+    for live in LIVES:
+        live()
+    assert set(ways) <= set(ARROWS)
+    missing = set(ARROWS) - set(ways)
+    assert not missing, [f"{a.value} -> {b.value}" for a, b in missing]

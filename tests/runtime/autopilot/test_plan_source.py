@@ -1,0 +1,91 @@
+"""Plans may come from anywhere that keeps the protocol: with no budget they are carried out as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.core.fate import Fate
+from lowtide.core.pattern import Pattern
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.core.rules import Rule, Rules
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.phases import Phase
+from lowtide.runtime.autopilot.plan_cache import CachedPlan
+from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
+from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.ranks import ALONE
+
+
+class SwapAll:
+    """Everything goes away, for no reason but that we say so."""
+
+    def __init__(self) -> None:
+        self.budget_bytes: int | None = None
+        self.asked: list[tuple[Facts, int | None]] = []
+        self.equipped: list[tuple[Tide, int | None]] = []
+        self.num_closed = 0
+
+    def measure_link(self) -> None:
+        pass
+
+    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
+        self.asked.append((facts, budget_bytes))
+        rule = Rule(pattern=Pattern.parse("layers.*"), fate=Fate.SWAP, where="test")
+        return Plan(layers=profile.layers, rules=Rules((rule,)), min_bytes=0)
+
+    def localized(self, plan: Plan, profile: Profile) -> Plan:
+        return plan
+
+    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
+        assert known.tide is tide
+        self.equipped.append((tide, budget_bytes))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 16) -> scalar
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_source_of_ones_own_without_a_budget() -> None:
+    torch.manual_seed(0)
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    source = SwapAll()
+    checked: PlanSource = source
+    x = torch.randn(8, 16)
+    engine = VirtualEngine(seed=1)
+    tide = Autopilot(model, checked, None, engine, owns_engine=False, group=ALONE)
+    for _ in range(4):  # gradients accumulate, and nothing is planned anew for that
+        model(x).backward()
+        plain(x).backward()
+        assert tide.phase is Phase.SETTLED
+        tide.tighten()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
+    assert tide.stats is not None and tide.stats.swapped_bytes > 0 and tide.stats.num_forwards == 4
+    assert tide.link is None and tide.num_corrections == 0
+    assert [(event.why, event.budget_bytes) for event in tide.events] == [("first step", None)]
+    assert source.asked == [(Facts(), None)]
+    assert source.equipped == [(tide.tide, None)]
+    assert source.num_closed == 0
+    tide.remove()
+    tide.remove()
+    assert source.num_closed == 1
+    engine.close()

@@ -1,0 +1,355 @@
+"""The watermark: live bytes stay below a limit where they can, and no bit changes whatever the limit is."""
+
+from __future__ import annotations
+
+import gc
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.runtime.offload.site import PrefetchQueue
+from lowtide.runtime.offload.spill import cushion
+from lowtide.runtime.session.tide import Tide
+from tests import zoo
+from tests.independent_count import IndependentCount
+
+SEED = 4
+KEEP = {"swap": "none", "min_bytes": 0}
+BOTH = {"swap": "none", "recompute": "all", "min_bytes": 0}
+NAMES = [name for name in zoo.CASES if name not in ("checkpointed", "llama_checkpointed")]
+
+
+def _spilled(
+    case: zoo.Case, memory: dict, limit_bytes: int, *, engine: Any, num_steps: int = 2
+) -> tuple[zoo.Result, Any]:
+    """As `zoo.lowtide_step`, under a limit on activations: the model's own bytes are added."""
+    model = case.build(SEED)
+    optimizer = zoo.make_optimizer(model)
+    with lowtide.apply(model, memory, optimizer=optimizer, engine=engine) as tide:
+        tide.set_limit(tide._model_state_bytes() + limit_bytes)
+        result = zoo.train(case, model, optimizer, SEED, num_steps=num_steps, accumulate=2)
+        stats = tide.stats
+        gc.collect()
+        tide.settle()
+        assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+        assert (tide.stats.host_bytes, tide.stats.disk_bytes) == (0, 0)
+        assert getattr(tide.engine, "violations", []) == []
+    return result, stats
+
+
+@pytest.mark.parametrize("name", list(zoo.CASES))
+@pytest.mark.parametrize("memory", [KEEP, BOTH], ids=["keep", "recompute"])
+def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, memory: dict) -> None:
+    truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
+    result, stats = _spilled(zoo.CASES[name], memory, 0, engine=f"virtual:{SEED}")
+    zoo.assert_same(result, truth)
+    if memory is KEEP and name not in ("checkpointed", "llama_checkpointed"):
+        assert stats.num_spills > 0
+        assert stats.spilled_bytes > 0.5 * stats.saved_bytes
+    assert stats.num_over_limit > 0  # parameters and gradients alone are above such a limit
+    assert stats.saved_bytes == stats.kept_bytes + stats.swapped_bytes + stats.recomputed_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(zoo.CASES))
+def test_any_limit_on_any_machine_changes_no_bit(name: str) -> None:
+    case = zoo.CASES[name]
+    truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
+    random = Random(name)
+    for number in range(4):
+        plan = random.choice([KEEP, BOTH, *({**plan} for plan in case.mixed_plans)])
+        limit_bytes = random.randrange(200_000)
+        try:
+            zoo.assert_same(_spilled(case, plan, limit_bytes, engine=f"virtual:{number}")[0], truth)
+        except Exception as error:
+            error.add_note(f"seed {number}, limit {limit_bytes}, {plan}")
+            raise
+
+
+@pytest.mark.parametrize("name", ["llama_bf16", "unet", "gpt2_dropout"])
+def test_spilling_to_a_disk_changes_no_bit(name: str, tmp_path: Any) -> None:
+    truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
+    memory = {**KEEP, "disk_path": str(tmp_path)}
+    result, stats = _spilled(zoo.CASES[name], memory, 20_000, engine="host")
+    zoo.assert_same(result, truth)
+    assert stats.num_spills > 0
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(SEED)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)))
+
+
+def _apply(model: nn.Module, limit_bytes: int | None, **more: Any) -> Tide:
+    tide = lowtide.apply(model, {**KEEP, **more}, engine=f"virtual:{SEED}")
+    tide.set_limit(None if limit_bytes is None else tide._model_state_bytes() + limit_bytes)
+    return tide
+
+
+ROWS = 512  # each of the eight outputs is 64 KiB
+SITE = ROWS * 32 * 4
+
+
+@pytest.mark.parametrize("num_sites", [3, 5, 7])
+def test_the_peak_stays_below_the_limit_and_what_was_saved_first_goes_first(num_sites: int) -> None:
+    model, twin = _net(), _net()
+    x = torch.randn(ROWS, 32)
+    twin(x).square().sum().backward()
+    state = sum(p.nbytes for p in model.parameters())
+    limit = int(num_sites * SITE * 1.02) + state // 25
+    with _apply(model, limit) as tide:
+        loss = model(x).square().sum()
+        assert tide._ledger.now_bytes <= num_sites * SITE
+        # One beyond the mark is seen before it is sent.
+        assert tide._ledger.peak_bytes <= (num_sites + 1) * SITE
+        assert tide.stats.num_spills == 8 - num_sites
+        assert tide.stats.spilled_bytes == (8 - num_sites) * SITE
+        assert tide.stats.num_over_limit == 0
+        loss.backward()
+        assert tide.engine.violations == []
+    assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_without_need_nothing_is_spilled() -> None:
+    model = _net()
+    with _apply(model, 20 * SITE) as tide:
+        model(torch.randn(ROWS, 32)).sum().backward()
+        assert (tide.stats.num_spills, tide.stats.spilled_bytes, tide.stats.num_over_limit) == (0, 0, 0)
+        tide.set_limit(0)
+        model(torch.randn(ROWS, 32)).sum().backward()
+        assert tide.stats.num_spills > 0
+        tide.reset_stats()
+        tide.set_limit(None)
+        model(torch.randn(ROWS, 32)).sum().backward()
+        assert tide.stats.num_spills == 0
+
+
+@pytest.mark.filterwarnings("ignore:lowtide. no room left:UserWarning")
+def test_with_nowhere_to_go_everything_stays_and_is_counted() -> None:
+    model, twin = _net(), _net()
+    x = torch.randn(ROWS, 32)
+    twin(x).square().sum().backward()
+    with _apply(model, 0, host_budget=0, disk_budget=0) as tide:
+        model(x).square().sum().backward()
+        assert tide.stats.num_spills == 0
+        assert tide.stats.num_over_limit > 0
+        assert tide.stats.num_kept_for_lack_of_room > 0
+    assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_write_after_saving_is_still_found() -> None:
+    model = _net()
+    with _apply(model, 0):
+        x = model[0](torch.randn(ROWS, 32))
+        for is_late in (False, True):
+            y = model(torch.randn(ROWS, 32).requires_grad_()) if is_late else x
+            del y
+        hidden: list[torch.Tensor] = []
+        hook = model[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+        loss = model(torch.randn(ROWS, 32)).sum()
+        hook.remove()
+        hidden[0].detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_several_live_graphs_retained_ones_and_dropped_ones() -> None:
+    model, twin = _net(), _net()
+    xs = [torch.randn(ROWS, 32) for _ in range(3)]
+
+    def life(net: nn.Module) -> None:
+        losses = [net(x).square().sum() for x in xs]
+        net(xs[0])
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+        losses[2].backward()
+
+    life(twin)
+    with _apply(model, 2 * SITE) as tide:
+        life(model)
+        gc.collect()
+        tide.settle()
+        assert tide.stats.num_spills > 20
+        assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+        assert tide.engine.violations == []
+    assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_there_is_no_cushion_on_the_host() -> None:
+    with cushion(1 << 20, torch.device("cpu")) as is_there:
+        assert not is_there
+
+
+@pytest.mark.gpu
+def test_a_cushion_saves_an_allocation() -> None:
+    device = torch.device("cuda")
+    if torch.accelerator.current_accelerator().type != "cuda":
+        pytest.skip("pools that help out are CUDA's")
+    nbytes = 256 << 20
+    with cushion(nbytes, device) as is_there:
+        if not is_there:
+            pytest.skip("this torch has no pools that help out")
+        used = torch.cuda.memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(used + 1e-4, device)
+        try:
+            assert torch.empty(nbytes // 2, dtype=torch.uint8, device=device).is_cuda
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_gradients_that_came_are_counted_in_the_next_forward() -> None:
+    model = _net()
+    state_bytes = sum(p.nbytes for p in model.parameters())
+    # The mark is a fiftieth below the limit: all sites fit with the parameters, and not with gradients beside them.
+    high_bytes = state_bytes + 8 * SITE + state_bytes // 2
+    with _apply(model, high_bytes * 50 // 49 + 1 - state_bytes) as tide:
+        for has_gradients in (False, True):
+            model(torch.randn(ROWS, 32)).sum().backward()
+            assert (tide.stats.num_spills > 0) is has_gradients
+
+
+def test_what_was_written_to_is_not_spilled() -> None:
+    """It stays where it is, so that the error is that of plain autograd and no byte is sent for nothing."""
+    model = _net()
+    hidden: list[torch.Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+
+    def write(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        hidden[-1].detach().add_(1)
+
+    model[1].register_forward_hook(write)
+    with _apply(model, 4 * SITE) as tide:
+        loss = model(torch.randn(ROWS, 32)).sum()
+        assert tide.stats.num_spills > 0
+        assert tide._scheduler.find(hidden[0].untyped_storage(), 0, None) is None
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class ChoosingLayer(nn.Module):
+    """A frozen expert, chosen by the step: recipes of the first step do not hold in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64).requires_grad_(False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return x + self.after(nn.functional.silu(self.experts[choice](torch.tanh(self.before(x)))))
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(ChoosingLayer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, choice)
+        return x.square().mean()
+
+
+def test_where_recipes_do_not_hold_the_step_stays_within_its_budget() -> None:
+    """What was to be made again is sent away in place of that, as far as the budget has no room for it."""
+    x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
+    memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
+    predicted = lowtide.plan(Chosen(), (x, 0), budget="1GiB", memory=memory).predicted
+    assert predicted is not None
+    budget = predicted.peak_bytes + 64
+    model, truth = Chosen(), Chosen()
+    tide = lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:0")
+    model(x, 0).backward()  # observes, which is not what the budget is about
+    model.zero_grad(set_to_none=True)
+    assert tide.stats is not None and tide.stats.recomputed_bytes == 4 * 16 * 32 * 64 * 4
+    with IndependentCount([*model.parameters(), x]) as live:
+        model(x, 2).backward()
+    assert live.peak_bytes <= budget, live.peak_bytes / budget
+    assert tide.stats.num_divergences == tide.stats.num_spills == 4
+    truth(x, 2).backward()
+    for one, other in zip(model.parameters(), truth.parameters(), strict=True):
+        assert one.grad is other.grad or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    tide.remove()
+
+
+class LossLayer(ChoosingLayer):
+    """Nothing is saved after what the recipe was to make."""
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.experts[choice](torch.tanh(self.before(x))), self.after(x))
+
+
+class EndsInALoss(Chosen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = LossLayer()
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, choice)
+        return x
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_what_the_last_operator_saved_is_sent_away_when_the_forward_is_over() -> None:
+    x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
+    memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
+    plan = lowtide.plan(EndsInALoss(), (x, 0), budget="1GiB", memory=memory)
+    model = EndsInALoss()
+    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+        tide.set_limit(1 << 40, slack_bytes=0)
+        model(x, 0).backward()
+        assert tide.stats.recomputed_bytes == 4 * 16 * 32 * 64 * 4
+        model(x, 2)
+        assert tide.stats.num_divergences == tide.stats.num_spills == 4
+
+
+class _Stays:
+    """What the guard is offered, without a model."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.sequence = nbytes, 0
+        self.site: Any = None
+        self.spill_queue: Any = None
+        self.num_spills = 0
+
+    def spill(self) -> int:
+        self.num_spills += 1
+        return self.nbytes
+
+
+def test_what_was_sent_away_for_the_mark_is_not_asked_for_twice() -> None:
+    with lowtide.apply(nn.Linear(2, 2), {"swap": "none"}, engine="virtual:0") as tide:
+        tide.set_limit(1 << 40, slack_bytes=150)
+        guard = tide._context.guard
+        assert guard is not None
+        guard.begin()
+        first, second = _Stays(100), _Stays(100)
+        guard.offer(first, PrefetchQueue())
+        first.site = SimpleNamespace(copy=SimpleNamespace(slot=object()))  # sent away since
+        guard.offer(second, PrefetchQueue())
+        guard.end()
+        assert (first.num_spills, second.num_spills) == (0, 0)
+
+
+def test_where_there_is_no_room_to_send_anything_the_step_says_what_it_takes() -> None:
+    x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
+    memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
+    predicted = lowtide.plan(Chosen(), (x, 0), budget="1GiB", memory=memory).predicted
+    assert predicted is not None
+    model = Chosen()
+    engine = VirtualEngine(0, host_bytes=0, disk_bytes=0)
+    tide = lowtide.optimize(model, budget=predicted.peak_bytes + 64, memory=memory, engine=engine)
+    model(x, 0).backward()
+    model.zero_grad(set_to_none=True)
+    with pytest.warns(UserWarning, match=r"0\.5 MiB of what the plan makes again had to stay.* by 0\.5 MiB"):
+        model(x, 2).backward()
+    assert tide.stats is not None and tide.stats.num_over_limit
+    tide.remove()

@@ -1,0 +1,532 @@
+"""Collectives made again in backward, on two ranks: the same bits, the bytes that go, and how often each is issued."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import multiprocessing
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import parallel_llama
+import pytest
+import tensor_parallel_llama
+import torch
+import torch.distributed as dist
+from parallel_llama import BATCH, TOKENS, WIDTH
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowtide
+from lowtide.core.recipe import RecipeStep
+from lowtide.errors import ConfigError
+from lowtide.mindformers.collectives import with_own_groups
+from lowtide.mindformers.follow import follow, sections_in
+from lowtide.mindformers.plan import plan_sections
+from lowtide.mindformers.schema import resolve
+from lowtide.profiling.observe_step import observe
+from lowtide.tensors.live_bytes import plain_parts
+from lowtide.tensors.wrappers import is_desugared
+
+NUM_LAYERS = 3
+GATHERED = TOKENS * BATCH * WIDTH * 4
+SHARE = GATHERED // parallel_llama.NUM_RANKS
+GATHERS, SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
+# Backward of a gather scatters, and the other way round.
+PLAIN = {GATHERS: 4 * NUM_LAYERS, SCATTERS: 4 * NUM_LAYERS}
+
+
+class Ranks:
+    """Two processes that wait for work, so that torch is loaded once. After an error there are two new ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_starts = 0
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = str(self._folder / f"store{self._num_starts}")
+        self._num_starts += 1
+        self._answers = context.Queue()
+        self._tasks = [context.Queue() for _ in range(2)]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, store, self._tasks[rank], self._answers), daemon=True)
+            for rank in range(2)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, task: Callable, *args: Any) -> list[Any]:
+        """What `task(rank, *args)`, a function of this file, gives on both ranks."""
+        if not self._processes:
+            self._start()
+        for queue in self._tasks:
+            queue.put((task.__name__, args))
+        answers: dict[int, Any] = {}
+        try:
+            while len(answers) < 2:
+                rank, answer, error = self._answers.get(timeout=60)
+                assert not error, f"rank {rank}: {error}"
+                answers[rank] = answer
+        except BaseException:
+            self.close()
+            raise
+        return [answers[0], answers[1]]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+        self._processes = []
+
+
+def _serve(rank: int, store: str, tasks: Any, answers: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+    )
+    while True:
+        name, args = tasks.get()
+        try:
+            answers.put((rank, globals()[name](rank, *args), ""))
+        except BaseException:
+            answers.put((rank, None, traceback.format_exc()))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.close()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_desugared(types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if "c10d" in func.namespace and "wait" not in name and "wrap" not in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
+    """Three steps, and whether each had the bits of a plain one."""
+    plain = parallel_llama.build(rank, **how)
+    truth = [parallel_llama.step(plain, seed) for seed in range(3)]
+    model = parallel_llama.build(rank, **how)
+    lines: list[str] = []
+    counts, is_same = [], []
+    with follow(model, sections_in(config), engine="virtual:7", say=lines.append) as tide:
+        for seed, (loss, gradients) in enumerate(truth):
+            with Collectives() as seen:
+                got_loss, got = parallel_llama.step(model, seed)
+            counts.append(dict(seen.counts))
+            is_same.append(torch.equal(got_loss, loss))
+            is_same += [torch.equal(a, b) for a, b in zip(got, gradients, strict=True)]
+        stats = tide.stats
+        return {
+            "is_same": all(is_same),
+            "counts": counts[1:],
+            "kept": stats.kept_bytes / 3,
+            "saved": stats.saved_bytes / 3,
+            "recomputed": stats.recomputed_bytes / 3,
+            "swapped": stats.swapped_bytes / 3,
+            "anchors": stats.anchor_bytes / 3,
+            "divergences": stats.num_divergences,
+            "rows": [(row.layer, row.part, row.fate, row.nbytes) for row in tide.source.written.rows],
+            "why": [row.why for row in tide.source.written.rows],
+            "lines": lines,
+            "again": [site.name for site in tide.plan.sites if site.recipe and site.recipe.collectives],
+            "fates": {site.name: site.fate.value for site in tide.plan.sites},
+        }
+
+
+def recompute(**keys: Any) -> dict[str, Any]:
+    return {"recompute_config": keys}
+
+
+BOTH_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"sequence_dim": 1}, {"kind": "function"}], ids=["autograd", "batch first", "function"]
+)
+def test_gathers_at_norms_are_made_again(ranks: Ranks, how: dict) -> None:
+    for found in ranks.run(train, recompute(select_comm_recompute=True), how):
+        assert found["is_same"]
+        assert found["divergences"] == 0
+        assert found["rows"] == [
+            (layer, part, "recompute", GATHERED) for layer in range(NUM_LAYERS) for part in BOTH_NORMS
+        ]
+        assert set(found["why"]) == {"recompute_config.select_comm_recompute (its all-gather is made again)"}
+        # What goes is what was gathered; the norms' shares, which autograd does not save, are held for it.
+        assert found["recomputed"] == 2 * NUM_LAYERS * GATHERED
+        assert found["anchors"] == 2 * NUM_LAYERS * SHARE
+        assert found["kept"] == found["saved"] - 2 * NUM_LAYERS * (GATHERED - SHARE)
+        assert found["counts"] == [PLAIN | {GATHERS: 6 * NUM_LAYERS}] * 2
+
+
+def test_some_layers_and_some_ops(ranks: Ranks) -> None:
+    config = recompute(
+        select_comm_recompute={r"attention_norm\.norm": [2], r"ffn_norm\.norm": [1]},
+    )
+    for found in ranks.run(train, config, {}):
+        assert found["is_same"]
+        assert found["rows"] == [
+            (0, "input_layernorm", "recompute", GATHERED),
+            (0, "post_attention_layernorm", "recompute", GATHERED),
+            (1, "input_layernorm", "recompute", GATHERED),
+        ]
+        assert found["counts"] == [PLAIN | {GATHERS: PLAIN[GATHERS] + 3}] * 2
+
+
+def test_excluded_ones_are_kept(ranks: Ranks) -> None:
+    config = recompute(
+        select_comm_recompute=[r"attention_norm\.norm", r"ffn_norm\.norm"],
+        select_comm_recompute_exclude=[r"ffn_norm\.norm"],
+    )
+    for found in ranks.run(train, config, {}):
+        assert found["is_same"]
+        assert [row[:2] for row in found["rows"]] == [(layer, BOTH_NORMS[0]) for layer in range(NUM_LAYERS)]
+        assert found["counts"] == [PLAIN | {GATHERS: 5 * NUM_LAYERS}] * 2
+
+
+def test_beside_recomputed_layers(ranks: Ranks) -> None:
+    """A whole layer runs again with its collectives, as under plain checkpointing."""
+    for found in ranks.run(train, recompute(recompute=[1], select_comm_recompute=True), {}):
+        assert found["is_same"]
+        assert [row[:2] for row in found["rows"]] == [
+            (0, "<layer>"),
+            *[(layer, part) for layer in (1, 2) for part in BOTH_NORMS],
+        ]
+        again = {GATHERS: 2 + 2 * (NUM_LAYERS - 1), SCATTERS: 1}  # checkpoint stops after what is saved last
+        assert found["counts"] == [{key: PLAIN[key] + again[key] for key in PLAIN}] * 2
+
+
+def test_beside_recomputed_ops_and_swaps(ranks: Ranks) -> None:
+    config = {
+        "recompute_config": {
+            "select_comm_recompute": {r"attention_norm\.norm": [0, 1, 2], r"ffn_norm\.norm": [1]},
+            "select_recompute": {r"attention_norm\.norm": [0], r"feed_forward\.mul": [1]},
+        },
+        "swap_config": {
+            "swap": True,
+            "layer_swap": [{"backward_prefetch": 3, "layers": [0, 2]}],
+            "op_swap": [{"op_name": "attention", "backward_prefetch": 5, "layers": [1]}],
+        },
+        "compat": True,
+    }
+    for found in ranks.run(train, config, {}):
+        assert found["is_same"]
+        assert found["divergences"] == 0
+        assert found["again"] == [
+            "layers.0.self_attn.all_gather_into_tensor",
+            "layers.1.self_attn.all_gather_into_tensor",
+            "layers.1.mlp.all_gather_into_tensor",
+            "layers.2.self_attn.all_gather_into_tensor",
+        ]
+        assert found["fates"]["layers.2.mlp.all_gather_into_tensor"] == "swap"
+        assert found["fates"]["layers.0.input_layernorm.mul_1"] == "recompute"
+        assert found["swapped"] > 4 * GATHERED
+        assert found["counts"] == [PLAIN | {GATHERS: PLAIN[GATHERS] + 4}] * 2
+
+
+def test_scatters_that_nothing_reads_and_collectives_that_cannot_be_repeated(ranks: Ranks) -> None:
+    config = recompute(select_comm_recompute=[r"attention\.wo", r"attention_norm\.norm"])
+    for found in ranks.run(train, config, {"kind": "in place"}):
+        assert found["is_same"]
+        assert found["rows"] == []
+        none = "backward reads no result of a functional collective there"
+        which = "collective c10d._allgather_base_, which is not a functional one"
+        for part in ("self_attn.o_proj", "input_layernorm"):
+            line = f"note: no effect: select_comm_recompute at '{part}' in layers 0-2: {none} ({which})"
+            assert line in found["lines"]
+
+
+def train_where_one_rank_fails(rank: int) -> dict[str, Any]:
+    """The recipe of one gather gives other bytes on one rank alone."""
+    plain = parallel_llama.build(rank)
+    truth = [parallel_llama.step(plain, seed) for seed in range(3)]
+    model = parallel_llama.build(rank)
+    with follow(model, sections_in(recompute(select_comm_recompute=True)), engine="virtual:7") as tide:
+        make = tide.source.localized
+
+        def make_and_break(*args: Any, **how: Any) -> Any:
+            plan = make(*args, **how)
+            if rank == 0:
+                return plan
+            return plan.with_sites(
+                _broken(site) if site.name == "layers.1.mlp.all_gather_into_tensor" else site for site in plan.sites
+            )
+
+        tide.source.localized = make_and_break
+        is_same = []
+        for seed, (loss, gradients) in enumerate(truth):
+            with Collectives() as seen:
+                got_loss, got = parallel_llama.step(model, seed)
+            is_same.append(torch.equal(got_loss, loss))
+            is_same += [torch.equal(a, b) for a, b in zip(got, gradients, strict=True)]
+        return {"is_same": all(is_same), "counts": dict(seen.counts), "divergences": tide.stats.num_divergences}
+
+
+def _broken(site: Any) -> Any:
+    """The same node made by a recipe that has the right size and the wrong bytes."""
+    recipe = site.recipe
+    last = {"step": len(recipe.steps) - 1, "output": 0}
+    steps = (*recipe.steps, RecipeStep(op="aten.neg.default", args=(last,)))
+    return dataclasses.replace(site, recipe=dataclasses.replace(recipe, steps=steps))
+
+
+def test_a_recipe_that_fails_on_one_rank_is_given_up_on_all(ranks: Ranks) -> None:
+    """Else one rank would issue a collective that the other does not."""
+    for found in ranks.run(train_where_one_rank_fails):
+        assert found["is_same"]
+        assert found["counts"] == PLAIN | {GATHERS: 6 * NUM_LAYERS - 1}
+        assert found["divergences"] == 3
+
+
+def observe_again_on_one_rank(rank: int) -> dict[str, Any]:
+    """One rank alone saves something else for a step, and so learns its tables anew."""
+    model = parallel_llama.build(rank)
+    plain = parallel_llama.build(rank)
+    truth = [parallel_llama.step(plain, seed) for seed in range(5)]
+    with follow(model, sections_in(recompute(select_comm_recompute=True)), engine="virtual:7") as tide:
+        is_same = []
+        for seed, (loss, gradients) in enumerate(truth):
+            hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(_square) if rank == 0 and seed == 2 else None
+            with Collectives() as seen:
+                got_loss, got = parallel_llama.step(model, seed)
+            if hook is not None:
+                hook.remove()
+            is_same.append(torch.equal(got_loss, loss))
+            is_same += [torch.equal(a, b) for a, b in zip(got, gradients, strict=True)]
+        return {"is_same": all(is_same), "counts": dict(seen.counts), "divergences": tide.stats.num_divergences}
+
+
+def _square(module: torch.nn.Module, args: tuple) -> None:
+    (args[0] * args[0]).sum()
+
+
+def test_a_rank_that_observes_alone_issues_nothing_of_its_own(ranks: Ranks) -> None:
+    first, second = ranks.run(observe_again_on_one_rank)
+    assert first["is_same"] and second["is_same"]
+    assert first["divergences"] > 0
+    assert second["divergences"] == 0
+    assert first["counts"] == second["counts"] == PLAIN | {GATHERS: 6 * NUM_LAYERS}
+
+
+def take_over_a_plan(rank: int) -> str:
+    model = parallel_llama.build(rank, num_layers=1)
+    tokens = torch.zeros(TOKENS, BATCH, dtype=torch.long)
+    profile = observe(model, lambda: model(tokens))
+    config = recompute(select_comm_recompute=[r"input_layernorm"])["recompute_config"]
+    written = plan_sections(profile, resolve(config, num_layers=1))
+    text = written.plan.to_json().replace('"0"', '"group of another rank"')
+    plan = with_own_groups(type(written.plan).from_json(text), profile)
+    assert plan == written.plan
+    assert profile == type(profile).from_json(profile.to_json())
+    bare = dataclasses.replace(
+        profile, nodes=tuple(dataclasses.replace(node, collective_recipe=None) for node in profile.nodes)
+    )
+    try:
+        with_own_groups(plan, bare)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_names_of_groups_are_a_ranks_own(ranks: Ranks) -> None:
+    message = (
+        "recompute_config.select_comm_recompute: the first rank has a collective at "
+        "'layers.0.self_attn.all_gather_into_tensor' that this rank has not; ranks that share a plan must run the same "
+        "layers"
+    )
+    assert ranks.run(take_over_a_plan) == [message, message]
+
+
+def write_into_what_was_gathered(rank: int) -> list[str]:
+    """In-place writes to the wrapper of a collective's result raise as in plain autograd."""
+    errors = []
+    for config in (None, recompute(select_comm_recompute=True)):
+        model = parallel_llama.build(rank, num_layers=2)
+        gather = model.ways.gather
+        tide = follow(model, sections_in(config), engine="virtual:7") if config else None
+        if tide:
+            parallel_llama.step(model, 0)
+        made: list[torch.Tensor] = []
+        model.ways.gather = lambda x, made=made, gather=gather: made.append(gather(x)) or made[-1]
+        tokens = torch.zeros(TOKENS, BATCH, dtype=torch.long)
+        loss = model(tokens)
+        assert type(made[0]) is functional.AsyncCollectiveTensor
+        with torch.no_grad():
+            made[1].mul_(2)
+        try:
+            loss.backward()
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error).split(":")[0])
+        if tide:
+            tide.remove()
+        dist.barrier()
+    return errors
+
+
+def test_in_place_writes_to_what_was_gathered_are_noticed(ranks: Ranks) -> None:
+    for plain, ours in ranks.run(write_into_what_was_gathered):
+        assert plain == "one of the variables needed for gradient computation has been modified by an inplace operation"
+        assert ours == plain
+
+
+# -- parameters that are DTensors -----------------------------------------------------------------------------------
+
+
+def _saved_bytes(rank: int, mesh: Any) -> int:
+    """What plain autograd saves in a forward pass, on this rank, without the parameters and the batch."""
+    model = tensor_parallel_llama.build(mesh)
+    known = unique_storages([*model.parameters(), *model.buffers()])
+    seen: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with hooks:
+        tensor_parallel_llama.step(model, 0)
+    saved = unique_storages(seen)
+    batch_bytes = tensor_parallel_llama.BATCH * tensor_parallel_llama.TOKENS * 8
+    return sum(nbytes for key, nbytes in saved.items() if key not in known) - batch_bytes
+
+
+def unique_storages(tensors: Any) -> dict[int, int]:
+    parts = [part.untyped_storage() for tensor in tensors for part in plain_parts(tensor)]
+    return {storage._cdata: storage.nbytes() for storage in parts}
+
+
+def train_distributed(rank: int, plans: list[dict]) -> list[dict[str, Any]]:
+    """Rules or files on a tensor-parallel model: bits, bytes and counts of each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain = tensor_parallel_llama.build(mesh)
+    truth, counts = [], {}
+    for seed in range(3):
+        with Collectives() as seen:
+            truth.append(tensor_parallel_llama.step(plain, seed))
+        counts = dict(seen.counts)
+    answers = []
+    for plan in plans:
+        model = tensor_parallel_llama.build(mesh)
+        is_same = []
+        with lowtide.apply(model, plan, engine="virtual:3") as tide:
+            for seed, (loss, gradients) in enumerate(truth):
+                with Collectives() as seen:
+                    got_loss, got = tensor_parallel_llama.step(model, seed)
+                is_same.append(torch.equal(got_loss, loss))
+                is_same += [torch.equal(a, b) for a, b in zip(got, gradients, strict=True)]
+            stats = tide.stats
+            again = {name: count - counts[name] for name, count in seen.counts.items()}
+            answers.append(
+                {
+                    "is_same": all(is_same),
+                    "saved": stats.saved_bytes // 3,
+                    "kept": stats.kept_bytes // 3,
+                    "swapped": stats.swapped_bytes // 3,
+                    "recomputed": stats.recomputed_bytes // 3,
+                    "divergences": stats.num_divergences,
+                    "again": {name: count for name, count in again.items() if count},
+                    "plain": _saved_bytes(rank, mesh),
+                }
+            )
+    return answers
+
+
+def test_rules_on_distributed_tensors(ranks: Ranks) -> None:
+    plans = [
+        {"swap": ["*"], "min_bytes": 1},
+        {"recompute": "all"},
+        {"recompute": ["layers.0", "layers.*.mlp.act_fn"], "swap": ["layers.2"], "min_bytes": 1},
+    ]
+    for everything, layers, mixed in ranks.run(train_distributed, plans):
+        for found in (everything, layers, mixed):
+            assert found["is_same"]
+            assert found["divergences"] == 0
+            assert found["saved"] == found["plain"]
+        assert everything["swapped"] == everything["plain"]
+        assert layers["recomputed"] > 0.8 * layers["plain"]
+        assert layers["again"][GATHERS] == 2 * tensor_parallel_llama.NUM_LAYERS
+        assert mixed["swapped"] > 0 and mixed["recomputed"] > 0
+
+
+def test_files_on_distributed_tensors(ranks: Ranks) -> None:
+    plans = [
+        recompute(select_comm_recompute=True),
+        {
+            "recompute_config": {"recompute": [1], "select_recompute": {r"feed_forward\.mul": [2]}},
+            "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": [0, 3]}]},
+        },
+    ]
+    gathered = tensor_parallel_llama.TOKENS * tensor_parallel_llama.BATCH * tensor_parallel_llama.WIDTH * 4
+    num_gathers = 2 * tensor_parallel_llama.NUM_LAYERS
+    for gathers, mixed in ranks.run(train_distributed, plans):
+        assert gathers["is_same"] and mixed["is_same"]
+        assert gathers["divergences"] == mixed["divergences"] == 0
+        assert gathers["recomputed"] == num_gathers * gathered
+        assert gathers["again"] == {GATHERS: num_gathers}
+        assert gathers["saved"] == gathers["plain"]
+        assert mixed["swapped"] > 0 and mixed["recomputed"] > 0
+
+
+class _Writes(torch.nn.Module):
+    """Adds to a distributed tensor in place, and saves it before, after, or both."""
+
+    def __init__(self, mesh: Any, *, saves_before: bool) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.saves_before = saves_before
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(self.layers[0](x), self.mesh, [Shard(0)]) * 2
+        before = whole.sin() if self.saves_before else whole * 1
+        whole = whole.add_(1)
+        return self.layers[1]((whole.cos() + before).to_local()).sum()
+
+
+def write_into_distributed_tensors(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    answers = []
+    for plan in (None, {"swap": ["*"], "min_bytes": 1}):
+        for saves_before in (False, True):
+            torch.manual_seed(0)
+            model = _Writes(mesh, saves_before=saves_before)
+            tide = lowtide.apply(model, plan, engine="virtual:3") if plan else None
+            for _ in range(2):
+                model.zero_grad()
+                loss = model(torch.arange(8.0).view(2, 4))
+                try:
+                    loss.backward()
+                    answers.append([parameter.grad.tolist() for parameter in model.parameters()])
+                except RuntimeError as error:
+                    answers.append(str(error).split(", which is")[0])
+            if tide:
+                tide.remove()
+    return answers
+
+
+def test_in_place_writes_to_distributed_tensors_are_noticed(ranks: Ranks) -> None:
+    for answers in ranks.run(write_into_distributed_tensors):
+        plain, ours = answers[:4], answers[4:]
+        assert ours == plain
+        assert isinstance(plain[0], list)
+        assert "modified by an inplace operation" in plain[2]

@@ -1,0 +1,195 @@
+"""Ctrl-C in the worst places: Python swallows it inside a finalizer, and what that had to do is then never done.
+
+So nothing of the runtime is done by finalizers in Python: accounts and slots are given back by callbacks in C code. In
+each test a graph dies under a tracer that raises `KeyboardInterrupt` at the n-th bytecode, for every n that there is.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+import lowtide.runtime
+from lowtide.runtime.saved.stats import Ledger
+from tests import zoo
+from tests.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
+from tests.solved import plan_with
+
+MEMORY = {
+    "keep": {"swap": "none"},
+    "swap": {"swap": "all", "min_bytes": 0},
+    "recompute": {"recompute": "all", "min_bytes": 0},
+    "both": {"swap": "all", "recompute": "all", "min_bytes": 0},
+}
+
+
+class Interrupt:
+    """Inside, Ctrl-C comes at the n-th bytecode of the runtime's functions with such names."""
+
+    def __init__(self, at: int, is_hit: Callable[[str], bool]) -> None:
+        self.at = at
+        self.num_passed = 0
+        self._is_hit = is_hit
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if "lowtide" not in code.co_filename or not self._is_hit(code.co_name):
+            return None
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self.num_passed += 1
+            if self.num_passed == self.at + 1:
+                raise KeyboardInterrupt
+        return self._step
+
+
+def assert_nothing_left(tide: lowtide.Tide, where: object) -> None:
+    gc.collect()
+    tide.settle()
+    left = (tide._ledger.now_bytes, tide._scheduler.num_open(), tide.engine.num_slots)
+    assert left == (0, 0, 0), f"at bytecode {where}"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("limit", [None, 0], ids=["plan", "spilled"])
+@pytest.mark.parametrize("plan", MEMORY)
+def test_a_graph_that_dies_under_ctrl_c_gives_everything_back(plan: str, limit: int | None) -> None:
+    case = zoo.CASES["mlp"]
+    model = case.build(3)
+    with lowtide.apply(model, MEMORY[plan], engine="virtual:0") as tide:
+        case.loss(model, case.batch(0)).backward()
+        tide.set_limit(limit)
+        at, is_over = 0, False
+        while not is_over:
+            loss = case.loss(model, case.batch(1))
+            with Interrupt(at, lambda name: True) as interrupt:
+                del loss
+            assert_nothing_left(tide, at)
+            is_over = interrupt.num_passed <= at
+            at += 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_cells_that_die_under_ctrl_c_give_everything_back() -> None:
+    model = stack(Gated())
+    profile = profiled(model)
+    for plan in (only_made(profile), plan_with(profile, ALL_MADE)):
+        with lowtide.apply(model, plan, engine="virtual:0") as tide:
+            small_loss(model, rows()).backward()
+            at, is_over = 0, False
+            while not is_over:
+                loss = small_loss(model, rows())
+                with Interrupt(at, lambda name: True) as interrupt:
+                    del loss
+                assert_nothing_left(tide, at)
+                is_over = interrupt.num_passed <= at
+                at += 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_while_finalizers_run_in_a_backward_changes_no_account() -> None:
+    """Where handles die one by one."""
+    case = zoo.CASES["mlp"]
+    model = case.build(3)
+    with lowtide.apply(model, MEMORY["both"], engine="virtual:1") as tide:
+        case.loss(model, case.batch(0)).backward()
+        at, is_over = 0, False
+        while not is_over:
+            loss = case.loss(model, case.batch(1))
+            with Interrupt(at, lambda name: name == "__del__") as interrupt:
+                loss.backward()
+            del loss
+            assert_nothing_left(tide, at)
+            is_over = interrupt.num_passed <= at
+            at += 1
+
+
+def test_ctrl_c_while_the_ledger_settles_loses_nothing() -> None:
+    class Owner:
+        pass
+
+    at, is_over = 0, False
+    while not is_over:
+        ledger, owners = Ledger(), [Owner() for _ in range(3)]
+        shares = [ledger.hold(owner, 10**number) for number, owner in enumerate(owners)]
+        del owners[0], owners[-1]
+        try:
+            # At a call: between two bytecodes that call nothing Python lets no signal in.
+            with Interrupt(at, lambda name: name == "hold") as interrupt:
+                ledger.hold(owners[0], 1000)
+        except KeyboardInterrupt:
+            assert ledger.now_bytes in (10, 1010)
+        else:
+            assert ledger.now_bytes == 1010
+        del owners, shares
+        assert ledger.now_bytes == 0
+        is_over = interrupt.num_passed <= at
+        at += 1
+
+
+def test_the_ledger_counts_owners_and_their_changes() -> None:
+    class Owner:
+        pass
+
+    ledger, owners = Ledger(), [Owner(), Owner()]
+    shares = [ledger.hold(owner, 100) for owner in owners]
+    assert (ledger.now_bytes, ledger.peak_bytes) == (200, 200)
+    ledger.change(shares[0], 30)
+    assert (ledger.now_bytes, ledger.peak_bytes) == (130, 200)
+    ledger.restart_peak()
+    assert ledger.peak_bytes == 130
+    del owners[1]
+    ledger.change(shares[0], 50)
+    # The dead one had gone before: it is not part of the peak.
+    assert (ledger.now_bytes, ledger.peak_bytes) == (50, 130)
+    del owners[0]
+    assert ledger.now_bytes == 0
+
+
+def test_no_finalizer_is_written_in_python_but_one_that_may_be_skipped() -> None:
+    found = []
+    for module in pkgutil.walk_packages(lowtide.runtime.__path__, "lowtide.runtime."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and value.__module__ == module.name and "__del__" in vars(value):
+                found.append(f"{module.name}.{value.__name__}")
+    assert found == ["lowtide.runtime.offload.site._Farewell"]
+
+
+def test_a_model_and_its_graphs_still_train_after_ctrl_c_in_the_middle_of_a_step() -> None:
+    case = zoo.CASES["mlp"]
+    model: nn.Module = case.build(3)
+    twin = case.build(3)
+    torch.manual_seed(1)
+    case.loss(twin, case.batch(2)).backward()
+    with lowtide.apply(model, MEMORY["swap"], engine="virtual:0") as tide:
+        case.loss(model, case.batch(0)).backward()
+        for at in range(0, 6000, 397):
+            with pytest.raises(KeyboardInterrupt), Interrupt(at, lambda name: name not in ("send", "_allocate")):
+                case.loss(model, case.batch(1)).backward()
+            assert_nothing_left(tide, at)
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(1)
+            case.loss(model, case.batch(2)).backward()
+            pairs = zip(model.parameters(), twin.parameters(), strict=True)
+            assert all(zoo.same_bits(p.grad, q.grad) for p, q in pairs), at
+            model.zero_grad(set_to_none=True)

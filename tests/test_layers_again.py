@@ -1,0 +1,405 @@
+"""Layers that run again as a whole under a budget: what a rule on a layer means, what the planner tries by itself, and
+what the runtime makes of it: bits, peaks and the floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_first_forward_budget import Counted, build, tokens
+from torch import nn
+from zoo import same_bits
+
+import lowtide
+from lowtide.config.memory import load_memory
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling.observe_step import observe
+from lowtide.tensors.second_run import why_not_again
+from lowtide.timeline.step import Link
+
+LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+NAMES = ("llama", "llama_bf16", "gpt2_dropout", "deepseek_v3", "transformer_encoder", "shared_layer", "keyword_inputs")
+
+
+def layers_again(plan: Plan) -> list[str]:
+    return [name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE]
+
+
+def planned(profile: Profile, **memory: Any) -> Plan:
+    return plan_profile(profile, load_memory({"min_bytes": 1, **memory}), link=LINK)
+
+
+@pytest.mark.parametrize("engine", ["host", "virtual:5"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_and_peaks_of_layers_that_run_again(name: str, engine: str) -> None:
+    case = zoo.CASES[name]
+    model, batch = case.build(0), case.batch(0)
+    torch.manual_seed(1)
+    profile = observe(model, lambda: case.loss(model, batch))
+    torch.manual_seed(1)
+    case.loss(model, batch).backward()
+    truth = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    plans = [planned(profile, budget="1TiB", recompute="all")]
+    predicted = plans[0].predicted
+    assert predicted is not None and layers_again(plans[0])
+    # Inputs of the layers are swapped where that is asked for.
+    plans.append(planned(profile, budget=predicted.floor_bytes, recompute="all"))
+    for plan in plans:
+        assert plan.predicted is not None
+        with lowtide.apply(model, plan, engine=engine) as tide:
+            for _ in range(2):
+                model.zero_grad(set_to_none=True)
+                tide.settle()
+                torch.manual_seed(1)
+                with tide.audit() as audit:
+                    case.loss(model, batch).backward()
+                found = [parameter.grad for parameter in model.parameters()]
+                assert all(a is b or same_bits(a, b) for a, b in zip(found, truth, strict=True))
+            assert (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+            assert tide.stats.recomputed_bytes > 0
+        print(name, engine, audit.peak_bytes, plan.predicted.peak_bytes, plan.predicted.plain_peak_bytes)
+        assert audit.peak_bytes <= plan.predicted.peak_bytes
+        assert audit.peak_bytes >= 0.85 * plan.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["bert", "shared_layers", "gru_and_attention"])
+def test_a_rule_on_all_layers_beside_a_budget(name: str, share: float) -> None:
+    """Budgets from the floor on, in every step, on models that the zoo does not have."""
+    model, _ = build(name)
+    profile = observe(model, (tokens(),))
+    found = planned(profile, budget="1TiB", recompute="all").predicted
+    assert found is not None
+    budget = found.floor_bytes + int(share * (found.peak_bytes - found.floor_bytes))
+    counted = Counted(name, budget, "virtual:3", recompute="all", min_bytes=1)
+    torch.manual_seed(1)
+    batches = [tokens()] * 3
+    with counted.tide as tide:
+        for number, batch in enumerate(batches):
+            independent_bytes, audited_bytes = counted.step(batch)
+            assert audited_bytes <= budget, f"step {number}: audited {audited_bytes} of {budget}"
+            assert independent_bytes == audited_bytes
+        assert tide.plan is not None and tide.stats is not None
+        assert layers_again(tide.plan)
+        assert tide.stats.num_divergences == tide.stats.num_unplanned == 0
+    counted.assert_plain_bits(name, batches)
+
+
+def test_unusual_lives_of_layers_that_run_again() -> None:
+    """Two forwards in flight, a graph that is kept, a graph that is dropped, gradients that accumulate."""
+    case = zoo.CASES["gpt2_dropout"]
+    results = []
+    for engine in (None, "virtual:1", "virtual:7", "host"):
+        model, batches = case.build(0), [case.batch(number) for number in range(3)]
+        profile = observe(model, functools.partial(case.loss, model, batches[0]))
+        plan = planned(profile, budget="1TiB", recompute="all", swap=["*"])  # the layers' inputs, too
+        assert layers_again(plan) and any(site.fate is Fate.SWAP for site in plan.sites)
+        tide = None if engine is None else lowtide.apply(model, plan, engine=engine)
+        torch.manual_seed(2)
+        first, second = (case.loss(model, batch) for batch in batches[:2])
+        second.backward()
+        first.backward(retain_graph=True)
+        case.loss(model, batches[2])  # dropped
+        first.backward()
+        results.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        if tide is not None:
+            assert tide.stats.num_divergences == 0
+            tide.remove()
+            assert tide._scheduler.num_open() == 0
+    for found in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+class Stack(nn.Module):
+    """Layers that save much and are given little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 16))
+            for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_without_swap_layers_run_again_where_recipes_do_not_reach() -> None:
+    """As few layers as the budget asks for; the printed floor is one that a plan reaches."""
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(256, 16)
+    profile = observe(model, (x,))
+    nodes = tuple(dataclasses.replace(node, recipe=None, why_no_recipe="random") for node in profile.nodes)
+    profile = dataclasses.replace(profile, nodes=nodes)
+    with pytest.raises(lowtide.BudgetError) as caught:
+        planned(profile, budget=1, swap="none")
+    floor_bytes = caught.value.floor_bytes
+    everything = planned(profile, budget="1TiB", swap="none").predicted
+    assert everything is not None and floor_bytes < 0.6 * everything.peak_bytes
+    numbers = []
+    for share in (0.0, 0.3, 0.6, 0.9, 1.0):
+        budget = floor_bytes + int(share * (everything.peak_bytes - floor_bytes))
+        plan = planned(profile, budget=budget, swap="none")
+        assert plan.predicted is not None and plan.predicted.peak_bytes <= budget
+        numbers.append(len(layers_again(plan)))
+        with lowtide.apply(model, plan, engine="virtual:1") as tide:
+            for _ in range(2):
+                model.zero_grad(set_to_none=True)
+                with tide.audit() as audit:
+                    model(x).backward()
+            assert audit.peak_bytes <= budget
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] >= 4 and numbers[-1] == 0
+
+
+def test_what_a_plan_says_of_layers_that_run_again() -> None:
+    model, x = Stack(), torch.randn(64, 16)
+    plan = planned(observe(model, (x,)), budget="1TiB", recompute=["layers.2-4"])
+    assert layers_again(plan) == ["layers.2", "layers.3", "layers.4"]
+    gone = [site for site in plan.sites if site.fate is Fate.RECOMPUTE]
+    assert {site.layer for site in gone} == {"layers.2", "layers.3", "layers.4"}
+    assert {site.reason for site in gone} == {"its layer runs again"}
+    assert plan.predicted is not None and plan.predicted.recompute_seconds > 0
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "layers 2-4" in str(plan)
+
+
+def test_a_layer_that_writes_into_its_input_is_left_to_recipes() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.mul_(2)).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Writes() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 1
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    model, x = Model(), torch.randn(8, 16)
+    profile = observe(model, (x,))
+    assert {call.why_not for call in profile.calls} == {"it writes into its input"}
+    assert layers_again(planned(profile, budget="1TiB", recompute="all")) == []
+
+
+FLAG = {"is_deep": False}
+
+
+def _deep_or_not(h: torch.Tensor) -> torch.Tensor:
+    return h.sin().cos() if FLAG["is_deep"] else h.sin()
+
+
+class Noisy(nn.Module):
+    """A layer without recipes: all that it saves starts from random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 128), nn.Linear(128, 128), nn.Linear(128, 16)
+        self.kind = ""
+        self.steps: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x) + torch.rand(128))
+        h = torch.tanh(self.second(h) + torch.rand(128))
+        if self.steps is not None:
+            h = h * (1 + next(self.steps))
+        if self.kind == "writes":
+            with torch.no_grad():
+                self.last.bias.mul_(0.5)
+        h = h * torch.rand(128)
+        return self.last(_deep_or_not(h) if self.kind == "helper" else h.sin())
+
+
+class NoisyStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Noisy() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+MEMORY = {"swap": "none", "min_bytes": 0}
+
+
+def _budget_for(num_layers: int) -> int:
+    """What is enough if `num_layers` of the stack run again."""
+    profile = observe(NoisyStack(), (torch.ones(256, 16),))
+    everything = planned(profile, budget="1TiB", swap="none").predicted
+    assert everything is not None
+    names = [f"layers.{number}" for number in range(num_layers)]
+    some = planned(profile, budget="1TiB", swap="none", recompute=names).predicted
+    assert some is not None and some.peak_bytes < everything.peak_bytes
+    return some.peak_bytes + 1024
+
+
+def _steps(
+    budget: int | None, change: Any, *, num_steps: int = 4, in_step: bool = False
+) -> tuple[list[torch.Tensor], Any]:
+    """Losses and gradients of some steps; `change(model, step, where)` is called before and in the middle of each."""
+    model, x = NoisyStack(), torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
+    tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1")
+    found = []
+    torch.manual_seed(5)
+    for step in range(num_steps):
+        change(model, step, "before")
+
+        def closure(step: int = step) -> torch.Tensor:
+            FLAG["is_deep"] = False
+            loss = model(x)
+            change(model, step, "between")
+            loss.backward()
+            return loss.detach()
+
+        loss = tide.step(closure) if tide is not None and in_step else closure()
+        found += [loss, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
+        model.zero_grad()
+    FLAG["is_deep"] = False
+    if tide is not None:
+        tide.remove()
+    return found, tide
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("iterator", "it can reach an iterator, 'steps'"), ("writes", "it writes to its own parameters")]
+)
+def test_what_recompute_refuses_is_not_planned(kind: str, why: str) -> None:
+    def change(model: NoisyStack, step: int, where: str) -> None:
+        layer = model.layers[1]
+        assert isinstance(layer, Noisy)
+        if kind == "writes":
+            layer.kind = "writes"
+        elif layer.steps is None:
+            layer.steps = [0.1]
+        if kind == "iterator" and where == "before":
+            layer.steps = iter([0.1 * step] * 9)  # the observed step moves it on by one
+
+    model = NoisyStack()
+    change(model, 1, "before")
+    profile = observe(model, (torch.randn(256, 16),))
+    reasons = {call.name: call.why_not for call in profile.calls}
+    assert reasons.pop("layers.1").startswith(why) and set(reasons.values()) == {""}
+    found, tide = _steps(_budget_for(3), change)
+    assert layers_again(tide.plan) and "layers.1" not in layers_again(tide.plan)
+    truth, _ = _steps(None, change)
+    assert all(same_bits(a, b) for a, b in zip(found, truth, strict=True))
+
+
+def test_a_cache_that_holds_tokens_is_a_reason_not_to_run_again() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, past_key_value: Any = None) -> torch.Tensor:
+            return self.linear(x + past_key_value[0]).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Attends() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, past_key_value=[1.0])
+            return x.sum()
+
+    profile = observe(Model(), (torch.randn(8, 16),))
+    assert {call.why_not for call in profile.calls} == {"its past_key_value already holds tokens"}
+
+
+def test_a_layer_that_refuses_later_is_kept_and_then_planned_without() -> None:
+    """An iterator that was not there in the observed step."""
+
+    def change(model: NoisyStack, step: int, where: str) -> None:
+        if step == 1 and where == "before":
+            model.layers[1].steps = iter([0.1, 0.2, 0.3, 0.4])
+
+    with pytest.warns(UserWarning, match=r"'layers\.1' \(Noisy\) can reach an iterator, 'steps'.* It is kept\."):
+        found, tide = _steps(_budget_for(3), change)
+    truth, _ = _steps(None, change)
+    assert all(same_bits(a, b) for a, b in zip(found, truth, strict=True))
+    assert [event.why for event in tide.events if "again" in event.why] == ["layers cannot run again"]
+    assert layers_again(tide.plan) and "layers.1" not in layers_again(tide.plan)
+    assert tide.num_corrections == sum(":" in event.why for event in tide.events)
+
+
+def test_a_layer_that_refuses_its_second_run_is_kept_when_the_step_is_run_again() -> None:
+    """State behind a function that the forward calls, which nobody can see before."""
+
+    def change(model: NoisyStack, step: int, where: str) -> None:
+        model.layers[1].kind = "helper"
+        FLAG["is_deep"] = where == "between" and step == 1
+
+    with pytest.warns(UserWarning, match=r"a layer cannot be run again .*'layers\.1' is kept now"):
+        found, tide = _steps(_budget_for(3), change, in_step=True)
+    truth, _ = _steps(None, change)
+    assert all(same_bits(a, b) for a, b in zip(found, truth, strict=True))
+    assert "layers cannot run again" in [event.why for event in tide.events]
+    assert layers_again(tide.plan) and "layers.1" not in layers_again(tide.plan)
+    with pytest.raises(RuntimeError, match=r"the recomputed 'layers\.1' \(Noisy\) did something else"):
+        _steps(_budget_for(3), change)
+
+
+def test_a_layer_that_refuses_where_no_other_plan_fits() -> None:
+    def change(model: NoisyStack, step: int, where: str) -> None:
+        if step == 1 and where == "before":
+            model.layers[1].steps = iter([0.1, 0.2, 0.3, 0.4])
+
+    with pytest.warns(UserWarning, match="It is kept"), pytest.raises(lowtide.BudgetError, match="no plan fits"):
+        _steps(_budget_for(5), change)
+
+
+class Odd:
+    """A cache that nobody can measure."""
+
+
+class TakesACache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, past_key_value: Any = None) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+def test_a_cache_that_cannot_be_measured_is_a_reason_and_no_error() -> None:
+    assert why_not_again(TakesACache(), (torch.ones(2, 16),), {"past_key_value": Odd()}) == (
+        "nobody can say how many tokens its past_key_value holds"
+    )
+
+
+def test_memory_that_runs_out_in_a_second_run_says_nothing_about_the_layer() -> None:
+    """Also where it is a plain RuntimeError, as of torch's allocator on the host: the plan is made smaller."""
+    model, x = NoisyStack(), torch.randn(256, 16)
+    calls = iter(range(1000))
+
+    def fail_once(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 and next(calls) == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    model.layers[2].last.register_forward_pre_hook(fail_once)
+    with lowtide.apply(model, {"recompute": ["layers.*"], "min_bytes": 0}, engine="virtual:1") as tide:
+        with pytest.warns(UserWarning, match=r"out of memory \(.*\); everything is swapped now, and the micro-batch"):
+            tide.step(lambda: model(x).backward())
+        assert tide.stats.num_retries == 1

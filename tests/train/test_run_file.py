@@ -1,0 +1,153 @@
+"""Run files: what they say, and every mistake in them as one line with its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import ConfigError
+from lowtide.train.run_file import load_run
+
+GOOD = "model: {model_type: llama, hidden_size: 64}\ntrain: {steps: 3}\n"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def message(text: str) -> str:
+    Path("run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_run("run.yaml")
+    return str(error.value)
+
+
+def test_what_is_left_out_has_a_default() -> None:
+    Path("run.yaml").write_text(GOOD)
+    run = load_run("run.yaml")
+    assert (run.model.model_type, dict(run.model.fields), run.model.dtype) == ("llama", {"hidden_size": 64}, "float32")
+    assert run.memory is None
+    assert (run.output_dir, run.checkpoint_dir) == (Path("runs/run"), Path("runs/run/checkpoints"))
+    assert (run.data.files, run.train.steps, run.train.resume) == ((), 3, "auto")
+
+
+def test_dtype_follows_precision() -> None:
+    Path("run.yaml").write_text("model: {model_type: llama}\ntrain: {steps: 3, precision: bf16}\n")
+    assert load_run("run.yaml").model.dtype == "bfloat16"
+
+
+def test_memory_section_is_read_with_its_places() -> None:
+    Path("run.yaml").write_text(GOOD + "memory:\n  recompute: [layers.0]\n  min_bytes: 2MiB\n")
+    memory = load_run("run.yaml").memory
+    assert memory is not None
+    assert memory.min_bytes == 2 << 20
+    assert memory.locations.of("recompute[0]") == "run.yaml:4:15"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "model: {model_type: llama}\ntrain:\n  stepps: 3\n",
+            "run.yaml:3:3: unknown key 'train.stepps'; did you mean 'steps'?",
+        ),
+        (
+            "model: {model_type: llama}\ntrain: {}\n",
+            "run.yaml:2:8: missing key 'train.steps'; expected an integer",
+        ),
+        (
+            GOOD + "memory:\n  budgett: 3\n",
+            "run.yaml:4:3: unknown key 'memory.budgett'; did you mean 'budget'?",
+        ),
+        (
+            GOOD + "pipeline: {stages: 2}\n",
+            "run.yaml:3:1: 'pipeline' is not available in this version; "
+            "remove it and write what you want into the section 'memory'",
+        ),
+        (
+            "model: {model_type: llama}\ntrain: {steps: 0}\n",
+            "run.yaml:2:16: 'train.steps' must be at least 1, not 0",
+        ),
+        (
+            "model: {model_type: llama}\ntrain: {steps: 1, learning_rate: 0}\n",
+            "run.yaml:2:34: 'train.learning_rate' must be above 0, not 0.0",
+        ),
+        (
+            GOOD + "data: {sequence_length: 1}\n",
+            "run.yaml:3:25: 'data.sequence_length' must be at least 2, not 1",
+        ),
+        (
+            "model: {model_type: llama}\ntrain: {steps: 1, precision: bf61}\n",
+            "run.yaml:2:30: expected float32, bf16_autocast or bf16 for 'train.precision', not 'bf61'; "
+            "did you mean 'bf16'?",
+        ),
+        (
+            "model: {model_typ: llama}\ntrain: {steps: 1}\n",
+            "run.yaml:1:9: unknown key 'model.model_typ'; did you mean 'model_type'?",
+        ),
+        (
+            "model: {hidden_size: 64}\ntrain: {steps: 1}\n",
+            "run.yaml:1:8: 'model' needs either 'path' or 'model_type'",
+        ),
+        (
+            "model: {model_type: llama, path: .}\ntrain: {steps: 1}\n",
+            "run.yaml:1:8: 'model' needs either 'path' or 'model_type', not both",
+        ),
+        (
+            "model: {path: ., hidden_size: 64}\ntrain: {steps: 1}\n",
+            "run.yaml:1:18: unknown key 'model.hidden_size'; a model from a folder takes only path, dtype and seed",
+        ),
+        (
+            "model: {path: nowhere}\ntrain: {steps: 1}\n",
+            "run.yaml:1:15: 'model.path': nowhere is not a folder on this machine",
+        ),
+        (
+            "model: {model_type: llama, dtype: bfloat61}\ntrain: {steps: 1}\n",
+            "run.yaml:1:35: expected float32 or bfloat16 for 'model.dtype', not 'bfloat61'; did you mean 'bfloat16'?",
+        ),
+        (
+            "model: {model_type: llama, seed: true}\ntrain: {steps: 1}\n",
+            "run.yaml:1:34: expected an integer for 'model.seed', not True",
+        ),
+        (
+            "model: {model_type: llama, dtype: bfloat16}\ntrain: {steps: 1}\n",
+            "run.yaml:1:35: 'model.dtype' is bfloat16, but 'train.precision' float32 has float32 weights; "
+            "leave one of them out",
+        ),
+        (
+            "model: {model_type: llama}\ntrain: {steps: 1, engine: host}\n",
+            "run.yaml:2:27: 'train.engine' needs a 'memory' section; add one or remove the key",
+        ),
+    ],
+)
+def test_mistakes(text: str, expected: str) -> None:
+    assert message(text) == expected
+
+
+def test_settings_hold_what_shapes_the_curve_and_nothing_else() -> None:
+    def settings(**train: object) -> dict[str, object]:
+        lines = "".join(f"  {key}: {value}\n" for key, value in {"steps": 3, **train}.items())
+        Path("run.yaml").write_text(f"model: {{model_type: llama}}\ntrain:\n{lines}")
+        return load_run("run.yaml").settings()
+
+    plain = settings()
+    assert settings(steps=9, log_every=1, output_dir="elsewhere", threads=1, checkpoint_every=2) == plain
+    assert settings(learning_rate=0.5) != plain
+    assert settings(steps=9, schedule="cosine") != settings(steps=3, schedule="cosine")
+
+
+def test_reading_a_run_file_does_not_import_torch() -> None:
+    Path("run.yaml").write_text(GOOD)
+    code = (
+        "import sys; from lowtide.cli import train; from lowtide.train.run_file import load_run; load_run('run.yaml'); "
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(root)}, timeout=60
+    )
+    assert done.stdout == "[]\n", done.stderr
