@@ -269,7 +269,9 @@ def assert_kept(name: str, counted: Counted, budget: int, batches: list[Tensor])
             assert audited_bytes <= budget, f"step {number}: audited {audited_bytes} of {budget}"
             assert independent_bytes == audited_bytes, f"step {number}"
             assert tide.plan is not None and tide.plan.predicted is not None
-            assert number == 0 or audited_bytes >= 0.95 * tide.plan.predicted.peak_bytes
+            # How soon a real copy is complete, and frees its source, depends on how busy the machine is.
+            is_timed = tide.engine.name == "host"
+            assert number == 0 or is_timed or audited_bytes >= 0.95 * tide.plan.predicted.peak_bytes
         assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_unplanned == 0
         counted.assert_plain_bits(name, batches)
 

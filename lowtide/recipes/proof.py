@@ -36,7 +36,7 @@ from lowtide.recipes.execute import find_operator
 from lowtide.recipes.operators import WAIT, has_statistics, pure_args
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import TorchDispatchMode, schema_of, storage_key, tree_leaves, version_of
-from lowtide.tensors.view import Shape
+from lowtide.tensors.view import Shape, may_overlap
 from lowtide.tensors.wrappers import is_desugared
 
 LOG_SECONDS = 12e-6
@@ -97,6 +97,9 @@ class OperatorLog(TorchDispatchMode):
         """Of each operator to be noted, the positions of the arguments that it writes into."""
         self._makers: dict[int, dict[int, Ran]] = {}
         """By storage, then by the version that the operator left it at. The first one made the storage."""
+        self._writes: dict[tuple[int, int], list[tuple[Shape, Ran]]] = {}
+        """By storage and version: the operators that wrote in place, and where. More than one where parts of a storage
+        have version counters of their own, as the gates of a GRU cell have."""
         self._pins: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -122,7 +125,9 @@ class OperatorLog(TorchDispatchMode):
             if isinstance(seen, Seen):
                 given.append(seen.key)
                 # Autograd counts the new version only after the operator has returned to it.
-                self._makers_of(seen.key, args[position])[seen.version + 1] = ran
+                version = seen.version + 1
+                self._makers_of(seen.key, args[position])[version] = ran
+                self._writes.setdefault((seen.key, version), []).append((Shape(*seen.shape), ran))
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             seen = _seen(leaf) if isinstance(leaf, torch.Tensor) else None
             ran.outputs.append(seen)
@@ -136,9 +141,18 @@ class OperatorLog(TorchDispatchMode):
             self._pins.append(StorageWeakRef(tensor.untyped_storage()))
         return known
 
-    def makers(self, key: int) -> dict[int, Ran] | None:
-        """Who made and wrote to a storage, by version; None where no operator of these kinds did."""
-        return self._makers.get(key)
+    def creator(self, key: int) -> Ran | None:
+        """The operator that made a storage; None where none of these kinds did."""
+        makers = self._makers.get(key)
+        return None if makers is None else next(iter(makers.values()))
+
+    def maker(self, key: int, version: int, shape: tuple | None) -> Ran | None:
+        """The operator that left a storage at this version, where a tensor of this shape sees it; without a shape, the
+        last such operator anywhere in it."""
+        writes = self._writes.get((key, version), ())
+        if shape is not None and len(writes) > 1:
+            return next((ran for where, ran in reversed(writes) if may_overlap(where, Shape(*shape))), None)
+        return self._makers.get(key, {}).get(version)
 
 
 def _seen(tensor: torch.Tensor) -> Seen | None:
@@ -202,7 +216,8 @@ class Proof:
     """Operators that the log must note for it."""
     _steps: list[_Step] = field(default_factory=list)
     _views: dict[int, tuple[_Made, RecipeView]] = field(default_factory=dict)
-    _last_writer: dict[tuple[int, int], int] = field(default_factory=dict)
+    _writers: dict[tuple[int, int], list[tuple[int, Shape | None]]] = field(default_factory=dict)
+    """By step and output: the steps that write to it in place, and where, if that is known."""
     _target: _Made | None = None
 
     def mismatch(self, log: OperatorLog, site: Start, starts: Sequence[Start]) -> str:
@@ -243,7 +258,7 @@ def proof_of(recipe: Recipe) -> Proof:
             for position in _written_positions(func):
                 base = args[position] if position < len(args) else None
                 if isinstance(base, _Made):
-                    proof._last_writer[base.step, base.output] = index
+                    proof._writers.setdefault((base.step, base.output), []).append((index, _region(proof, base.views)))
     proof._target = _target_of(proof, recipe)
     proof.kinds = frozenset(step.func for i, step in enumerate(proof._steps) if i not in proof._views)
     return proof
@@ -273,8 +288,26 @@ def _made(proof: Proof, step: int, output: int) -> _Made:
     if step in proof._views:
         base, view = proof._views[step]
         views = base.views if view.is_wait else (*base.views, step)
-        return _Made(base.step, base.output, proof._last_writer.get((base.step, base.output), base.step), views)
-    return _Made(step, output, proof._last_writer.get((step, output), step))
+        return _Made(base.step, base.output, _last_writer(proof, base.step, base.output, views), views)
+    return _Made(step, output, _last_writer(proof, step, output, ()))
+
+
+def _last_writer(proof: Proof, step: int, output: int, views: tuple[int, ...]) -> int:
+    """The last step so far that wrote where somebody looks through `views`; the one that made it, if none did."""
+    look = _region(proof, views)
+    for index, where in reversed(proof._writers.get((step, output), ())):
+        if look is None or where is None or may_overlap(where, look):
+            return index
+    return step
+
+
+def _region(proof: Proof, views: Sequence[int]) -> Shape | None:
+    """Where views look; None for all of a storage, and where a view of another dtype is among them. The dtype is any
+    one: a storage of one recipe's step is seen in one."""
+    if not views or not all(proof._views[index][1].is_strided for index in views):
+        return None
+    size, stride, offset = proof._views[views[-1]][1].args
+    return Shape(tuple(size), tuple(stride), offset, torch.uint8)
 
 
 def _is_view(func: Any) -> bool:
@@ -338,12 +371,11 @@ class _Comparison:
         return self._meet(planned, actual.key, actual.version, actual)
 
     def _meet(self, planned: _Made, key: int, version: int, actual: Seen | None) -> str:
-        makers = self._log.makers(key)
-        maker = None if makers is None else makers.get(version)
+        first = self._log.creator(key)
+        maker = self._log.maker(key, version, None if actual is None else actual.shape)
         wanted = self._proof._steps[planned.maker].func
-        if makers is None or maker is None:
+        if first is None or maker is None:
             return f"started from what another operator than {wanted} made"
-        first = next(iter(makers.values()))
         output = first.outputs[planned.output] if planned.output < len(first.outputs) else None
         if output is None or output.key != key:
             return f"read another output of {self._proof._steps[planned.step].func}"

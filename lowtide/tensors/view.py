@@ -47,6 +47,34 @@ class Shape(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
+def may_overlap(one: Shape, other: Shape) -> bool:
+    """False only where two views of one storage share no byte: they lie apart, or interleave as `chunk` cuts rows."""
+    if 0 in one.size or 0 in other.size:
+        return False
+    if one.dtype != other.dtype:
+        return True
+    first, second = sorted((one, other), key=lambda shape: shape.offset)
+    if first.end_bytes() <= second.offset * second.dtype.itemsize:
+        return False
+    if first.stride != second.stride or not first.stride:
+        return True
+    # A shared element has an index in each view; the sum of (difference of indices) times stride is the difference of
+    # offsets. With strides that nest (each steps over all that the smaller ones reach), there are two candidates for
+    # each difference, from the largest stride down.
+    rests = {second.offset - first.offset}
+    spans = sorted(zip(first.stride, first.size, second.size, strict=True), reverse=True)
+    for index, (stride, rows, others) in enumerate(spans):
+        if stride == 0:
+            continue
+        reach = sum(below * (max(pair) - 1) for below, *pair in spans[index + 1 :])
+        if reach >= stride:
+            return True
+        steps = {step for rest in rests for step in (rest // stride, rest // stride + 1)}
+        rests = {rest - step * stride for rest in rests for step in steps if -others < step < rows}
+        rests = {rest for rest in rests if abs(rest) <= reach}
+    return 0 in rests
+
+
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     """A flat uint8 tensor over all bytes of a storage. Owns a reference to it, like any tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

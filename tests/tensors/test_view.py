@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowtide.tensors.view import View
+from lowtide.tensors.view import Shape, View, may_overlap
 
 ROWS = 3
 
@@ -69,3 +71,35 @@ def _both_words(saved: Tensor, result: Tensor) -> tuple[str, str]:
     with pytest.raises(RuntimeError) as plain:
         result.backward()
     return str(ours.value), str(plain.value)
+
+
+def _elements(shape: Shape) -> set[int]:
+    indices = itertools.product(*map(range, shape.size))
+    return {shape.offset + sum(i * step for i, step in zip(index, shape.stride, strict=True)) for index in indices}
+
+
+def test_views_that_share_an_element_may_overlap() -> None:
+    draw = random.Random(0)
+    num_apart = 0
+    for _ in range(3000):
+        strides = [tuple(draw.choice((0, 1, 2, 3, 4, 6, 8, 12)) for _ in range(draw.randint(0, 3)))] * 2
+        if draw.random() < 0.2:
+            strides[1] = tuple(draw.choice((1, 2, 4, 8)) for _ in strides[0])
+        one, other = (
+            Shape(tuple(draw.randint(0, 4) for _ in stride), stride, draw.randint(0, 20), torch.float32)
+            for stride in strides
+        )
+        assert may_overlap(one, other) == may_overlap(other, one)
+        if _elements(one) & _elements(other):
+            assert may_overlap(one, other)
+        else:
+            num_apart += not may_overlap(one, other)
+    assert num_apart > 1000
+
+
+@pytest.mark.parametrize(("dim", "count"), [(0, 2), (1, 3), (2, 2), (-1, 5)])
+def test_chunks_of_a_tensor_lie_apart(dim: int, count: int) -> None:
+    base = torch.empty(6, 9, 10)
+    for one, other in itertools.combinations(map(Shape.of, base.chunk(count, dim)), 2):
+        assert not may_overlap(one, other)
+        assert may_overlap(one, Shape.of(base))
