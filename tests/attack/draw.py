@@ -276,8 +276,9 @@ def judge(draw: Draw) -> Verdict:
             "broken" if isinstance(error, Broken) else "crash", f"in planning: {_line(error)}{_where(error)}"
         )
     got = train(draw, rig)
-    # The floor was asked for with an ordinary forward; others (dual numbers, say) may need more.
-    is_floor = rig.floor_bytes is not None and draw.core in LEAN_CORES and not got.trace.seen
+    # The floor is that of the first step, with an ordinary forward: others (dual numbers, say) may need more, and so
+    # may a later step whose numbers send other rows to other experts.
+    is_floor = rig.floor_bytes is not None and draw.core in LEAN_CORES and draw.way == "steady" and not got.trace.seen
     if isinstance(got.error, BudgetError) and is_floor:
         return Verdict(
             "broken", f"refused {rig.budget_bytes}, above its own floor, {rig.floor_bytes}: {_line(got.error)}"
