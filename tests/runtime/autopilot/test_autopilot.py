@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,6 +276,33 @@ def test_evaluation_in_between_does_nothing() -> None:
             assert_same(step(model, batch), truth[number])
         assert [event.why for event in tide.events] == ["first step"]
         assert tide.stats is not None and tide.stats.num_divergences == 0
+
+
+def test_two_threads_whose_first_forwards_coincide_share_one_plan() -> None:
+    """One observes and plans, the other one waits, also where it arrives while that goes on."""
+    num_steps, truth, model = 4, net().eval(), net().eval()
+    budget = budget_of(net().eval(), (rows(),))
+    both, got = threading.Barrier(2), {0: [], 1: []}
+
+    def steps(tried: nn.Module, number: int, found: list[list[Tensor]]) -> None:
+        both.wait(60)
+        for index in range(num_steps):
+            loss = tried(rows(seed=2 * index + number))
+            found.append([loss.detach(), *torch.autograd.grad(loss, list(tried.parameters()))])
+
+    with optimize(model, budget) as tide:
+        threads = [threading.Thread(target=steps, args=(model, number, got[number])) for number in got]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [event.why for event in tide.events].count("first step") == 1
+        assert tide.stats is not None and (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+    for number, found in got.items():
+        assert len(found) == num_steps
+        for index, step_found in enumerate(found):
+            loss = truth(rows(seed=2 * index + number))
+            assert_same(step_found, [loss.detach(), *torch.autograd.grad(loss, list(truth.parameters()))])
 
 
 @pytest.mark.parametrize("rule", [["model.model.layers.0"], "all"])
