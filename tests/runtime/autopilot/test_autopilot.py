@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -29,6 +24,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.timeline.step import Link
+from tests import two_ranks
 from tests.engines.clocked import ClockedEngine
 
 ROOT = Path(__file__).parents[3]
@@ -598,28 +594,7 @@ print(json.dumps(found))
 
 
 def test_two_ranks_follow_one_plan_and_fail_together() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK)],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    first, second = two_ranks.answers(["-c", textwrap.dedent(RANK)])
     assert first["digest"] == second["digest"]
     assert first["whys"] == second["whys"]
     # The smaller one, which is the second rank's; and each rank did what the plan says, and says so for itself.
