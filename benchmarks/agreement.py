@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.manners import Row
+from benchmarks.rows import Row
 
 CLEAR = 0.05
 """Plans are clearly apart if their predicted times are, by this share of a plain step."""

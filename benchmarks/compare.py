@@ -1,8 +1,7 @@
 """Variants of one subject beside plain: what questions (a) and (c) share.
 
 What: `Case` is a subject at a shape; `run_case` starts plain and then the variants, a few at a time, asks all for one
-step per round, and gives one finished row per variant to `rows`. `add_arguments` has the options that the commands have
-in common.
+step per round, and gives one finished row per variant to `rows`. `answer_question` is what the commands have in common.
 Why plain stays alive: ratios are taken to plain's step of the same round.
 Cost: that of the steps. Not covered: anything that does not fit beside plain's process (`--together 1` on a device).
 """
@@ -10,16 +9,15 @@ Cost: that of the steps. Not covered: anything that does not fit beside plain's 
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import methods, subjects
-from benchmarks.children import CannotRunError, Child, median_of, ratios, run_rounds, say
+from benchmarks.children import CannotRunError, Child, median_of, prepare_server, ratios, run_rounds, say
 from benchmarks.record import Record, hardware
-from benchmarks.rows import Rows
+from benchmarks.rows import Row, Rows, answer, command_of, parser
 
 WORKER = "benchmarks.worker:start"
 MIB = 2**20
@@ -45,22 +43,19 @@ class Case:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every question."""
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, npu, ...")
-    parser.add_argument("--scale", choices=subjects.SCALES, help="default: small on a CPU, large elsewhere")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--limit", type=float, default=120, help="seconds that one child may take to prepare, or a step"
-    )
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the result file has; run the others")
-    parser.add_argument("--folder", "--out", type=Path, help="where results go; default: benchmarks/results")
-    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
+def question_parser(question: str, description: str | None) -> argparse.ArgumentParser:
+    """The arguments of a question about subjects."""
+    made = parser(question, description, only="MODEL")
+    made.add_argument("--scale", choices=subjects.SCALES, help="default: small on a CPU, large elsewhere")
+    made.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
+    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--limit", type=float, default=120, help="seconds that one child may take to prepare, or a step")
+    return made
 
 
-def fill_defaults(args: argparse.Namespace) -> None:
-    """Scale and dtype by device."""
+def fill_defaults(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """Scale and dtype by device; `argv` for the record."""
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     is_cpu = args.device == "cpu"
     args.scale = args.scale or ("small" if is_cpu else "large")
     args.dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
@@ -82,12 +77,21 @@ def blank_record(
         question=question,
         title=title,
         kind="measured",
-        command=shlex.join(["python", "-m", f"benchmarks.{question}", *args.argv]),
+        command=command_of(question, args.argv),
         settings={"scale": args.scale, "dtype": args.dtype, "threads": args.threads, **settings},
         rows=[],
         notes=list(notes),
         hardware=hardware(args.device),
     )
+
+
+def answer_question(
+    args: argparse.Namespace, start: Record, fill: Callable[[Rows], None], table: Callable[[Sequence[Row]], str]
+) -> int:
+    """Begin `start`, or go on with it, and print what comes; returns the exit status."""
+    rows = Rows(start, folder=args.out, resumes=args.resume, only=args.only)
+    prepare_server()
+    return answer(rows, lambda: fill(rows), table, args)
 
 
 def arguments_of(case: Case, variant: Variant, args: argparse.Namespace, **more: Any) -> dict[str, Any]:

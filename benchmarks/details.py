@@ -24,8 +24,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
+from benchmarks.rows import Row, command_of, parser, run
 
 ON_HOST = ("hooks", "copy_size", "matmul_while_copying")
 _DEFAULTS = {"hidden": (256, 4096), "sequence": (256, 4096), "matrix": (512, 8192), "total_mib": (128, 2048)}
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         question="details",
         title="What do hooks, copies and allocators cost?",
         kind="measured",
-        command=command_of(args, "details", argv),
+        command=command_of("details", argv),
         settings={key: getattr(args, key) for key in ("rounds", "total_mib", "matrix", "layers", "hidden", "sequence")},
         rows=[],
         notes=["On a CPU the next tier is the disk, and copies take part of the same cores."] if is_host else [],

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.manners import Row
+from benchmarks.rows import Row
 from benchmarks.steps import synchronize
 from lowtide.engines.base import Engine, Lane, Slot
 

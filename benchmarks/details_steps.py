@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from benchmarks.manners import Row
+from benchmarks.rows import Row
 from benchmarks.steps import peak_bytes_of, synchronize, timed
 
 _WARM_STEPS = 3

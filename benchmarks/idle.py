@@ -13,14 +13,21 @@ Reported: as in `time_against_memory`, with more rounds; ratios to plain's step 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 
 from benchmarks import subjects
-from benchmarks.children import prepare_server, say
-from benchmarks.compare import Case, Variant, add_arguments, blank_record, chosen, fill_defaults, run_case, table
+from benchmarks.compare import (
+    Case,
+    Variant,
+    answer_question,
+    blank_record,
+    chosen,
+    fill_defaults,
+    question_parser,
+    run_case,
+    table,
+)
 from benchmarks.rows import Rows
 
 QUESTION = "idle"
@@ -41,30 +48,20 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help=f"of {', '.join(subjects.NAMES)}")
+    parser = question_parser(QUESTION, __doc__)
     parser.add_argument("--all", action="store_true", help="every model, on a CPU too")
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
-    fill_defaults(args)
+    fill_defaults(args, argv)
     args.together = len(VARIANTS)
-    rows = Rows(
-        blank_record(args, question=QUESTION, title=TITLE, notes=NOTES, num_rounds=args.rounds),
-        folder=args.folder,
-        resumes=args.resume,
-        only=args.only,
-    )
-    prepare_server()
-    try:
+
+    def fill(rows: Rows) -> None:
         for case in cases(args):
             run_case(case, VARIANTS, args, rows, fits_all=True)
-    except KeyboardInterrupt:
-        say(f"interrupted; {len(rows.rows)} rows are in {rows.path}; go on with --resume")
-        return 130
-    print(json.dumps(dataclasses.asdict(rows.record), indent=1) if args.json else table(rows.rows))
-    return 0
+
+    return answer_question(
+        args, blank_record(args, question=QUESTION, title=TITLE, notes=NOTES, num_rounds=args.rounds), fill, table
+    )
 
 
 if __name__ == "__main__":

@@ -14,23 +14,22 @@ Not covered: fragmentation (a real device may run out of memory below the budget
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import methods, subjects
-from benchmarks.children import Child, prepare_server, say
+from benchmarks.children import Child, say
 from benchmarks.compare import (
     MIB,
     Case,
     Variant,
-    add_arguments,
+    answer_question,
     arguments_of,
     blank_record,
     chosen,
     fill_defaults,
+    question_parser,
 )
 from benchmarks.rows import Rows
 
@@ -169,11 +168,7 @@ def case_of(model: str, args: argparse.Namespace) -> Case:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument(
-        "--only", nargs="+", metavar="MODEL", help=f"of {', '.join(subjects.NAMES)}; default: llama on a CPU"
-    )
+    parser = question_parser(QUESTION, __doc__)
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="by name; default: all")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--unit", type=int, default=16, help="sequences are multiples of this many tokens")
@@ -183,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequence", type=int)
     parser.set_defaults(limit=240)  # one order looks for a size: many steps
     args = parser.parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
-    fill_defaults(args)
+    fill_defaults(args, argv)
     known = [name for name, _ in VARIANTS] + ["plain", "torch.compile budget"]
     asked = chosen(args.methods, known, "method")
     variants = [variant for variant in VARIANTS if variant[0] in asked]
@@ -193,24 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only is None and args.device == "cpu":
         models = ["llama"]
         notes.append("For time, on a CPU one model is asked; --only names others.")
-    rows = Rows(
-        blank_record(args, question=QUESTION, title=TITLE, notes=notes),
-        folder=args.folder,
-        resumes=args.resume,
-        only=args.only,
-    )
-    prepare_server()
-    try:
+
+    def fill(rows: Rows) -> None:
         for model in models:
             for measure in args.measures:
                 if measure == "sequence" and model == "vit":
                     continue  # its sequence is the image
                 run_measure(case_of(model, args), measure, variants, args, rows)
-    except KeyboardInterrupt:
-        say(f"interrupted; {len(rows.rows)} rows are in {rows.path}; go on with --resume")
-        return 130
-    print(json.dumps(dataclasses.asdict(rows.record), indent=1) if args.json else table(rows.rows))
-    return 0
+
+    return answer_question(args, blank_record(args, question=QUESTION, title=TITLE, notes=notes), fill, table)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
+from benchmarks.rows import Row, command_of, parser, run
 
 MODELS = ("gpt2_124m", "llama_1b", "llama_8b", "llama_70b", "mixtral_8x22b", "llama_405b", "deepseek_v3_671b")
 TINY = "tiny"
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
         question="planning_time",
         title="How long does planning take as models grow?",
         kind="measured",
-        command=command_of(args, "planning_time", argv),
+        command=command_of("planning_time", argv),
         settings={"tokens": args.tokens, "samples": 1, "dtype": "bfloat16", "has_gradients": True,
                   "times_of": args.hardware},
         rows=[],

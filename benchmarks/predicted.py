@@ -26,8 +26,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, hardware
+from benchmarks.rows import Row, command_of, parser, run
 from benchmarks.steps import allocated_bytes, peak_bytes_of, timed
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
         question="predicted",
         title="Are peak and step time as predicted, over random plans and budgets?",
         kind="measured",
-        command=command_of(args, "predicted", argv),
+        command=command_of("predicted", argv),
         settings={**settings, "threads": _threads(args.threads)},
         rows=[],
         notes=[

@@ -22,8 +22,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.manners import Row, run
 from benchmarks.record import Record, hardware
+from benchmarks.rows import Row, run
 from lowtide.units import parse_bytes
 
 TITLE = "What does a plan gain over full recompute in the published setting of adaptive memory optimization?"

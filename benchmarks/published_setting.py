@@ -21,10 +21,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.manners import Row, command_of, run
-from benchmarks.manners import parser as make_parser
 from benchmarks.published_run import TITLE
 from benchmarks.record import Record, versions
+from benchmarks.rows import Row, command_of, run
+from benchmarks.rows import parser as make_parser
 from lowtide.core.fate import Fate
 from lowtide.planner.solve import solve
 from lowtide.timeline.hardware import Hardware, load_hardware
@@ -268,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
     options = make_parser("published_setting", __doc__, device=TIMELINE)
     published_run.add_arguments(options)
     args = options.parse_args(argv)
-    command = command_of(args, "published_setting", argv)
+    command = command_of("published_setting", argv)
     if args.device != TIMELINE:
         return published_run.main(args, command)
     hardware = load_hardware("ascend910b")

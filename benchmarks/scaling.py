@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.record import Record, versions
+from benchmarks.rows import Row, command_of, parser, run
 from lowtide.core.fate import Fate
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def main(argv: Sequence[str]) -> int:
         question="scaling",
         title="How does DeepSeek-V3 scale from 1 to 16,384 devices?",
         kind="computed",
-        command=command_of(args, "scaling", argv),
+        command=command_of("scaling", argv),
         settings={"hardware": args.hardware, "tokens": args.tokens, "sequences": args.sequences, "micro_batch": 1,
                   "dtype": "bfloat16", "tensor_ranks": 1, "reserved_share": RESERVED_SHARE,
                   **{name: value for name, (value, _) in NETWORK.items()}},

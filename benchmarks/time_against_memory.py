@@ -13,14 +13,21 @@ share of the activations that is gone from the peak, resident memory, bytes copi
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 
 from benchmarks import methods, subjects
-from benchmarks.children import prepare_server, say
-from benchmarks.compare import Case, Variant, add_arguments, blank_record, chosen, fill_defaults, run_case, table
+from benchmarks.compare import (
+    Case,
+    Variant,
+    answer_question,
+    blank_record,
+    chosen,
+    fill_defaults,
+    question_parser,
+    run_case,
+    table,
+)
 from benchmarks.rows import Rows
 
 QUESTION = "time_against_memory"
@@ -62,9 +69,7 @@ def variants_of(model: str, args: argparse.Namespace) -> list[Variant]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help=f"of {', '.join(subjects.NAMES)}")
+    parser = question_parser(QUESTION, __doc__)
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="by name; default: all")
     parser.add_argument(
         "--shares", type=float, nargs="+", help="of the activations; default: 0.7 0.5 0.3 0.1, fewer on a CPU"
@@ -76,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--sequence", type=int, nargs="+", help="tokens; default for llama on a device: 4k, 8k, 32k")
     args = parser.parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
-    fill_defaults(args)
+    fill_defaults(args, argv)
     args.together = args.together or (6 if args.device == "cpu" else 1)
     chosen(args.methods, list(methods.METHODS), "method")
     notes = list(NOTES)
@@ -85,24 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes.append(
             "For time, models other than llama are asked at two shares and not under torch.compile; --all asks all."
         )
-    rows = Rows(
-        blank_record(args, question=QUESTION, title=TITLE, notes=notes, num_rounds=args.rounds),
-        folder=args.folder,
-        resumes=args.resume,
-        only=args.only,
-    )
-    prepare_server()
-    try:
+
+    def fill(rows: Rows) -> None:
         for model in chosen(args.only, subjects.NAMES, "model"):
             for length in args.sequence or _LENGTHS.get((model, args.scale), (None,)):
                 overrides = {"layers": args.layers, "batch": args.batch, "sequence": length}
                 case = Case(model, subjects.shape(model, args.scale, overrides))
                 run_case(case, variants_of(model, args), args, rows)
-    except KeyboardInterrupt:
-        say(f"interrupted; {len(rows.rows)} rows are in {rows.path}; go on with --resume")
-        return 130
-    print(json.dumps(dataclasses.asdict(rows.record), indent=1) if args.json else table(rows.rows))
-    return 0
+
+    return answer_question(
+        args, blank_record(args, question=QUESTION, title=TITLE, notes=notes, num_rounds=args.rounds), fill, table
+    )
 
 
 if __name__ == "__main__":

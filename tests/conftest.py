@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,15 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    """For tests that look at all objects: those that are older are not looked at again and again."""
+    import zoo
+
+    zoo.plain_result("llama", 3)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

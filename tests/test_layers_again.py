@@ -240,6 +240,8 @@ class NoisyStack(nn.Module):
 
 
 MEMORY = {"swap": "none", "min_bytes": 0}
+NUM_FOUND = 1 + 6 * 6
+"""A loss and the gradients of a `NoisyStack`."""
 
 
 def _budget_for(num_layers: int) -> int:
@@ -254,11 +256,12 @@ def _budget_for(num_layers: int) -> int:
 
 
 def _steps(
-    budget: int | None, change: Any, *, num_steps: int = 4, in_step: bool = False
+    budget: int | None, change: Any, *, num_steps: int = 4, in_step: bool = False, **memory: Any
 ) -> tuple[list[torch.Tensor], Any]:
     """Losses and gradients of some steps; `change(model, step, where)` is called before and in the middle of each."""
     model, x = NoisyStack(), torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-    tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1")
+    memory = {**MEMORY, **memory}
+    tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1")
     found = []
     torch.manual_seed(5)
     for step in range(num_steps):
@@ -359,6 +362,58 @@ def test_a_layer_that_refuses_its_second_run_is_kept_when_the_step_is_run_again(
     assert layers_again(tide.plan) and "layers.1" not in layers_again(tide.plan)
     with pytest.raises(RuntimeError, match=r"the recomputed 'layers\.1' \(Noisy\) did something else"):
         _steps(_budget_for(3), change)
+
+
+def test_a_layer_that_refused_is_kept_by_the_plans_of_other_shapes_too() -> None:
+    """Without `tide.step`, which would run the step again: a second refusal would be an error."""
+    batches = [torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(num_rows)) for num_rows in (256, 260)]
+
+    def steps(budget: int | None) -> list[torch.Tensor]:
+        model = NoisyStack()
+        model.layers[1].kind = "helper"
+        tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1")
+        torch.manual_seed(5)
+        found = []
+        for number, changes in ((0, False), (1, False), (1, True), (0, True), (1, False)):
+
+            def closure(number: int = number, changes: bool = changes) -> torch.Tensor:
+                FLAG["is_deep"] = False
+                loss = model(batches[number])
+                FLAG["is_deep"] = changes
+                loss.backward()
+                return loss.detach()
+
+            refuses = tide is not None and len(found) == 2 * NUM_FOUND
+            loss = tide.step(closure) if refuses else closure()  # type: ignore[union-attr]
+            found += [loss, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
+            model.zero_grad()
+            if tide is not None and len(found) == 2 * NUM_FOUND:
+                assert all("layers.1" in layers_again(shape.plan) for shape in tide._shapes)
+        FLAG["is_deep"] = False
+        if tide is not None:
+            assert [event.why for event in tide.events].count("layers cannot run again") == 1
+            tide.remove()
+        return found
+
+    with pytest.warns(UserWarning, match=r"a layer cannot be run again .*'layers\.1' is kept now"):
+        found = steps(_budget_for(3))
+    assert all(same_bits(a, b) for a, b in zip(found, steps(None), strict=True))
+
+
+def test_layers_that_refuse_one_after_another_are_all_kept_in_one_step() -> None:
+    """More of them than a step has attempts when memory runs out."""
+
+    def change(model: NoisyStack, step: int, where: str) -> None:
+        for layer in model.layers[:4]:
+            layer.kind = "helper"
+        FLAG["is_deep"] = where == "between" and step == 1
+
+    with pytest.warns(UserWarning, match="a layer cannot be run again") as said:
+        found, _ = _steps(1 << 30, change, in_step=True, recompute=["layers.0-3"])
+    truth, _ = _steps(None, change)
+    assert all(same_bits(a, b) for a, b in zip(found, truth, strict=True))
+    kept = [str(warning.message).split("'")[-2] for warning in said if "is kept now" in str(warning.message)]
+    assert len(kept) == len(set(kept)) == 4
 
 
 def test_a_layer_that_refuses_where_no_other_plan_fits() -> None:

@@ -1,16 +1,22 @@
-"""Two real ranks on this machine: a gloo group of two processes that run the same functions one after the other."""
+"""Two real ranks on this machine, of a gloo group: `run` has them run the same functions one after the other, `start`
+the same program."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import importlib
+import json
 import multiprocessing
 import os
+import socket
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 Job = tuple[str, dict[str, Any]]
 """Name of a function of the module, and keyword arguments beside `rank`. It gives back what can be pickled."""
 
@@ -53,3 +59,42 @@ def _rank(rank: int, folder: str, module: str, jobs: list[Job], answers: Any) ->
             raise
     with contextlib.suppress(RuntimeError):
         torch.distributed.destroy_process_group()
+
+
+def start(words: list[str], folder: Path = ROOT) -> list[subprocess.Popen[str]]:
+    """Python with these words, twice, in `folder`. `MORE_PORTS` has six ports for groups that follow one another."""
+    with contextlib.ExitStack() as stack:
+        # All are asked for before the first is given back, so they differ.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(7)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        port, *more_ports = [str(each.getsockname()[1]) for each in sockets]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MORE_PORTS": " ".join(more_ports)}
+    group |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
+    """Exit status and what was said, on stdout and on stderr, of each. No process outlives this call."""
+    try:
+        return [(rank.returncode, *said) for rank in ranks for said in [rank.communicate(timeout=seconds)]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def answers(words: list[str], folder: Path = ROOT, seconds: float = 240) -> list[Any]:
+    """The JSON in the last line that each of the two printed; both must end well."""
+    ends = finish(start(words, folder), seconds)
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in ends]

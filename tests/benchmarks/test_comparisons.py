@@ -24,7 +24,7 @@ def server() -> Iterator[None]:
 
 def run(question: str, folder: Path, *arguments: str) -> int:
     main = importlib.import_module(f"benchmarks.{question}").main
-    return main(["--scale=tiny", "--threads=1", f"--folder={folder}", *arguments])
+    return main(["--scale=tiny", "--threads=1", f"--out={folder}", *arguments])
 
 
 def record_of(folder: Path) -> Record:

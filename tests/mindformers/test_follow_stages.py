@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ import torch
 import lowtide
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import Sections
+from tests import two_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_rank import (
@@ -190,28 +187,7 @@ def test_another_split_than_the_file_says_is_said() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_and_the_schedules_of_torch() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "pipeline_rank.py")],
-            env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_STAGES)
-    ]
-    try:
-        said = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
-    runs = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    runs = two_ranks.answers([str(Path(__file__).parent / "pipeline_rank.py")])
     for rank, of_rank in enumerate(runs):
         assert len(of_rank) == 13
         for name, run in of_rank.items():

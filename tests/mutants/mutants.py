@@ -29,7 +29,7 @@ class Mutant:
     equivalent: str = ""
 
 
-_CELLS = "runtime/recompute/test_recipe_sources.py"
+_SOURCES = "runtime/recompute/test_recipe_sources.py"
 _PROOF = "recipes/test_proof.py"
 _CONTRACT = "runtime/test_contract.py"
 _STATE = "runtime/recompute/test_state.py"
@@ -330,7 +330,7 @@ SWAP = [
         "runtime/offload/scheduler.py",
         "            if site.num_reads >= site.num_readers or site.task == -1:\n",
         "            if True:\n",
-        (f"{_CELLS}::test_a_swapped_input_is_fetched_once_for_all_that_is_made_from_it",),
+        (f"{_SOURCES}::test_a_swapped_input_is_fetched_once_for_all_that_is_made_from_it",),
         "a storage that several operators saved is fetched once for each of them",
     ),
     Mutant(
@@ -410,7 +410,7 @@ RECIPES = [
         "runtime/recompute/recipe_inputs.py",
         "        return version_of(self.counter) == self.version\n",
         "        return True\n",
-        (f"{_CELLS}::test_a_parameter_that_autograd_does_not_save_is_watched",),
+        (f"{_SOURCES}::test_a_parameter_that_autograd_does_not_save_is_watched",),
         "`x + (inner(x) + shift).sin()` with `shift` stepped before backward: silently another gradient",
     ),
     Mutant(
@@ -419,7 +419,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "        return version_of(self.alias) == self.version\n",
         "        return True\n",
-        (f"{_CELLS}::test_an_anchor_that_was_modified_is_named",),
+        (f"{_SOURCES}::test_an_anchor_that_was_modified_is_named",),
         "a recipe starts from a kept tensor that was written to since",
     ),
     Mutant(
@@ -428,7 +428,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "        return version_of(self.view.witness) == self.view.version\n",
         "        return True\n",
-        (f"{_CELLS}::test_an_anchor_that_was_modified_is_named",),
+        (f"{_SOURCES}::test_an_anchor_that_was_modified_is_named",),
         "where plain autograd would raise a recipe goes on from a swapped tensor as it was",
     ),
     Mutant(
@@ -437,7 +437,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "storage_key(tensor.untyped_storage()) == self.weak.cdata and version_of(tensor) == self.version",
         "storage_key(tensor.untyped_storage()) == self.weak.cdata",
-        (f"{_CELLS}::test_a_cell_is_found_by_storage_and_version_not_by_name",),
+        (f"{_SOURCES}::test_a_source_is_found_by_storage_and_version_not_by_name",),
         "a tensor that was written and saved again is made again without the write",
     ),
     Mutant(
@@ -446,7 +446,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "storage_key(tensor.untyped_storage()) == self.weak.cdata and version_of(tensor) == self.version",
         "version_of(tensor) == self.version",
-        (f"{_CELLS}::test_a_cell_is_found_by_storage_and_version_not_by_name",),
+        (f"{_SOURCES}::test_a_source_is_found_by_storage_and_version_not_by_name",),
         "another tensor of the same name is made in place of the one that was saved",
     ),
     Mutant(
@@ -464,7 +464,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "return not is_held and (self.result is None or self.task != task)",
         "return not is_held",
-        (f"{_CELLS}::test_a_recipe_runs_once_in_a_backward_however_many_read_it",),
+        (f"{_SOURCES}::test_a_recipe_runs_once_in_a_backward_however_many_read_it",),
         "with retain_graph every reader runs the whole recipe",
     ),
     Mutant(
@@ -474,7 +474,7 @@ RECIPES = [
         "        if self.task != task:\n            self._forget_result()\n",
         "        if self.task != task:\n",
         (
-            f"{_CELLS}::test_a_recipe_runs_once_in_a_backward_however_many_read_it",
+            f"{_SOURCES}::test_a_recipe_runs_once_in_a_backward_however_many_read_it",
             "runtime/test_solved_plan.py::test_unusual_lives_of_a_graph",
         ),
         "what a backward that failed had made stays for good",
@@ -486,7 +486,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "        if task != -1 and self.num_reads >= self.num_readers:\n            self._forget_result()\n",
         "",
-        (f"{_CELLS}::test_with_a_graph_that_stays_what_was_made_goes_with_its_last_reader",),
+        (f"{_SOURCES}::test_with_a_graph_that_stays_what_was_made_goes_with_its_last_reader",),
         "with retain_graph all that was dropped is back at the end of backward: the budget is passed",
     ),
     Mutant(
@@ -495,7 +495,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "            self.held = storage\n            self.links = ()\n",
         "            self.held = storage\n",
-        (f"{_CELLS}::test_kept_inputs_of_recipes_are_let_go_as_soon_as_all_are_made",),
+        (f"{_SOURCES}::test_kept_inputs_of_recipes_are_let_go_as_soon_as_all_are_made",),
         "inputs of recipes stay on the device until the whole graph goes: the budget is passed",
     ),
     Mutant(
@@ -504,7 +504,7 @@ RECIPES = [
         "runtime/recompute/recipe_sources.py",
         "        with self.modes.again():\n            on_the_way",
         "        if True:\n            on_the_way",
-        (f"{_CELLS}::test_a_recipe_runs_under_the_settings_of_its_forward",),
+        (f"{_SOURCES}::test_a_recipe_runs_under_the_settings_of_its_forward",),
         "a forward inside `with sdpa_kernel(...)`: its recipe runs another kernel, and the step is refused",
     ),
     Mutant(
@@ -630,7 +630,7 @@ RECIPES = [
         "runtime/recompute/recipe_graph.py",
         "                        link.source.last_use = source.last_use\n",
         "                        pass\n",
-        (f"{_CELLS}::test_a_fetch_starts_for_the_recipe_that_needs_it_first",),
+        (f"{_SOURCES}::test_a_fetch_starts_for_the_recipe_that_needs_it_first",),
         "a swapped input of a recipe is fetched for its own reader, too late for the recipe: backward waits",
     ),
     Mutant(

@@ -39,6 +39,8 @@ FATES = {"keep": KEEP, "swap": SWAP, "recompute": RECOMPUTE, "both": BOTH}
 every_fate = pytest.mark.parametrize("fate", FATES)
 WIDTH = 8
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 
 class Block(nn.Module):
     """Linear, tanh and a product: an input, an own output and a view of a parameter are saved."""
@@ -112,16 +114,6 @@ _OWNERS = {
     for found in vars(module).values()
     if isinstance(found, type) and found.__module__ == module.__name__ and found.__name__ not in _OF_THE_TIDE
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> Iterator[None]:
-    """Objects that are older than these tests are not looked at again and again."""
-    zoo.plain_result("llama", 3)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def num_handles() -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 import lowtide.runtime
@@ -24,6 +24,8 @@ from lowtide.runtime.saved.stats import Ledger
 from tests import zoo
 from tests.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
 from tests.solved import plan_with
+
+pytestmark = pytest.mark.usefixtures("frozen")
 
 MEMORY = {
     "keep": {"swap": "none"},
@@ -70,6 +72,25 @@ def assert_nothing_left(tide: lowtide.Tide, where: object) -> None:
     assert left == (0, 0, 0), f"at bytecode {where}"
 
 
+def interrupt_everywhere(
+    tide: lowtide.Tide,
+    begin: Callable[[], Tensor],
+    *,
+    end: Callable[[Tensor], None] = lambda loss: None,
+    is_hit: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """`end` a graph and let go of it, with a Ctrl-C at each bytecode in turn; nothing of it may be left."""
+    at, is_over = 0, False
+    while not is_over:
+        losses = [begin()]
+        with Interrupt(at, is_hit) as interrupt:
+            end(losses[0])
+            losses.clear()
+        assert_nothing_left(tide, at)
+        is_over = interrupt.num_passed <= at
+        at += 1
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("limit", [None, 0], ids=["plan", "spilled"])
 @pytest.mark.parametrize("plan", MEMORY)
@@ -79,31 +100,17 @@ def test_a_graph_that_dies_under_ctrl_c_gives_everything_back(plan: str, limit: 
     with lowtide.apply(model, MEMORY[plan], engine="virtual:0") as tide:
         case.loss(model, case.batch(0)).backward()
         tide.set_limit(limit)
-        at, is_over = 0, False
-        while not is_over:
-            loss = case.loss(model, case.batch(1))
-            with Interrupt(at, lambda name: True) as interrupt:
-                del loss
-            assert_nothing_left(tide, at)
-            is_over = interrupt.num_passed <= at
-            at += 1
+        interrupt_everywhere(tide, lambda: case.loss(model, case.batch(1)))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_cells_that_die_under_ctrl_c_give_everything_back() -> None:
+def test_recomputed_storages_that_die_under_ctrl_c_give_everything_back() -> None:
     model = stack(Gated())
     profile = profiled(model)
     for plan in (only_made(profile), plan_with(profile, ALL_MADE)):
         with lowtide.apply(model, plan, engine="virtual:0") as tide:
             small_loss(model, rows()).backward()
-            at, is_over = 0, False
-            while not is_over:
-                loss = small_loss(model, rows())
-                with Interrupt(at, lambda name: True) as interrupt:
-                    del loss
-                assert_nothing_left(tide, at)
-                is_over = interrupt.num_passed <= at
-                at += 1
+            interrupt_everywhere(tide, lambda: small_loss(model, rows()))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -113,15 +120,12 @@ def test_ctrl_c_while_finalizers_run_in_a_backward_changes_no_account() -> None:
     model = case.build(3)
     with lowtide.apply(model, MEMORY["both"], engine="virtual:1") as tide:
         case.loss(model, case.batch(0)).backward()
-        at, is_over = 0, False
-        while not is_over:
-            loss = case.loss(model, case.batch(1))
-            with Interrupt(at, lambda name: name == "__del__") as interrupt:
-                loss.backward()
-            del loss
-            assert_nothing_left(tide, at)
-            is_over = interrupt.num_passed <= at
-            at += 1
+        interrupt_everywhere(
+            tide,
+            lambda: case.loss(model, case.batch(1)),
+            end=torch.Tensor.backward,
+            is_hit=lambda name: name == "__del__",
+        )
 
 
 def test_ctrl_c_while_the_ledger_settles_loses_nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,6 +36,8 @@ NUM_SCHEDULES = 2_000
 SEEDS_A_TEST = NUM_SCHEDULES // (len(NAMES) * len(PLANS))
 NUM_FIRST = SEEDS_A_TEST // 5
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 
 def _life(case: zoo.Case, model: nn.Module) -> dict[str, torch.Tensor]:
     """An ordinary step, a dropped graph, two live graphs run backward first-come-first-served, a retained graph."""
@@ -58,16 +60,6 @@ def _life(case: zoo.Case, model: nn.Module) -> dict[str, torch.Tensor]:
 def _collect(seen: dict[str, torch.Tensor], when: str, model: nn.Module) -> None:
     seen.update({f"{when}:{name}": p.grad for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad(set_to_none=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> Iterator[None]:
-    """Objects that are older than these tests are not looked at again and again."""
-    zoo.plain_result("llama", 3)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _num_owners() -> int:

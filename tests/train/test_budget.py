@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from lowtide.timeline.step import Link
 from lowtide.train.loop import Summary, train
 from lowtide.train.profiling import observe_run
 from lowtide.train.run_file import RunConfig, load_run
+from tests import two_ranks
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {
@@ -143,7 +140,7 @@ def test_bits_on_two_ranks(tmp_path: Path) -> None:
     folders = {}
     for name, budget in (("plain", None), ("saving", budget_of(0.4))):
         write(output_dir=name, budget=budget, grad_accumulation=2)
-        folders[name] = two_ranks(tmp_path)
+        folders[name] = weights_and_losses(tmp_path)
     plain, saving = folders["plain"], folders["saving"]
     assert [rank["weights"] for rank in saving] == [rank["weights"] for rank in plain]
     assert saving[0]["losses"] == plain[0]["losses"]
@@ -151,10 +148,7 @@ def test_bits_on_two_ranks(tmp_path: Path) -> None:
     assert records("saving")[-1]["tide"]["num_divergences"] == 0
 
 
-def two_ranks(folder: Path) -> list[dict]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def weights_and_losses(folder: Path) -> list[dict]:
     code = """
     import json, torch
     from lowtide.train.run_file import load_run
@@ -164,25 +158,7 @@ def two_ranks(folder: Path) -> list[dict]:
     digest = found.plan.digest if found.plan else None
     print(json.dumps({"weights": found.weights_sha256, "losses": found.losses_sha256, "digest": digest}))
     """
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ends = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], ends[0][1] + ends[1][1]
-    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+    return two_ranks.answers(["-c", textwrap.dedent(code)], folder)
 
 
 # ---- what is said and kept

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import signal
-import socket
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -25,6 +21,7 @@ from lowtide.train.progress import StepRecord
 from lowtide.train.run_file import TrainConfig, load_run
 from lowtide.train.stop import TrainingError
 from lowtide.train.trainer import Trainer, learning_rate_at
+from tests import two_ranks
 
 LLAMA = {
     "model_type": "llama",
@@ -311,42 +308,11 @@ def test_file_that_does_not_exist() -> None:
 # ---- several ranks
 
 
-def free_ports(num_ports: int) -> list[int]:
-    """Ports that nobody uses; all are asked for before the first is given back, so they differ."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def start_ranks(tmp_path: Path, code: str) -> list[subprocess.Popen[str]]:
     """Two processes that run `code` with `train` and `run` at hand, in a gloo group."""
-    first_port, *more_ports = free_ports(7)
     script = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
     script += "run = load_run('run.yaml')\n"
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first_port), "PYTHONPATH": str(ROOT)}
-    group |= {"MORE_PORTS": " ".join(map(str, more_ports))}  # for groups that follow one another
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", script + textwrap.dedent(code)],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
-def finish(ranks: list[subprocess.Popen[str]], timeout_seconds: float = 120) -> list[tuple[int, str]]:
-    """Exit status and stderr of each."""
-    try:
-        return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate(timeout=timeout_seconds)]]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return two_ranks.start(["-c", script + textwrap.dedent(code)], tmp_path)
 
 
 @pytest.mark.slow
@@ -360,11 +326,11 @@ def test_two_ranks_train_as_one_and_resume(tmp_path: Path) -> None:
         train(dataclasses.replace(run, train=dataclasses.replace(run.train, steps=steps)))
         os.environ["MASTER_PORT"] = port
     """
-    first, second = finish(start_ranks(tmp_path, code))
-    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    first, second = two_ranks.finish(start_ranks(tmp_path, code))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert losses("together") == pytest.approx(losses("alone"), rel=1e-4)
-    assert "step 6/6" in first[1]
-    assert "step" not in second[1]
+    assert "step 6/6" in first[2]
+    assert "step" not in second[2]
 
 
 @pytest.mark.slow
@@ -380,7 +346,7 @@ def test_failure_of_one_rank_ends_both_with_one_message(tmp_path: Path) -> None:
     ranks = start_ranks(tmp_path, code)
     ranks[1].wait(timeout=60)
     failed = time.monotonic()
-    (status_0, err_0), (status_1, err_1) = finish(ranks, timeout_seconds=20)
+    (status_0, _, err_0), (status_1, _, err_1) = two_ranks.finish(ranks, 20)
     assert time.monotonic() - failed < 20
     assert status_0 != 0
     assert status_1 != 0
@@ -406,7 +372,7 @@ def test_a_rank_that_runs_out_of_memory_ends_both_and_is_not_run_again(tmp_path:
     """
     ranks = start_ranks(tmp_path, code)
     ranks[1].wait(timeout=60)
-    (status_0, err_0), (status_1, err_1) = finish(ranks, timeout_seconds=20)
+    (status_0, _, err_0), (status_1, _, err_1) = two_ranks.finish(ranks, 20)
     assert status_0 != 0
     assert status_1 != 0
     assert "lowtide: this micro-batch was not run again: this process is one of 2 ranks" in err_1
@@ -426,7 +392,7 @@ def test_rank_that_dies_without_a_word_does_not_leave_the_other_waiting(tmp_path
     """
     ranks = start_ranks(tmp_path, code)
     ranks[0].wait(timeout=60)
-    (status_0, _), (status_1, err_1) = finish(ranks, timeout_seconds=20)
+    (status_0, _, _), (status_1, _, err_1) = two_ranks.finish(ranks, 20)
     assert status_0 == -signal.SIGKILL
     assert status_1 == 1
     assert "lowtide: rank 1" in err_1

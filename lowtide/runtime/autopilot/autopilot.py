@@ -17,16 +17,21 @@ Ranks: all use the smallest budget, and the first one's plan as long as all have
 decision together; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks or, where
 the model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
 
+Threads: those that train one model at once come to a plan one after another; one that arrives while another thread
+observes or plans waits until a plan is in force.
+
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
 Not covered: DTensor parameters that FSDP2 did not make (tensors/fsdp.py has those that it did); what the caller does
 around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and the plan
-corrected, on the host it must fit beside the budget.
+corrected, on the host it must fit beside the budget. A backward pass of another thread that is under way while a new
+shape is observed: its gradients may be lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 import warnings
 import weakref
@@ -116,6 +121,8 @@ class Autopilot:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shapes = PlanCache()
         self._state = State()
+        self._lock = threading.RLock()
+        """Of whoever observes, plans or changes the plan."""
         self._was_smaller = False
         """A step since the last review was smaller than the one that was planned."""
         self._has_collectives = False
@@ -182,9 +189,10 @@ class Autopilot:
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
-        if self._state.key is not None and self.tide is not None:
-            self._review(self._state.key)
-            self._restart_stats(self.tide)
+        with self._lock:
+            if self._state.key is not None and self.tide is not None:
+                self._review(self._state.key)
+                self._restart_stats(self.tide)
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
         """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
@@ -231,16 +239,20 @@ class Autopilot:
             self._unseen.was_aside = True
             return forward(*args, **kwargs)
         refuse_capture(self.model, self.engine)
-        self._unseen.end()
-        if self._entry is None:
-            self._prepare(args, kwargs)
-        self._num_forwards += 1
-        # Taken first: where this forward fails, the next one may have other inputs.
-        witness, self._witness = self._witness, None
-        output = self._patch.original(*args, **kwargs)
+        with self._lock:
+            # Observed by this very thread, for the others wait for the lock; or over while it waited.
+            if self.phase in (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED):
+                return forward(*args, **kwargs)
+            self._unseen.end()
+            if self._entry is None:
+                self._prepare(args, kwargs)
+            self._num_forwards += 1
+            # Taken first: where this forward fails, the next one may have other inputs.
+            witness, self._witness = self._witness, None
+            planned, tide = self._patch.original, self.tide
+        output = planned(*args, **kwargs)
         if witness is not None:
             witness.compare(output)
-        tide = self.tide
         if self.phase is Phase.COMPARED and tide is not None:
             self._peak.follow(output)
             if self.engine.device_type == "cpu":
@@ -249,8 +261,11 @@ class Autopilot:
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook of a sharded model."""
-        if is_training() and self.phase is not Phase.OBSERVING:
-            self._prepare(args, kwargs)
+        if not is_training():
+            return
+        with self._lock:
+            if self.phase is not Phase.OBSERVING:
+                self._prepare(args, kwargs)
 
     def _prepare(self, args: tuple, kwargs: dict) -> None:
         """See that a plan for these inputs is in force."""
@@ -325,7 +340,9 @@ class Autopilot:
         start = time.perf_counter()
         why = "new shape" if self._shapes else "first step"
         self._say(f"lowtide: observing one step ({why})")
-        self._take_off()
+        if self.phase is not Phase.WAITING:
+            self._take_off()
+            self._patch = self._patch.again()  # other threads wait in it until this is over
         self._enter(Phase.OBSERVING)
         try:
             self._witness = Witness(type(self.model).__name__)
@@ -343,7 +360,6 @@ class Autopilot:
             # A bad batch is no reason to go on without a plan; that no plan fits the first one is.
             if self._shapes or not isinstance(error, BudgetError):
                 self._enter(Phase.WAITING)
-                self._patch = self._patch.again()
             else:
                 self._enter(Phase.REFUSED)
                 self._leave()
@@ -397,17 +413,18 @@ class Autopilot:
         failed = self.tide.failed_recipes if self.tide is not None else {}
         refused = self.tide.refused_layers if self.tide is not None else {}
         before = self._facts
-        has_failed, has_refused = not failed.keys() <= before.unsteady, not refused.keys() <= before.refused
+        failed = {name: why for name, why in failed.items() if name not in before.unsteady}
+        refused = {name: why for name, why in refused.items() if name not in before.refused}
         key = self._state.key
-        if key is None or not (has_failed or has_refused):
+        if key is None or not (failed or refused):
             return
         start = time.perf_counter()
         unsteady, layers = before.unsteady | failed.keys(), before.refused | refused.keys()
         self._facts = dataclasses.replace(before, unsteady=unsteady, refused=layers)
-        if has_failed:
+        if failed:
             name, why = next(iter(failed.items()))
             self._say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
-        if has_refused:
+        if refused:
             self._say(f"lowtide: {len(refused)} layers cannot be run again: {next(iter(refused.values()))}")
         shape = self._shapes[key]
         is_joint = self._decide(f"{_UNSTEADY} {len(unsteady)} {len(layers)}")
@@ -417,7 +434,7 @@ class Autopilot:
             self._facts = before  # so that the next forward is refused as well
             raise
         self._replace(shape, plan)
-        why = _UNSTEADY if has_failed else _REFUSED
+        why = _UNSTEADY if failed else _REFUSED
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
     @property
@@ -467,6 +484,7 @@ class Autopilot:
             self.source.equip(shape.tide, shape, self._consensus.budget_bytes)
         else:
             shape.tide.resume()
+        shape.tide.keep_layers(self._facts.refused)
         # Also of a plan that is new: the device's counter remembers what came before it, the observed step too.
         self._restart_stats(shape.tide)
         is_compared = self._has_budget and shape.num_reviews < _NUM_REVIEWS
@@ -586,17 +604,18 @@ class Autopilot:
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
-        key = self._state.key
-        if key is None or self.phase is Phase.REMOVED or not self._has_budget:
-            return
-        shape = self._shapes[key]
-        start = time.perf_counter()
-        target = int((self._budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
-        plan = self._make_plan(shape.profile, target)  # no other rank need be out of memory
-        # Only now: where no plan is that small, the budget stays as it was.
-        shape.unforeseen_bytes = self._budget_bytes - target
-        self._replace(shape, plan)
-        self._use(key, why="out of memory", seconds=time.perf_counter() - start)
+        with self._lock:
+            key = self._state.key
+            if key is None or self.phase is Phase.REMOVED or not self._has_budget:
+                return
+            shape = self._shapes[key]
+            start = time.perf_counter()
+            target = int((self._budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
+            plan = self._make_plan(shape.profile, target)  # no other rank need be out of memory
+            # Only now: where no plan is that small, the budget stays as it was.
+            shape.unforeseen_bytes = self._budget_bytes - target
+            self._replace(shape, plan)
+            self._use(key, why="out of memory", seconds=time.perf_counter() - start)
 
     def _tighten(self, error: BaseException, num_tried: int) -> str | None:
         """After an out-of-memory error, between two attempts: what was done about it, or None."""

@@ -79,7 +79,7 @@ class RecipeGraph:
     """The pass learns position tables: it is the first one, or the model has changed."""
     modes: Modes = field(default_factory=Modes)
     """The modes at the beginning of the pass."""
-    _cells: dict[str, Source] = field(default_factory=dict)
+    _sources: dict[str, Source] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[Node, RecomputedSource]]] = field(default_factory=dict)
     _marks: dict[Any, str] = field(default_factory=dict)
     """Autograd's nodes that made the sources' tensors. Held, so that no other node gets their identity."""
@@ -97,12 +97,12 @@ class RecipeGraph:
 
     def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
         """The recomputed source of this tensor's storage, if there is one."""
-        source = self._cells.get(node.name)
+        source = self._sources.get(node.name)
         return source if isinstance(source, RecomputedSource) and source.is_of(tensor) else None
 
     def make(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> RecomputedSource | None:
         """The source of a node that is to be dropped and recomputed; None where the node has a source already."""
-        if node.name in self._cells:
+        if node.name in self._sources:
             return None
         source = RecomputedSource(
             node.name, node.program, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
@@ -120,12 +120,12 @@ class RecipeGraph:
         return source
 
     def _add(self, node: Node, source: Source, grad_fn: Any) -> None:
-        if node.name in self._cells:
+        if node.name in self._sources:
             return
         node.was_seen = True
         if self.is_observing:
             node.shape = source.shape
-        self._cells[node.name] = source
+        self._sources[node.name] = source
         if grad_fn is not None:
             self._marks.setdefault(grad_fn, node.name)
         for waiting, dependent in self._waiting.pop(node.name, ()):
@@ -135,7 +135,7 @@ class RecipeGraph:
 
     def _link(self, node: Node, source: RecomputedSource) -> None:
         """Drop the source's tensor if all that its recipe starts from is there; else wait for what is missing."""
-        missing = next((entry for entry in node.inputs if entry.node and entry.name not in self._cells), None)
+        missing = next((entry for entry in node.inputs if entry.node and entry.name not in self._sources), None)
         if missing is not None:
             self._waiting.setdefault(missing.name, []).append((node, source))
             return
@@ -152,7 +152,7 @@ class RecipeGraph:
     def _links(self, node: Node, source: RecomputedSource) -> tuple[Link | StateLink, ...] | None:
         recipe = node.decision.recipe
         assert recipe is not None
-        pairs = [(entry, entry.node, self._cells[entry.name]) for entry in node.inputs if entry.node]
+        pairs = [(entry, entry.node, self._sources[entry.name]) for entry in node.inputs if entry.node]
         if self.is_observing:
             node.has_planned_shape = source.nbytes == node.decision.nbytes and all(
                 other.nbytes == above.decision.nbytes for _, above, other in pairs
@@ -175,7 +175,7 @@ class RecipeGraph:
             local = inside(tensor)
             fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
             return StateLink(entry.name, local.detach(), entry.shape, tensor.detach()) if fits else None
-        source = self._cells[entry.name]
+        source = self._sources[entry.name]
         shape = entry.shape if is_literal else source.shape
         fits = source.is_intact() and shape.end_bytes() <= source.nbytes
         return Link(entry.name, source, shape) if fits else None
@@ -251,7 +251,7 @@ class RecipeGraph:
                 if is_complete and not node.groups:
                     node.has_failed, node.why_failed = True, f"what it starts from, '{name}', was not there"
                 self._stay(source)
-        made = [source for source in self._cells.values() if isinstance(source, RecomputedSource) and source.links]
+        made = [source for source in self._sources.values() if isinstance(source, RecomputedSource) and source.links]
         has_changed = True
         while has_changed:
             has_changed = False
@@ -260,7 +260,7 @@ class RecipeGraph:
                     if isinstance(link, Link) and link.source.last_use < source.last_use:
                         link.source.last_use = source.last_use
                         has_changed = True
-        self._cells.clear()
+        self._sources.clear()
         self._waiting.clear()
         self._marks.clear()
 

@@ -48,6 +48,7 @@ from lowtide.tensors.private import gradient_hooks, version_of
 from lowtide.tensors.snapshot import take
 
 MAX_ATTEMPTS = 3
+"""Beside those that keep one more layer, of which there are at most as many as layers."""
 # Facts, not work: what was really copied, waited for or refused stays counted when a micro-batch is taken back.
 _KEPT_COUNTERS = frozenset(
     {"copied_in_bytes", "copied_out_bytes", "stall_seconds", "num_kept_for_lack_of_room", "num_retries"}
@@ -82,6 +83,7 @@ class Rollback:
     def run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
         """What `closure()` returns. Raises what it raises; an out-of-memory error only when nothing helped."""
         tried: list[str] = []
+        kept: set[str] = set()
         with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:
             while True:
                 try:
@@ -98,14 +100,18 @@ class Rollback:
                     raise failure
                 place = self._let_go(failure)
                 start.go_back()
-                how = self._tighten(failure, len(tried)) if len(tried) < MAX_ATTEMPTS - 1 else None
+                refused = {failure.path} - kept if isinstance(failure, RecomputeRefusedError) else set()
+                can_try = refused or len(tried) < MAX_ATTEMPTS - 1
+                how = self._tighten(failure, len(tried)) if can_try else None
                 if how is None:
                     if _can_be_given_up(failure):
                         raise failure
                     failure.add_note(place)
                     failure.add_note(self._last_words(tried, start.num_unfinished()))
                     raise failure
-                tried.append(how)
+                kept |= refused
+                if not refused:
+                    tried.append(how)
                 counters = self._counters()
                 if counters is not None:
                     counters.num_retries += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any
 
@@ -170,6 +170,13 @@ class Tide:
                 state_bytes=self._model_state_bytes,
                 slack_bytes=slack_bytes,
             )
+
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Keep what these layers save, where the solved plan would run them again: another plan's step has shown that
+        they cannot be. A limit (`set_limit`) holds all the same."""
+        for name in names:
+            watch = self._context.watch(self.model.get_submodule(name))
+            watch.refusal = watch.refusal or "It could not be run again in a step of another plan."
 
     def slice_inputs(self, slices: InputKeeper) -> None:
         """Keep a slice of each recomputed layer's input on this tensor-parallel rank. Before the first forward pass."""

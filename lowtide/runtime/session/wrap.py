@@ -13,6 +13,7 @@ Cost: some microseconds for each wrapped module that is called. Not covered: wha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,6 +60,8 @@ class PlannedForwards:
         self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         self._local = threading.local()
         """Of each thread: the forward pass of the forward pass that it is in."""
+        self._learning = threading.RLock()
+        """Of the thread in whose forward pass the first tables are written; others wait, and follow them."""
         self._unchecked: Sequence[Rule] = ()
         self._checks_sites = False
         self._patches = self._wrap()
@@ -152,6 +155,11 @@ class PlannedForwards:
         if context.guard is not None:
             context.guard.begin()
         self._unseen.end()
+        with contextlib.nullcontext() if layer.tables else self._learning:
+            return self._run_pass(layer, forward, args, kwargs)
+
+    def _run_pass(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        context = self._context
         forward_pass = ForwardPass(context, layer)
         self._local.forward_pass = forward_pass
         try:

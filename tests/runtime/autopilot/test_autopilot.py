@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +24,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.timeline.step import Link
+from tests import two_ranks
 from tests.engines.clocked import ClockedEngine
 
 ROOT = Path(__file__).parents[3]
@@ -275,6 +272,33 @@ def test_evaluation_in_between_does_nothing() -> None:
             assert_same(step(model, batch), truth[number])
         assert [event.why for event in tide.events] == ["first step"]
         assert tide.stats is not None and tide.stats.num_divergences == 0
+
+
+def test_two_threads_whose_first_forwards_coincide_share_one_plan() -> None:
+    """One observes and plans, the other one waits, also where it arrives while that goes on."""
+    num_steps, truth, model = 4, net().eval(), net().eval()
+    budget = budget_of(net().eval(), (rows(),))
+    both, got = threading.Barrier(2), {0: [], 1: []}
+
+    def steps(tried: nn.Module, number: int, found: list[list[Tensor]]) -> None:
+        both.wait(60)
+        for index in range(num_steps):
+            loss = tried(rows(seed=2 * index + number))
+            found.append([loss.detach(), *torch.autograd.grad(loss, list(tried.parameters()))])
+
+    with optimize(model, budget) as tide:
+        threads = [threading.Thread(target=steps, args=(model, number, got[number])) for number in got]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [event.why for event in tide.events].count("first step") == 1
+        assert tide.stats is not None and (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+    for number, found in got.items():
+        assert len(found) == num_steps
+        for index, step_found in enumerate(found):
+            loss = truth(rows(seed=2 * index + number))
+            assert_same(step_found, [loss.detach(), *torch.autograd.grad(loss, list(truth.parameters()))])
 
 
 @pytest.mark.parametrize("rule", [["model.model.layers.0"], "all"])
@@ -570,28 +594,7 @@ print(json.dumps(found))
 
 
 def test_two_ranks_follow_one_plan_and_fail_together() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK)],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    first, second = two_ranks.answers(["-c", textwrap.dedent(RANK)])
     assert first["digest"] == second["digest"]
     assert first["whys"] == second["whys"]
     # The smaller one, which is the second rank's; and each rank did what the plan says, and says so for itself.

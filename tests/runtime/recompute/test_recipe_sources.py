@@ -227,7 +227,7 @@ class Rejoined(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:lowtide. the first forward:UserWarning")  # what is dropped is not in the plan
 @pytest.mark.parametrize("change", ["takes_other", "writes"])
-def test_a_cell_is_found_by_storage_and_version_not_by_name(change: str) -> None:
+def test_a_source_is_found_by_storage_and_version_not_by_name(change: str) -> None:
     """The same producer, dtype and shape at the same position, but another tensor, or the tensor after a write."""
     model = stack(Rejoined())
     profile = profiled(model)
