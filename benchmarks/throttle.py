@@ -94,6 +94,9 @@ class ThrottledEngine:
     def allocate(self, nbytes: int, tier: str) -> Slot:
         return self.inner.allocate(nbytes, tier)
 
+    def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
+        return self.inner.allocate_visible(nbytes, tier)
+
     def free(self, slot: Slot) -> None:
         self.inner.free(slot)
 

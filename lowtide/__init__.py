@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.engines.base import Engine
-    from lowtide.errors import BudgetError, ConfigError
+    from lowtide.errors import BudgetError, ConfigError, PartialStepError
+    from lowtide.optimizer.swap import OptimizerSwap
     from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.session.tide import Tide
     from lowtide.timeline.hardware import Hardware
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "PartialStepError",
     "Plan",
     "Profile",
     "Tide",
@@ -37,11 +39,13 @@ __all__ = [
     "observe",
     "optimize",
     "plan",
+    "swap_optimizer",
 ]
 
 _HOMES = {
     "BudgetError": "lowtide.errors",
     "ConfigError": "lowtide.errors",
+    "PartialStepError": "lowtide.errors",
     "Plan": "lowtide.core.plan",
     "Profile": "lowtide.core.profile",
     "Tide": "lowtide.runtime.session.tide",
@@ -167,6 +171,41 @@ def optimize(
     from lowtide.runtime.autopilot.optimize import optimize as optimize_model
 
     return optimize_model(model, budget=budget, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
+
+
+def swap_optimizer(
+    optimizer: torch.optim.Optimizer,
+    *,
+    tier: str = "host",
+    overlap: str = "auto",
+    resident: float | str = "auto",
+    bucket_bytes: int | str = "auto",
+    model: torch.nn.Module | None = None,
+    engine: Engine | str | None = None,
+    min_bytes: int | str = 16 * 1024,
+) -> OptimizerSwap:
+    """Keep the state of `optimizer` in main memory or a file between steps, until `detach()` of the handle or the end
+    of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
+    that it is.
+
+    `tier`: "host", the first tier below the device (main memory; for a model on the CPU that is a file), or "disk".
+    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device.
+    `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than
+    `min_bytes` stays where it is. `model`: for ways of overlapping that follow its modules. `engine`: as in `apply`.
+    Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.
+    """
+    from lowtide.optimizer.swap import swap_optimizer as swap
+
+    return swap(
+        optimizer,
+        tier=tier,
+        overlap=overlap,
+        resident=resident,
+        bucket_bytes=bucket_bytes,
+        model=model,
+        engine=engine,
+        min_bytes=min_bytes,
+    )
 
 
 def __getattr__(name: str) -> Any:

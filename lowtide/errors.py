@@ -68,3 +68,18 @@ class RecomputeRefusedError(RuntimeError):
 
     def __reduce__(self) -> tuple:
         return functools.partial(type(self), can_stay=self.can_stay), (str(self), self.path)
+
+
+class PartialStepError(RuntimeError):
+    """An optimizer's step stopped at bucket number `bucket`: those before it are updated, those after it are not.
+
+    `can_resume`: nothing of this bucket was touched, and `resume()` of the handle goes on to the same bits.
+    """
+
+    def __init__(self, message: str, *, bucket: int, can_resume: bool) -> None:
+        self.bucket = bucket
+        self.can_resume = can_resume
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple:
+        return functools.partial(type(self), bucket=self.bucket, can_resume=self.can_resume), (str(self),)

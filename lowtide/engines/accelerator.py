@@ -149,6 +149,14 @@ class AcceleratorEngine:
         assert self._disk is not None
         return Slot(tier, nbytes, self._disk.allocate(nbytes))
 
+    def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
+        if tier == "host":
+            block = self._arena.allocate(nbytes, whole=True)
+            return Slot(tier, nbytes, block), block.pieces()[0]
+        slot = self.allocate(nbytes, tier)
+        assert self._disk is not None
+        return slot, torch.frombuffer(self._disk.view(slot.place, nbytes), dtype=torch.uint8)
+
     def free(self, slot: Slot) -> None:
         if slot.tier == "host":
             self._arena.free(slot.place)

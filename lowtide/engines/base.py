@@ -76,6 +76,12 @@ class Engine(Protocol):
     def allocate(self, nbytes: int, tier: str) -> Slot:
         """Reserve `nbytes` on `tier`. Raises `TierFull` when a cap or the disk is reached."""
 
+    def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
+        """As `allocate`, in one piece, and its bytes as a uint8 tensor of main memory, valid until the slot is freed.
+
+        The tensor shows what the last complete copy out wrote, and the next copy in brings what was written to it; who
+        reads or writes it waits for the copies first. On disk it maps the file: no memory until it is read."""
+
     def free(self, slot: Slot) -> None:
         """Give a slot back. The caller promises that no copy from or to it is unfinished."""
 

@@ -256,6 +256,10 @@ class HostEngine:
         self._check_process()
         return Slot(tier, nbytes, self.disk.allocate(nbytes))
 
+    def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
+        slot = self.allocate(nbytes, tier)
+        return slot, torch.frombuffer(self.disk.view(slot.place, nbytes), dtype=torch.uint8)
+
     def free(self, slot: Slot) -> None:
         if os.getpid() == self._process_id:
             self.disk.free(slot.place, slot.nbytes)

@@ -99,8 +99,14 @@ class VirtualEngine:
         self._num_slots += 1
         return slot
 
+    def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
+        slot = self.allocate(nbytes, tier)
+        return slot, slot.place
+
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
+        with disable_current_modes():
+            slot.place.fill_(_POISON)  # for whoever still looks at it
         self._in_use[slot.tier] -= slot.nbytes
         self._num_slots -= 1
         slot.place = None

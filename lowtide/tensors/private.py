@@ -44,6 +44,9 @@ try:
         unset_fake_temporarily,
     )
 
+    # Hooks of the `step` of every optimizer. They can be added publicly, not listed.
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
     # What sees each operator below autograd. torch documents it, in a module whose name is private.
     # `is_traceable_wrapper_subclass`: whether a tensor breaks down into plain ones by `__tensor_flatten__`.
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -413,3 +416,23 @@ def experts_implementation(config: Any) -> str | None:
 def set_experts_implementation(config: Any, name: str) -> None:
     """As `experts_implementation`, which must not have been None."""
     setattr(config, _EXPERTS, name)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def step_post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What runs after each `step` of an optimizer, in this order. Hooks can be added publicly, not listed."""
+    own = getattr(optimizer, OPTIMIZER_HOOKS[1])
+    return [*own.values(), *_global_optimizer_post_hooks.values()]
+
+
+def is_wrapped_by_scheduler(step: Any) -> bool:
+    """Whether a learning-rate scheduler has put a function of its own in place of an optimizer's `step`, to see whether
+    it was called. No public way to ask."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def tell_scheduler(optimizer: Any) -> None:
+    """What a scheduler's function around `step` would do: say that the optimizer has stepped."""
+    optimizer._opt_called = True

@@ -27,6 +27,7 @@ import torch
 from lowtide.engines.base import Bandwidth, Lane, Slot
 from lowtide.errors import TierFull
 from lowtide.tensors.private import TorchDispatchMode, disable_current_modes
+from lowtide.tensors.view import byte_view
 
 
 @dataclass(slots=True)
@@ -96,6 +97,10 @@ class ClockedEngine:
             raise TierFull(f"{tier}: {self._in_use_bytes} of {self._host_bytes} bytes in use, {nbytes} more wanted")
         self._in_use_bytes += nbytes
         return Slot(tier, nbytes, torch.UntypedStorage(nbytes))
+
+    def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
+        slot = self.allocate(nbytes, tier)
+        return slot, byte_view(slot.place)
 
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"

@@ -706,3 +706,19 @@ def test_no_copy_is_under_way_when_the_engine_is_closed():
     assert engine._lanes[Lane.OUT].stream.queue
     engine.close()
     assert not engine._lanes[Lane.OUT].stream.queue
+
+
+def test_a_visible_slot_shows_what_was_sent(tmp_path):
+    device = SimDevice("late")
+    engine = AcceleratorEngine(device.device, 256 * MIB, DiskTier(tmp_path), ops=device)
+    for tier in engine.tiers:
+        slot, view = engine.allocate_visible(3 * MIB, tier)
+        source = torch.arange(3 * MIB).to(torch.uint8)
+        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+        engine.copy_out(source.untyped_storage(), slot)
+        sent = engine.record(Lane.OUT)
+        engine.wait(Lane.COMPUTE, sent)
+        engine._lanes[Lane.OUT].stream.synchronize()
+        assert torch.equal(view, source)
+        engine.free(slot)
+    engine.close()

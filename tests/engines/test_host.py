@@ -21,6 +21,7 @@ import torch
 from lowtide.engines.base import Engine, Lane, Slot
 from lowtide.engines.host import HostEngine
 from lowtide.errors import ConfigError, TierFull
+from lowtide.tensors.view import byte_view
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -421,3 +422,19 @@ def test_bandwidth_is_measured_both_ways(engine):
     assert bandwidth.out_bytes_per_second > 1e6
     assert bandwidth.in_bytes_per_second > 1e6
     assert engine.memory_in_use() == {"disk": 0}
+
+
+def test_a_visible_slot_shows_the_file(tmp_path):
+    engine = HostEngine(directory=tmp_path)
+    slot, view = engine.allocate_visible(10_000, "disk")
+    source = torch.arange(10_000).to(torch.uint8)
+    engine.copy_out(source.untyped_storage(), slot)
+    engine.wait(Lane.COMPUTE, engine.record(Lane.OUT))
+    assert torch.equal(view, source)
+    view[:4] = 7
+    target = engine.new_buffer(10_000, torch.device("cpu"))
+    engine.copy_in(slot, target)
+    engine.wait(Lane.COMPUTE, engine.record(Lane.IN))
+    assert torch.equal(byte_view(target), view)
+    engine.free(slot)
+    engine.close()

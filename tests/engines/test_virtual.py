@@ -140,3 +140,15 @@ def test_caps_are_kept() -> None:
     engine.free(first)
     assert engine.allocate(100, "host").nbytes == 100
     assert engine.memory_in_use() == {"host": 100, "disk": 0}
+
+
+def test_a_visible_slot_shows_what_was_sent_and_poison_when_it_is_free():
+    engine = VirtualEngine(0)
+    slot, view = engine.allocate_visible(16, "host")
+    source = torch.arange(16, dtype=torch.uint8)
+    engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+    engine.copy_out(source.untyped_storage(), slot)
+    engine.wait(Lane.COMPUTE, engine.record(Lane.OUT))
+    assert torch.equal(view, source)
+    engine.free(slot)
+    assert (view == 255).all()

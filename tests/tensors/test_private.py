@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError
@@ -501,6 +502,31 @@ def test_hooks_of_optimizers() -> None:
     optimizer.register_step_pre_hook(lambda *_: None)
     optimizer.register_step_post_hook(lambda *_: None)
     assert [len(vars(optimizer)[name]) for name in private.OPTIMIZER_HOOKS] == [1, 1]
+
+
+def test_what_runs_after_a_step() -> None:
+    optimizer = torch.optim.SGD([leaf()])
+    before = private.step_post_hooks(optimizer)
+    own = optimizer.register_step_post_hook(lambda *_: None)
+    everyones = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert len(private.step_post_hooks(optimizer)) == len(before) + 2
+    finally:
+        own.remove()
+        everyones.remove()
+    assert private.step_post_hooks(optimizer) == before
+
+
+def test_schedulers_watch_the_step_of_an_optimizer(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = torch.optim.SGD([leaf()])
+    assert not private.is_wrapped_by_scheduler(optimizer.step)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert private.is_wrapped_by_scheduler(optimizer.step)
+    private.tell_scheduler(optimizer)
+    scheduler.step()
+    assert not recwarn.list
+    torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([leaf()])).step()
+    assert "before `optimizer.step()`" in str(recwarn.pop().message)
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------

@@ -112,21 +112,25 @@ class Arena:
         """How many slabs are held."""
         return len(self._heads)
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block of `nbytes`, in one piece if possible. Raises `TierFull`; then no block has changed."""
+    def allocate(self, nbytes: int, *, whole: bool = False) -> Block:
+        """A block of `nbytes`, in one piece if possible. Raises `TierFull`; then no block has changed.
+
+        `whole`: in one piece or not at all; for one that is larger than a slab, a slab of its own is made."""
         assert nbytes >= 0
         size = -(-nbytes // self._align_bytes) * self._align_bytes
         if size == 0:
             return Block(0, [])
         found = self._find(size)
         if found is None:
-            self._grow(size)
+            self._grow(size, whole)
             found = self._find(size)
         if found is not None:
             return Block(nbytes, [self._take(found, size)])
-        if self._free_bytes() < size:
+        if whole or self._free_bytes() < size:
+            in_one_piece = " in one piece" if whole else ""
             raise TierFull(
-                f"host arena: {nbytes} bytes asked for, {self.bytes_in_use} of at most {self.cap_bytes} in use"
+                f"host arena: {nbytes} bytes{in_one_piece} asked for, {self.bytes_in_use} of at most {self.cap_bytes} "
+                "in use"
             )
         return Block(nbytes, self._gather(size))
 
@@ -151,14 +155,20 @@ class Arena:
 
     # -- slabs ---------------------------------------------------------------------------------------------------------
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, size: int, whole: bool) -> None:
         """Add one slab that holds `size`, or slabs until `size` bytes are free in pieces; never above the cap."""
         # Nothing is pinned for a request that cannot be met: reserving the rest of the cap would be of no use to it.
         if self._reachable_bytes() < size:
             return
+        own_bytes = _power_of_two_above(size)
+        if whole and own_bytes > self._slab_bytes and self.bytes_reserved + own_bytes <= self.cap_bytes:
+            self._add_slab(own_bytes)
+            return
         slab_bytes = self._next_slab_bytes(size)
         if slab_bytes >= size:
             self._add_slab(slab_bytes)
+            return
+        if whole:
             return
         while self._free_bytes() < size:
             slab_bytes = self._next_slab_bytes(size - self._free_bytes())

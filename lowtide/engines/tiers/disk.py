@@ -1,6 +1,7 @@
 """The disk tier: one unlinked temporary file, cut into reusable ranges, read and written past the page cache.
 
-What: `DiskTier` reserves ranges of a file (`allocate`, `free`) and moves raw memory to and from them (`write`, `read`).
+What: `DiskTier` reserves ranges of a file (`allocate`, `free`), moves raw memory to and from them (`write`, `read`),
+and shows them as memory (`view`).
 Why: main memory that plays the device only gets emptier if the bytes leave the machine's memory altogether. A page
 cache copy would still be resident (and counted by a cgroup), and measured about five times slower to write than
 O_DIRECT on a virtual disk. The file has no name, so nothing stays behind however the process ends.
@@ -196,6 +197,19 @@ class DiskTier:
                 self._reserve(self._ranges.end_bytes + growth)
             self._used_bytes += size
             return self._ranges.allocate(size)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A slot's bytes as writable memory, valid until the slot is freed, even after `close`.
+
+        It is the file mapped: a page takes memory once it is read, and the kernel may take that back. `write` and
+        `read` see what was written to it and the other way round, once they are done."""
+        assert nbytes > 0
+        with self._lock:
+            if os.fstat(self._descriptor).st_size < offset + nbytes:  # the file system cannot reserve
+                os.ftruncate(self._descriptor, offset + padded(nbytes))
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(self._descriptor, offset + nbytes - start, offset=start)
+        return memoryview(mapping)[offset - start :]
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give a slot back. Never blocks, so that a finalizer may call it (even one that interrupts `allocate`)."""

@@ -185,3 +185,18 @@ def test_a_hundred_thousand_operations_are_cheap():
     assert time.process_time() - start < 5.0
     live_bytes = arena.bytes_in_use
     assert arena.bytes_reserved < 2 * live_bytes + 2**27
+
+
+def test_a_whole_block_larger_than_a_slab_gets_a_slab_of_its_own():
+    arena = Arena(64 * 4096, lambda n: torch.zeros(n, dtype=torch.uint8), slab_bytes=8 * 4096)
+    block = arena.allocate(13 * 4096, whole=True)
+    assert [piece.numel() for piece in block.pieces()] == [13 * 4096]
+    assert arena.bytes_reserved == 16 * 4096
+
+
+def test_a_whole_block_is_refused_where_only_pieces_are_free():
+    arena = Arena(16 * 4096, lambda n: torch.zeros(n, dtype=torch.uint8), slab_bytes=8 * 4096)
+    arena.allocate(7 * 4096), arena.allocate(7 * 4096)
+    with pytest.raises(TierFull, match="8192 bytes in one piece asked for, 57344 of at most 65536 in use"):
+        arena.allocate(2 * 4096, whole=True)
+    assert len(arena.allocate(2 * 4096).pieces()) == 2

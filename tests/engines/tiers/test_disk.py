@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,3 +218,20 @@ def test_a_limit_of_the_system_fails_the_allocation_or_the_write(tmp_path):
 
 def test_padding():
     assert [padded(n) for n in (1, 4096, 4097)] == [4096, 4096, 8192]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_view_and_the_file_show_the_same_bytes(tmp_path, direct):
+    tier = DiskTier(tmp_path, direct=direct)
+    tier.allocate(4096)
+    offset = tier.allocate(10_000)
+    view = tier.view(offset, 10_000)
+    written = torch.arange(10_000).to(torch.uint8)
+    tier.write(offset, written.data_ptr(), 10_000)
+    assert bytes(view) == bytes(written.numpy())
+    view[5000:5004] = b"abcd"
+    read = torch.zeros(10_000, dtype=torch.uint8)
+    tier.read(offset, read.data_ptr(), 10_000)
+    assert bytes(read.numpy()) == bytes(view)
+    tier.close()
+    assert bytes(view[5000:5004]) == b"abcd"

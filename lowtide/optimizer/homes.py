@@ -1,0 +1,141 @@
+"""Where the state of a bucket is between steps: a slot of a slower tier, and ordinary tensors over its bytes.
+
+What: `Home` is one bucket. It owns a slot, and for each tensor of state one over the slot's bytes, which stands in
+`optimizer.state` between steps. `movable` says which tensors of state can live so.
+Why: whoever looks into `optimizer.state` between steps (a checkpoint, a logger, a user) finds a valid tensor with the
+right bytes and of the right shape, only its device is another. Nothing is ever empty or out of date.
+Each tensor has a storage of its own, which is a part of the slot: `torch.save` writes whole storages, and would write
+the bucket for each of its tensors.
+Cost: some microseconds a tensor when a home is made.
+
+Not covered: tensors in nested containers of a state; wrapped tensors other than `DTensor`: both stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.engines.base import Slot
+from lowtide.optimizer.buckets import lay_out
+from lowtide.tensors.private import storage_key
+from lowtide.tensors.view import Shape
+from lowtide.tensors.wrappers import Shell, inside, is_distributed, shell_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor of state: `optimizer.state[parameter][key]`."""
+
+    parameter: torch.Tensor
+    key: Hashable
+    shape: Shape
+    start_bytes: int
+    nbytes: int
+    shell: Shell | None
+    """What goes around the plain tensor; None for a plain one."""
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The plain tensor, over the bytes of a bucket."""
+        return self.shape._replace(offset=self.start_bytes // self.shape.dtype.itemsize).over(storage)
+
+    def dressed(self, local: torch.Tensor) -> torch.Tensor:
+        return local if self.shell is None else self.shell.around(local)
+
+
+class Home:
+    """One bucket and where it lives. Plain data; the copies are made by transfers.py."""
+
+    __slots__ = ("entries", "hosts", "nbytes", "parameters", "resident", "slot")
+
+    def __init__(self, slot: Slot, view: torch.Tensor, entries: list[Entry]) -> None:
+        self.slot = slot
+        self.nbytes = slot.nbytes
+        self.entries = entries
+        self.hosts = [entry.dressed(_own_part(view, entry)) for entry in entries]
+        """What `optimizer.state` holds between steps, in the order of `entries`."""
+        self.parameters = list(dict.fromkeys(entry.parameter for entry in entries))
+        self.resident: torch.UntypedStorage | None = None
+        """The bytes on the device, where they could not be written to the slot."""
+
+    def bind_host(self, state: Any) -> None:
+        """Make `optimizer.state` show the bytes in the slot."""
+        for entry, host in zip(self.entries, self.hosts, strict=True):
+            state[entry.parameter][entry.key] = host
+
+    def bind_device(self, state: Any, bucket: torch.UntypedStorage) -> list[torch.Tensor]:
+        """Make `optimizer.state` show the bytes in `bucket`. Returns what it shows, in the order of `entries`."""
+        shown = [entry.dressed(entry.over(bucket)) for entry in self.entries]
+        for entry, tensor in zip(self.entries, shown, strict=True):
+            state[entry.parameter][entry.key] = tensor
+        return shown
+
+    def on_device(self) -> torch.UntypedStorage:
+        """The bytes of a home that could not be written to its slot."""
+        assert self.resident is not None
+        return self.resident
+
+    def is_bound(self, state: Any) -> bool:
+        """Whether `optimizer.state` still shows all of it, or somebody has put something else there."""
+        return all(
+            state.get(entry.parameter, {}).get(entry.key) is host
+            for entry, host in zip(self.entries, self.hosts, strict=True)
+        )
+
+
+def _own_part(view: torch.Tensor, entry: Entry) -> torch.Tensor:
+    start = int(view.storage_offset()) + entry.start_bytes
+    return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])
+
+
+def movable(value: Any, device: torch.device, min_bytes: int) -> bool:
+    """Whether this is a tensor of state that can live elsewhere: on the device or in main memory, dense, not small."""
+    if not isinstance(value, torch.Tensor) or not (type(value) is torch.Tensor or is_distributed(value)):
+        return False
+    local = inside(value)
+    return (
+        type(local) is torch.Tensor
+        and local.layout == torch.strided
+        and local.device in (device, torch.device("cpu"))
+        and local.dim() > 0
+        and local.nbytes >= max(min_bytes, 1)
+        and not local.requires_grad
+        and not local.is_conj()
+        and not local.is_neg()
+        and _is_dense(local)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def describe(values: Iterable[tuple[torch.Tensor, Hashable, torch.Tensor]]) -> tuple[list[Entry], int]:
+    """The entries of a bucket with these tensors (parameter, key, value), and its bytes."""
+    values = list(values)
+    starts, nbytes = lay_out([inside(value).nbytes for _, _, value in values])
+    entries = [
+        Entry(parameter, key, Shape.of(inside(value))._replace(offset=0), start, inside(value).nbytes, shell_of(value))
+        for (parameter, key, value), start in zip(values, starts, strict=True)
+    ]
+    return entries, nbytes
+
+
+def storages_of(values: Iterable[Any]) -> list[int]:
+    """What tells the storages of these tensors apart."""
+    return [storage_key(inside(v).untyped_storage()) for v in values if isinstance(v, torch.Tensor) and _has_storage(v)]
+
+
+def _has_storage(value: torch.Tensor) -> bool:
+    local = inside(value)
+    return type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout == torch.strided

@@ -1,0 +1,275 @@
+"""One step of an optimizer, part by part: fetch a bucket, step its parameters, send it back.
+
+What: `Stepper.plan` says which parameters step together, `Stepper.run` steps them. While one part computes, the next
+one's bucket arrives and the last one's leaves.
+Why it is exact: an optimizer of torch treats each parameter by itself (or, with foreach, in lists whose members do not
+touch each other), so a step over some parameters, then over the others, is the step over all of them. The optimizer's
+own `step` does the work, with `param_groups` that show it some of the parameters.
+
+A part is a bucket's parameters that have a gradient; or parameters whose state stays on the device; or parameters
+that have no state yet, as many as will make about a bucket of it, so that the first step is bounded too. Parameters
+without a gradient are skipped, and a bucket without any gradient is not moved.
+One exception in torch's optimizers: SGD with momentum takes another way through all of a group when one momentum is
+still missing, with other bits in bfloat16. Such a group steps as one part, once.
+
+Where it stops: what failed before a part's own step leaves that part as it was (`PartialStepError`, can be resumed);
+what failed inside may have updated half of its parameters, and nobody can tell which.
+Cost: about 60 us of Python a part, and a dictionary a group and part.
+
+Not covered: splitting one parameter; optimizers that look at several parameters at once (trial.py refuses them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.errors import PartialStepError
+from lowtide.optimizer.buckets import runs
+from lowtide.optimizer.groups import Chosen, GroupSnapshot
+from lowtide.optimizer.homes import Home
+from lowtide.optimizer.store import StateStore, entries_of
+from lowtide.optimizer.transfers import Arrival
+from lowtide.tensors.wrappers import inside
+
+
+@dataclass(slots=True)
+class Part:
+    """Parameters that step together, and the buckets that have their state."""
+
+    chosen: list[Chosen]
+    homes: list[Home] = field(default_factory=list)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for _, parameters in self.chosen for parameter in parameters]
+
+
+@dataclass(slots=True)
+class StepRun:
+    """One step under way: what is done is before `index`."""
+
+    parts: list[Part]
+    snapshot: GroupSnapshot
+    call: Callable[[], Any]
+    """The optimizer's own step, over whatever `param_groups` shows."""
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
+    index: int = 0
+    result: Any = None
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    """Buckets under way, by the identity of their home."""
+    is_tainted: bool = False
+
+
+class Stepper:
+    """See the module's text."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, store: StateStore) -> None:
+        self.optimizer = optimizer
+        self.store = store
+        self.transfers = store.transfers
+
+    # -- which parameters step together --------------------------------------------------------------------------------
+
+    def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival]) -> StepRun:
+        """A step of all parameters that have a gradient. `arrivals` were fetched before."""
+        groups = self.optimizer.param_groups
+        gradients = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
+        return StepRun(self.plan(), GroupSnapshot(groups), call, gradients, arrivals=arrivals)
+
+    def plan(self) -> list[Part]:
+        self.store.refresh()
+        groups = self.optimizer.param_groups
+        active = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        number_of = {p: number for number, parameters in enumerate(active) for p in parameters}
+        idle = [(number, list(group["params"])) for number, group in enumerate(groups) if not active[number]]
+        together = {number for number, group in enumerate(groups) if self._steps_at_once(group, active[number])}
+        staying, fresh, at_once = self._sorted_out(number_of, together)
+        parts = [Part(sorted([*idle, *_by_group(staying, number_of)], key=_number))]
+        if at_once:
+            parts.append(self._part(at_once, number_of, self._homes_of(at_once)))
+        done = {id(home) for part in parts for home in part.homes}
+        for home in self.store.homes:
+            if id(home) not in done:
+                parts.append(self._part(home.parameters, number_of, [home]))
+        ratio = self.store.state_bytes_per_parameter_byte
+        sizes = [int(inside(p.detach()).nbytes * ratio) for p in fresh]
+        for run in runs(sizes, self.store.bucket_bytes):
+            parts.append(Part(_by_group(fresh[run.start : run.stop], number_of)))
+        parts = [part for part in parts if part.chosen]
+        # Not even a gradient: the optimizer is called all the same, as without lowtide.
+        return parts or [Part([])]
+
+    def _sorted_out(
+        self, number_of: dict[torch.Tensor, int], together: set[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters that step without moving anything, that will make state, and that must step at once."""
+        store, state = self.store, self.optimizer.state
+        staying, fresh, at_once = [], [], []
+        for parameter, number in number_of.items():
+            if number in together:
+                at_once.append(parameter)
+            elif parameter in store.home_of:
+                continue
+            elif parameter in store.residents or entries_of(state, parameter):
+                staying.append(parameter)
+            else:
+                fresh.append(parameter)
+        return staying, fresh, at_once
+
+    def _homes_of(self, parameters: list[torch.Tensor]) -> list[Home]:
+        home_of = self.store.home_of
+        return list({id(home_of[p]): home_of[p] for p in parameters if p in home_of}.values())
+
+    def _part(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], homes: list[Home]) -> Part:
+        """These parameters, and with each home all that live there, since a home is fetched once."""
+        everyone = dict.fromkeys([*parameters, *(p for home in homes for p in home.parameters)])
+        return Part(_by_group([p for p in everyone if p in number_of], number_of), homes)
+
+    def _steps_at_once(self, group: dict[str, Any], active: list[torch.Tensor]) -> bool:
+        if (
+            not isinstance(self.optimizer, torch.optim.SGD)
+            or not group.get("momentum")
+            or group.get("foreach") is False
+        ):
+            return False
+        state = self.optimizer.state
+        missing = [entries_of(state, p).get("momentum_buffer") is None for p in active]
+        return any(missing) and not all(missing)
+
+    # -- one part after the other --------------------------------------------------------------------------------------
+
+    def run(self, run: StepRun) -> Any:
+        """Step what is left of `run`. Returns what the optimizer's step returned last."""
+        while run.index < len(run.parts):
+            self._step_part(run)
+            run.index += 1
+        for arrival in run.arrivals.values():
+            self.transfers.give_up(arrival)
+        run.arrivals.clear()
+        run.snapshot.commit()
+        self.transfers.retire_all()
+        self.transfers.forget_complete()
+        return run.result
+
+    def _step_part(self, run: StepRun) -> None:
+        part = run.parts[run.index]
+        buckets: list[torch.UntypedStorage] = []
+        try:
+            self._fetch(run, part, buckets)
+            state = self.optimizer.state
+            shown = [home.bind_device(state, bucket) for home, bucket in zip(part.homes, buckets, strict=True)]
+            run.is_tainted = True
+            self._step(run, part)
+            run.is_tainted = False
+        except BaseException as error:
+            self._stop(run, part, buckets)
+            if not isinstance(error, Exception):
+                raise  # of the user's making: Ctrl-C
+            raise self._said(run, error) from error
+        self._put_away(part, buckets, shown)
+
+    def _step(self, run: StepRun, part: Part) -> None:
+        optimizer = self.optimizer
+        own = optimizer.param_groups
+        groups = run.snapshot.subset(part.chosen)
+        optimizer.param_groups = groups
+        try:
+            run.result = run.call()
+        finally:
+            optimizer.param_groups = own
+        run.snapshot.collect(part.chosen, groups)
+
+    def _fetch(self, run: StepRun, part: Part, buckets: list[torch.UntypedStorage]) -> None:
+        """Add the buckets of a part, on the device, to `buckets`; and the next part's are under way."""
+        for home in part.homes:
+            self._start(run, home)
+        if run.index + 1 < len(run.parts):
+            with contextlib.suppress(torch.OutOfMemoryError):  # then it is fetched once this part's memory is free
+                for home in run.parts[run.index + 1].homes:
+                    self._start(run, home)
+        for home in part.homes:
+            arrival = run.arrivals.pop(id(home), None)
+            buckets.append(self.transfers.arrive(arrival) if arrival is not None else home.on_device())
+
+    def _start(self, run: StepRun, home: Home) -> None:
+        if home.resident is None and id(home) not in run.arrivals:
+            run.arrivals[id(home)] = self.transfers.fetch(home)
+
+    def _stop(self, run: StepRun, part: Part, buckets: list[torch.UntypedStorage]) -> None:
+        """Show the state again as it was before this part, and let go of what was fetched."""
+        run.snapshot.take_back()
+        for home, bucket in zip(part.homes, buckets, strict=False):
+            if home.resident is None:
+                home.bind_host(self.optimizer.state)
+                self.transfers.drop(bucket)
+        for arrival in run.arrivals.values():
+            self.transfers.give_up(arrival)
+        run.arrivals.clear()
+
+    def _put_away(self, part: Part, buckets: list[torch.UntypedStorage], shown: list[list[torch.Tensor]]) -> None:
+        """Send the buckets back, and give what the optimizer made anew a home."""
+        state = self.optimizer.state
+        outgrown: dict[torch.Tensor, None] = {}
+        for home, bucket, tensors in zip(part.homes, buckets, shown, strict=True):
+            if self._holds_all(home, bucket, tensors):
+                home.resident = None
+                self.transfers.send(home, bucket)
+                home.bind_host(state)
+            else:
+                outgrown |= dict.fromkeys(home.parameters)
+                self.store.part_from(home, bucket)
+        new = self.store.homeless(parameter for parameter in part.parameters() if parameter not in outgrown)
+        if new or outgrown:
+            self.store.adopt([*outgrown, *(values[0][0] for values in new)])
+
+    def _holds_all(self, home: Home, bucket: torch.UntypedStorage, shown: list[torch.Tensor]) -> bool:
+        """Whether the bucket has all that the optimizer left; tensors that it made anew are copied to their places."""
+        state = self.optimizer.state
+        for entry, tensor in zip(home.entries, shown, strict=True):
+            now = entries_of(state, entry.parameter).get(entry.key)
+            if now is tensor:
+                continue
+            local = inside(now) if isinstance(now, torch.Tensor) else None
+            if local is None or (local.size(), local.stride(), local.dtype) != entry.shape[:2] + entry.shape[3:]:
+                return False
+            with torch.no_grad():
+                entry.over(bucket).copy_(local)
+        known = {(entry.parameter, entry.key) for entry in home.entries}
+        return not any(
+            (parameter, key) not in known
+            for parameter in home.parameters
+            for key in _movable_keys(self.store, parameter)
+        )
+
+    def _said(self, run: StepRun, error: Exception) -> PartialStepError:
+        kind, number, count = type(self.optimizer).__name__, run.index, len(run.parts)
+        if run.is_tainted:
+            text = (
+                f"{kind}.step failed inside part {number} of {count} ({type(error).__name__}: {error}); some of its "
+                "parameters may be updated and others not, so it cannot be resumed: load a checkpoint"
+            )
+        else:
+            text = (
+                f"{kind}.step stopped before part {number} of {count} ({type(error).__name__}: {error}); the parts "
+                "before it are updated and nothing is lost: call handle.resume() to go on with the same gradients"
+            )
+        return PartialStepError(text, bucket=number, can_resume=not run.is_tainted)
+
+
+def _by_group(parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]) -> list[Chosen]:
+    chosen: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        chosen.setdefault(number_of[parameter], []).append(parameter)
+    return sorted(chosen.items(), key=_number)
+
+
+def _number(chosen: Chosen) -> int:
+    return chosen[0]
+
+
+def _movable_keys(store: StateStore, parameter: torch.Tensor) -> list[Any]:
+    return [key for values in store.homeless([parameter]) for _, key, _ in values]

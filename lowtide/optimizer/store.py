@@ -1,0 +1,226 @@
+"""All homes of one optimizer: state finds a home, is brought back, or stays where it is.
+
+What: `StateStore.adopt` gives tensors of state a home, bucket by bucket, wherever they are now: made by the optimizer a
+moment ago, loaded from a checkpoint, or put there by the user. `bring_back` is the way back.
+Why one way in: state comes into being in many ways and at any time (in the first step, with a late first gradient, in
+`load_state_dict`, by hand), and each of them must keep the device's share small and the bytes right.
+
+What stays on the device: parameters of the resident share; small tensors and numbers (a `step` on the device would
+cost a wait for the device to move); tensors that share memory with another tensor, since a copy would part them;
+whatever the slower tiers have no room for, with a warning.
+Cost: one copy on the device and one to the slower tier for each byte adopted.
+
+Not covered: the order of copies (transfers.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+
+from lowtide.engines.base import Engine, Slot
+from lowtide.errors import TierFull
+from lowtide.optimizer.buckets import bucket_bytes_for, lay_out, runs
+from lowtide.optimizer.homes import Home, describe, movable, storages_of
+from lowtide.optimizer.transfers import Transfers
+from lowtide.tensors.private import storage_key
+from lowtide.tensors.wrappers import inside
+
+Value = tuple[torch.Tensor, Hashable, torch.Tensor]
+"""A parameter, a key of its state, and the tensor there."""
+
+
+class StateStore:
+    """See the module's text. `bucket_bytes`: None until the size of the state is known."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        device: torch.device,
+        *,
+        tiers: tuple[str, ...],
+        bucket_bytes: int | None,
+        min_bytes: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self.engine = engine
+        self.device = device
+        self.transfers = Transfers(engine, device, self._stay)
+        self.homes: list[Home] = []
+        self.home_of: dict[torch.Tensor, Home] = {}
+        self.residents: set[torch.Tensor] = set()
+        """Parameters whose state stays on the device."""
+        self.state_bytes_per_parameter_byte = 3.0
+        """A guess on the safe side until state was seen."""
+        self._tiers = tiers
+        self._bucket_bytes = bucket_bytes
+        self.min_bytes = min_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        if self._bucket_bytes is None:
+            parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+            total = sum(inside(p.detach()).nbytes for p in parameters)
+            self._bucket_bytes = bucket_bytes_for(int(total * self.state_bytes_per_parameter_byte))
+        return self._bucket_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of state that live elsewhere."""
+        return sum(home.nbytes for home in self.homes if home.resident is None)
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def homeless(self, parameters: Iterable[torch.Tensor]) -> list[list[Value]]:
+        """Of each parameter the state that could have a home and has none; parameters without any are left out."""
+        found = []
+        for parameter in parameters:
+            if parameter in self.residents:
+                continue
+            home = self.home_of.get(parameter)
+            at_home = {id(host) for host in home.hosts} if home is not None else ()
+            entries = self.optimizer.state.get(parameter)
+            values = [
+                (parameter, key, value)
+                for key, value in (entries.items() if isinstance(entries, dict) else ())
+                if movable(value, self.device, self.min_bytes) and id(value) not in at_home
+            ]
+            if values:
+                found.append(values)
+        return found
+
+    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give the state of these parameters homes, all of it: also what has one already moves to the new one."""
+        parameters = list(dict.fromkeys(parameters))
+        old = {id(home): home for p in parameters if (home := self.home_of.pop(p, None)) is not None}
+        for home in old.values():
+            self.homes.remove(home)
+            if home.resident is not None:
+                self.part_from(home, home.resident)
+        parameters = list(dict.fromkeys([*parameters, *(p for home in old.values() for p in home.parameters)]))
+        for parameter in parameters:
+            self.home_of.pop(parameter, None)
+        found = self._alone(self.homeless(parameters))
+        sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in found]
+        if sizes:
+            seen = sum(inside(values[0][0].detach()).nbytes for values in found)
+            self.state_bytes_per_parameter_byte = max(sum(sizes) / max(seen, 1), 0.01)
+        for run in runs(sizes, self.bucket_bytes):
+            self._settle_in([value for values in found[run.start : run.stop] for value in values])
+        for home in old.values():
+            self.transfers.free(home)
+
+    def _alone(self, found: list[list[Value]]) -> list[list[Value]]:
+        """Without tensors that share their memory with another tensor of state, a parameter or a gradient."""
+        parameters = [values[0][0] for values in found]
+        others = [tensor for p in parameters for tensor in (p.detach(), p.grad)]
+        counts = Counter(storages_of([*others, *(v for p in parameters for v in self.optimizer.state[p].values())]))
+        kept = [
+            [value for value in values if all(counts[key] == 1 for key in storages_of(value[2:]))] for values in found
+        ]
+        return [values for values in kept if values]
+
+    def _settle_in(self, values: list[Value]) -> None:
+        entries, nbytes = describe(values)
+        place = self._place(nbytes)
+        if place is None:
+            self.residents.update(parameter for parameter, _, _ in values)
+            return
+        bucket = self.transfers.new_bucket(nbytes)
+        with torch.no_grad():
+            for entry, (_, _, value) in zip(entries, values, strict=True):
+                entry.over(bucket).copy_(inside(value))
+        home = Home(*place, entries)
+        self.homes.append(home)
+        self.home_of.update(dict.fromkeys(home.parameters, home))
+        self.transfers.send(home, bucket)
+        home.bind_host(self.optimizer.state)
+
+    def _place(self, nbytes: int) -> tuple[Slot, torch.Tensor] | None:
+        """A slot on the first tier with room."""
+        reasons = []
+        for tier in self._tiers:
+            try:
+                return self.engine.allocate_visible(nbytes, tier)
+            except TierFull as full:
+                reasons.append(str(full))
+        warnings.warn(
+            f"lowtide: {nbytes} bytes of optimizer state stay on {self.device}: {'; '.join(reasons)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+    def _stay(self, home: Home, bucket: torch.UntypedStorage, error: BaseException) -> None:
+        """A bucket could not be written: its bytes stay where they are, on the device, until a step tries again."""
+        home.resident = bucket
+        home.bind_device(self.optimizer.state, bucket)
+        warnings.warn(
+            f"lowtide: {home.nbytes} bytes of optimizer state could not be written to the tier '{home.slot.tier}' "
+            f"({error}); they stay on {self.device} until a later step can",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def refresh(self) -> None:
+        """Take in what the user, or a checkpoint, has put in place of state that had a home."""
+        state = self.optimizer.state
+        lost = [home for home in self.homes if home.resident is None and not home.is_bound(state)]
+        if lost:
+            self.transfers.settle()
+            self.adopt(parameter for home in lost for parameter in home.parameters)
+
+    def start_anew(self) -> None:
+        """Forget every home, and give what `optimizer.state` shows now new ones."""
+        old, self.homes = self.homes, []
+        self.home_of.clear()
+        self.adopt(p for group in self.optimizer.param_groups for p in group["params"])
+        self.transfers.settle()
+        for home in old:
+            self.transfers.free(home)
+
+    # -- back ----------------------------------------------------------------------------------------------------------
+
+    def bring_back(self) -> None:
+        """All state is on the device again, in plain tensors of its own; no home is left."""
+        self.transfers.settle()
+        state = self.optimizer.state
+        while self.homes:
+            home = self.homes[-1]
+            bucket = home.resident
+            if bucket is None:
+                bucket = self.transfers.arrive(self.transfers.fetch(home))
+            for entry, host in zip(home.entries, home.hosts, strict=True):
+                if entries_of(state, entry.parameter).get(entry.key) is host:
+                    state[entry.parameter][entry.key] = entry.dressed(entry.over(bucket))
+            self.part_from(home, bucket)
+            self.homes.pop()
+            self.transfers.free(home)
+        self.home_of.clear()
+
+    def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
+        """Give what `optimizer.state` shows of this bucket memory of its own, and let the bucket go."""
+        key = storage_key(bucket)
+        for entry in home.entries:
+            entries = entries_of(self.optimizer.state, entry.parameter)
+            value = entries.get(entry.key)
+            if isinstance(value, torch.Tensor) and storages_of([value]) == [key]:
+                entries[entry.key] = entry.dressed(_copy(inside(value)))
+        home.resident = None
+        self.transfers.drop(bucket)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    fresh = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return fresh.copy_(tensor)
+
+
+def entries_of(state: Any, parameter: torch.Tensor) -> dict:
+    """The state of one parameter, which is not made where there is none."""
+    found = state.get(parameter)
+    return found if isinstance(found, dict) else {}

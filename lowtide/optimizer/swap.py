@@ -1,0 +1,453 @@
+"""The door of this room: optimizer state in main memory or a file, fetched for the moment of a step.
+
+What: `swap_optimizer` attaches to an optimizer and gives a handle. The optimizer stays the object that it is, of its
+own class; schedulers, `GradScaler`, clipping, Accelerate and checkpoints go on working with it.
+How: an instance attribute `step` (as torch's schedulers set one), hooks for `state_dict` and `load_state_dict`, and a
+mapping in place of `optimizer.state` that waits for copies. All of it is taken back by `detach()`.
+Why: master weights and moments are 8 to 12 bytes a parameter, and are used for a moment of each step. With the state
+elsewhere the device has room for that many bytes of activations, or of a larger model.
+
+Cost: the bytes cross the link twice a step; `overlap` says where that hides. Between steps the device holds none of
+the state, in a step at most three buckets.
+Not covered: LBFGS, optimizers captured in graphs of the device, parameters on several devices (all refused).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.core.plan import Plan
+from lowtide.engines.base import Engine
+from lowtide.engines.choose import choose_engine
+from lowtide.engines.tiers.disk import default_directory
+from lowtide.errors import ConfigError, did_you_mean
+from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
+from lowtide.optimizer.checkpoint import Checkpoints
+from lowtide.optimizer.state import SettledState
+from lowtide.optimizer.step import Stepper, StepRun
+from lowtide.optimizer.store import StateStore
+from lowtide.optimizer.trial import bare_step, why_not_in_parts
+from lowtide.tensors.optimizers import bare
+from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
+from lowtide.tensors.wrappers import inside
+from lowtide.units import format_bytes, parse_bytes
+
+TIERS = ("host", "disk")
+OVERLAPS = ("auto", "step")
+MIN_BYTES = 16 * 1024
+_ATTRIBUTE = "lowtide_swap"
+"""Attribute of an optimizer that holds its handle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStats:
+    """What a handle has done so far. Bytes are of this rank."""
+
+    num_steps: int
+    num_buckets: int
+    swapped_bytes: int
+    """State that lives elsewhere between steps."""
+    resident_bytes: int
+    """State that stays on the device."""
+    bucket_peak_bytes: int
+    """Most bytes of buckets that were on the device at a time."""
+    sent_bytes: int
+    fetched_bytes: int
+    stall_seconds: float
+    """Time that steps were blocked by copies, as far as the host can tell."""
+
+
+def swap_optimizer(
+    optimizer: Any,
+    *,
+    tier: str = "host",
+    overlap: str = "auto",
+    resident: float | str = "auto",
+    bucket_bytes: int | str = "auto",
+    model: nn.Module | None = None,
+    engine: Engine | str | None = None,
+    min_bytes: int | str = MIN_BYTES,
+) -> OptimizerSwap:
+    """See `lowtide.swap_optimizer`."""
+    found = bare(optimizer)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ConfigError(
+            f"lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not "
+            f"{type(optimizer).__name__}"
+        )
+    _check_words(tier, overlap)
+    share = _share(resident)
+    size = None if bucket_bytes == "auto" else _bucket_bytes(bucket_bytes)
+    device = _check_optimizer(found)
+    refusal = why_not_in_parts(found)
+    if refusal:
+        raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
+    own_engine = engine is None or isinstance(engine, str)
+    chosen = _engine_for(engine, found, tier)
+    tiers = _tiers_from(chosen, tier)
+    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=_size("min_bytes", min_bytes))
+    store.residents.update(_first_ones(found, share))
+    return OptimizerSwap(found, store, closes_engine=own_engine)
+
+
+class OptimizerSwap:
+    """The handle of one optimizer. Made by `swap_optimizer`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, store: StateStore, *, closes_engine: bool) -> None:
+        self.optimizer = optimizer
+        self._store = store
+        self._transfers = store.transfers
+        self._stepper = Stepper(optimizer, store)
+        self._closes_engine = closes_engine
+        self._is_stepping = False
+        self._is_attached = False
+        self._is_ours = False
+        """Whether the step that runs is the one of this handle."""
+        self._has_warned = False
+        self._torn: StepRun | None = None
+        self._torn_error: BaseException | None = None
+        self._num_steps = 0
+        self._attach()
+
+    # -- attach and detach ---------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        optimizer = self.optimizer
+        kind = type(optimizer)
+        self._bare_step = bare_step(kind)
+        self._takes_closure = "closure" in inspect.signature(self._bare_step).parameters
+        self._previous = vars(optimizer).get("step")
+        self._original_state = optimizer.state
+        optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
+        setattr(optimizer, _ATTRIBUTE, self)
+        self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+        self._checkpoints = Checkpoints(
+            optimizer,
+            self._store,
+            before_save=self._before_state_dict,
+            after_load=self._forget_torn,
+            settle=self._settle,
+        )
+        self._hooks = (
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        )
+        self._is_attached = True
+        self._adopt_all()
+
+    def _adopt_all(self) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        new = [values[0][0] for values in self._store.homeless(parameters)]
+        if new:
+            self._store.adopt(new)
+        self._transfers.settle()
+
+    def _before_step(self) -> None:
+        """Somebody who kept the class's own `step` calls it: all of the state comes to the device for it."""
+        if self._is_ours:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"lowtide: {type(self.optimizer).__name__}.step was called past the swap (by who kept it from before), "
+                "so all of its state is on the device in each step; attach before accelerator.prepare and other "
+                "wrappers",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._store.bring_back()
+
+    def _after_step(self) -> None:
+        if not self._is_ours:
+            self._adopt_all()
+
+    def detach(self) -> None:
+        """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent."""
+        if not self._is_attached:
+            return
+        optimizer, state = self.optimizer, self.optimizer.state
+        self._store.bring_back()
+        self._transfers.close()
+        self._is_attached = False
+        self._torn = None
+        self._checkpoints.remove()
+        for hook in self._hooks:
+            hook.remove()
+        if isinstance(state, SettledState):
+            content = dict(state.items())
+            self._original_state.clear()
+            self._original_state.update(content)
+            optimizer.state = self._original_state
+        delattr(optimizer, _ATTRIBUTE)
+        if vars(optimizer).get("step") is self._step:
+            del optimizer.step
+            if self._previous is not None:
+                optimizer.step = self._previous  # type: ignore[method-assign]
+        if self._closes_engine:
+            self._store.engine.close()
+
+    def __enter__(self) -> OptimizerSwap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One step, without its hooks."""
+        if self._torn is not None:
+            raise RuntimeError(self._words_of_torn("step"))
+        closure, args, kwargs = self._closure_in(args, kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer = self.optimizer
+        self._is_stepping = True
+        try:
+            run = self._stepper.begin(lambda: self._bare_step(optimizer, *args, **kwargs), {})
+            result = self._finish(run)
+        finally:
+            self._is_stepping = False
+        if is_wrapped_by_scheduler(self._previous):
+            tell_scheduler(optimizer)
+        return result if closure is None else loss
+
+    def _finish(self, run: StepRun) -> Any:
+        try:
+            result = self._stepper.run(run)
+        except BaseException as error:
+            self._torn, self._torn_error = run, error
+            raise
+        self._num_steps += 1
+        return result
+
+    def _closure_in(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Callable[[], Any] | None, tuple, dict[str, Any]]:
+        if not self._takes_closure:
+            return None, args, kwargs
+        if args:
+            return args[0], args[1:], kwargs
+        return kwargs.get("closure"), args, {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def resume(self) -> Any:
+        """Go on with a step that stopped with `PartialStepError`, from the part that failed, with the same gradients.
+
+        Raises RuntimeError where no step stopped, where it stopped inside a part, or where gradients are others now.
+        """
+        run = self._torn
+        if run is None:
+            raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
+        if run.is_tainted:
+            raise RuntimeError(self._words_of_torn("resume"))
+        if any(parameter.grad is not gradient for parameter, gradient in run.gradients):
+            raise RuntimeError(
+                "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "
+                "checkpoint"
+            )
+        self._torn = self._torn_error = None
+        self._is_stepping = True
+        try:
+            result = self._finish(run)
+        finally:
+            self._is_stepping = False
+        for hook in step_post_hooks(self.optimizer):
+            hook(self.optimizer, (self.optimizer,), {})
+        return result
+
+    # -- what others see -----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Block until main memory and files have all of the state: for who kept a tensor of it in a variable."""
+        self._transfers.settle()
+
+    def _settle(self) -> None:
+        if not self._is_stepping and not self._transfers.is_settled:
+            self._transfers.settle()
+
+    def _before_state_dict(self) -> None:
+        if self._torn is not None:
+            raise RuntimeError(self._words_of_torn("state_dict"))
+
+    def _forget_torn(self) -> None:
+        self._torn = self._torn_error = None
+
+    def _words_of_torn(self, call: str) -> str:
+        assert self._torn is not None
+        way = "load a checkpoint" if self._torn.is_tainted else "call handle.resume() first"
+        return f"lowtide: {call}: the last step stopped half-way ({self._torn_error}); {way}"
+
+    @property
+    def stats(self) -> OptimizerStats:
+        """What was moved so far, and what lives where now."""
+        store, transfers = self._store, self._transfers
+        total = sum(
+            inside(value).nbytes
+            for entries in self.optimizer.state.values()
+            if isinstance(entries, dict)
+            for value in entries.values()
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided
+        )
+        swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
+        return OptimizerStats(
+            num_steps=self._num_steps,
+            num_buckets=len(store.homes),
+            swapped_bytes=swapped,
+            resident_bytes=total - swapped,
+            bucket_peak_bytes=transfers.peak_bytes,
+            sent_bytes=transfers.sent_bytes,
+            fetched_bytes=transfers.fetched_bytes,
+            stall_seconds=transfers.stall_seconds,
+        )
+
+    def __str__(self) -> str:
+        stats = self.stats
+        total = stats.swapped_bytes + stats.resident_bytes
+        share = stats.resident_bytes / total if total else 1.0
+        tiers = ", ".join(sorted({home.slot.tier for home in self._store.homes})) or "no tier yet"
+        return (
+            f"{type(self.optimizer).__name__}: {format_bytes(stats.swapped_bytes)} of state on {tiers} between steps, "
+            f"{share:.0%} resident; {stats.num_buckets} buckets, {format_bytes(stats.bucket_peak_bytes)} at most on "
+            f"{self._store.device} in a step; {stats.num_steps} steps, blocked for {stats.stall_seconds:.3f} s"
+        )
+
+
+def _step_of(handle: OptimizerSwap, previous: Any) -> Callable[..., Any]:
+    """The function that stands as `optimizer.step`. Its hooks fire once around the whole step, as torch fires them."""
+    holder = handle
+
+    @functools.wraps(previous)
+    def whole(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return holder._run(args, kwargs)
+
+    hooked = torch.optim.Optimizer.profile_hook_step(whole)
+
+    @functools.wraps(previous)
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not holder._is_attached:  # a scheduler has kept this function
+            return type(optimizer).step(optimizer, *args, **kwargs)
+        holder._is_ours = True
+        try:
+            return hooked(optimizer, *args, **kwargs)
+        finally:
+            holder._is_ours = False
+
+    return step
+
+
+# -- what is asked for, and whether it can be -------------------------------------------------------------------------
+
+
+def _check_words(tier: Any, overlap: Any) -> None:
+    for name, value, known in (("tier", tier, TIERS), ("overlap", overlap, OVERLAPS)):
+        if value not in known:
+            hint = did_you_mean(str(value), known)
+            raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
+
+
+def _share(resident: Any) -> float:
+    if resident == "auto":
+        return 0.0
+    if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
+        raise ConfigError(f"lowtide.swap_optimizer: resident is 'auto' or a share from 0 to 1, not {resident!r}")
+    return float(resident)
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        return parse_bytes(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lowtide.swap_optimizer: {name}: {error}") from error
+
+
+def _bucket_bytes(value: Any) -> int:
+    size = _size("bucket_bytes", value)
+    if not LEAST_BYTES <= size <= MOST_BYTES:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {format_bytes(LEAST_BYTES)} to "
+            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
+            "device at a time"
+        )
+    return size
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
+    """The device of all parameters. ConfigError for what cannot be swapped."""
+    kind = type(optimizer).__name__
+    if hasattr(optimizer, _ATTRIBUTE):
+        raise ConfigError(f"lowtide.swap_optimizer: this {kind} is swapped already; call detach() of its handle first")
+    for flag in ("capturable", "differentiable"):
+        if any(group.get(flag) for group in optimizer.param_groups):
+            raise ConfigError(
+                f"lowtide.swap_optimizer: {kind} with {flag}=True keeps its state where a graph has seen it; make it "
+                f"with {flag}=False"
+            )
+    previous = vars(optimizer).get("step")
+    is_own = getattr(previous, "__func__", None) is type(optimizer).step
+    if previous is not None and not is_own and not is_wrapped_by_scheduler(previous):
+        name = getattr(previous, "__qualname__", type(previous).__name__)
+        raise ConfigError(
+            f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: {kind} has parameters on {' and '.join(devices)}; make one optimizer for each "
+            "device, and swap each"
+        )
+    device = parameters[0].device
+    if device.type == "meta":
+        raise ConfigError("lowtide.swap_optimizer: the parameters have no memory yet (device 'meta'); attach later")
+    return device
+
+
+class _Parameters:
+    """What `choose_engine` asks a model for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def parameters(self) -> Any:
+        return (p for group in self._optimizer.param_groups for p in group["params"])
+
+
+def _engine_for(wanted: Engine | str | None, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
+    plan = Plan(layers=(), min_bytes=0, disk_path=default_directory() if tier == "disk" else None)
+    return choose_engine(wanted, _Parameters(optimizer), plan)  # type: ignore[arg-type]
+
+
+def _tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
+    """The tier that was asked for and the slower ones. The first slower tier is what 'host' means anywhere."""
+    if tier == "host":
+        return engine.tiers
+    if tier not in engine.tiers:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: the engine '{engine.name}' has no tier '{tier}'; it has {', '.join(engine.tiers)}"
+        )
+    return engine.tiers[engine.tiers.index(tier) :]
+
+
+def _first_ones(optimizer: torch.optim.Optimizer, share: float) -> list[torch.Tensor]:
+    """The first parameters that have this share of the bytes of all."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    most = share * sum(inside(p.detach()).nbytes for p in parameters)
+    chosen, total = [], 0
+    for parameter in parameters:
+        total += inside(parameter.detach()).nbytes
+        if total > most:
+            break
+        chosen.append(parameter)
+    return chosen

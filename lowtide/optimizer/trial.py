@@ -1,0 +1,181 @@
+"""Whether an optimizer may be stepped in parts: known by name, or tried on a few small parameters.
+
+What: `why_not_in_parts` says why an optimizer must be refused, or nothing. torch's own optimizers are known (each has
+its tests). Any other class is tried: two small twins of the optimizer take three steps with the same gradients, one
+all at once, the other one parameter at a time in reverse, and must come out with the same bits in parameters, state,
+groups and attributes.
+Why: an optimizer may look at all parameters in one step (a norm over the whole model, a second evaluation, a counter in
+`self`). Stepped in parts it would go on without a word, to other numbers.
+
+The twins have parameters of their own and copies of what the optimizer keeps in plain values and containers; random
+state is put back. What else it holds (a module, a process group) is shared with them.
+Cost: some milliseconds, for unknown classes only. Not covered: what an optimizer does from its fourth step on, or for
+large parameters only.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.optimizer.groups import GroupSnapshot, same_value
+from lowtide.tensors.private import OPTIMIZER_HOOKS
+from lowtide.tensors.wrappers import inside
+
+KNOWN = frozenset(
+    {
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    }
+)
+"""Classes of torch that are exact in parts."""
+NUM_STEPS = 3
+_PER_GROUP = 3
+_LONGEST = 6
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def bare_step(kind: type) -> Callable[..., Any]:
+    """A class's own `step`, without the hooks that torch puts around it."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    return inspect.unwrap(step, stop=lambda function: not hasattr(function, "hooked"))
+
+
+def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
+    """Why this optimizer cannot be stepped in parts; '' where it can."""
+    kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return (
+            f"{kind.__name__} evaluates the closure several times in a step, with all of its state; it stays as it is"
+        )
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in KNOWN:
+        return ""
+    closure = inspect.signature(bare_step(kind)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return f"{kind.__name__}.step cannot do without a closure, so it may evaluate it more than once"
+    with torch.random.fork_rng(devices=[]):
+        return _tried(optimizer)
+
+
+def _tried(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    whole, parts = _twin(optimizer), _twin(optimizer)
+    step = bare_step(type(optimizer))
+    for number in range(NUM_STEPS):
+        for twin in (whole, parts):
+            _set_gradients(twin, number)
+        torch.manual_seed(number)
+        try:
+            step(whole)
+        except Exception as error:
+            return (
+                f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
+            )
+        torch.manual_seed(number)
+        try:
+            _step_in_parts(parts, step)
+        except Exception as error:
+            return f"{name} cannot be stepped in parts ({type(error).__name__}: {error})"
+        odd = _difference(whole, parts)
+        if odd:
+            return f"{name} cannot be stepped in parts: {odd} came out different in a trial on small parameters"
+    return ""
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with a few small parameters of its own and no state."""
+    kind = type(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    small: dict[int, torch.Tensor] = {}
+    groups = [_small_group(group, small, generator) for group in optimizer.param_groups]
+    twin: torch.optim.Optimizer = kind.__new__(kind)
+    everyone = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in OPTIMIZER_HOOKS:
+            vars(twin)[name] = OrderedDict()
+        elif name not in ("state", "param_groups", "step"):
+            vars(twin)[name] = _copied(value, small, everyone)
+    twin.state = defaultdict(dict)
+    twin.param_groups = groups
+    return twin
+
+
+def _small_group(group: dict[str, Any], small: dict[int, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
+    chosen = []
+    for number in range(_PER_GROUP):
+        parameter = group["params"][number % len(group["params"])]
+        local = inside(parameter.detach())
+        shape = [min(size, _LONGEST + number) for size in local.shape]
+        values = torch.randn(shape, generator=generator).to(local.dtype).to(local.device)
+        chosen.append(values.requires_grad_(parameter.requires_grad))
+        small.setdefault(id(parameter), chosen[-1])
+    rest = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    names = {"param_names": [str(number) for number in range(_PER_GROUP)]} if "param_names" in group else {}
+    return {"params": chosen, **rest, **names}
+
+
+def _copied(value: Any, small: dict[int, torch.Tensor], everyone: set[int]) -> Any:
+    """A copy in which small parameters stand for the real ones, and real ones without a small one are left out."""
+    if isinstance(value, torch.Tensor):
+        return small.get(id(value), value.detach().clone())
+    if isinstance(value, dict):
+        pairs = ((_copied(k, small, everyone), _copied(v, small, everyone)) for k, v in value.items())
+        return type(value)(pairs) if type(value) in (dict, OrderedDict) else dict(pairs)
+    if type(value) in (list, tuple, set):
+        members = [m for m in value if id(m) not in everyone or id(m) in small]
+        return type(value)(_copied(member, small, everyone) for member in members)
+    return value
+
+
+def _set_gradients(optimizer: torch.optim.Optimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(100 + number)
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            values = torch.randn(parameter.shape, generator=generator)
+            is_skipped = number == 1 and index == 1
+            parameter.grad = None if is_skipped else values.to(parameter.dtype).to(parameter.device)
+
+
+def _step_in_parts(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    groups = optimizer.param_groups
+    snapshot = GroupSnapshot(groups)
+    chosen = [(number, [p]) for number, group in enumerate(groups) for p in group["params"] if p.grad is not None]
+    for one in reversed(chosen):
+        part = snapshot.subset([one])
+        optimizer.param_groups = part
+        try:
+            step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+        snapshot.collect([one], part)
+    snapshot.commit()
+
+
+def _difference(whole: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> str:
+    for number, (one, other) in enumerate(zip(whole.param_groups, parts.param_groups, strict=True)):
+        for p, q in zip(one["params"], other["params"], strict=True):
+            if not same_value(p.detach(), q.detach()):
+                return f"a parameter of param_groups[{number}]"
+            mine, yours = whole.state.get(p, {}), parts.state.get(q, {})
+            odd = next((key for key in {**mine, **yours} if not same_value(mine.get(key), yours.get(key))), None)
+            if odd is not None:
+                return f"state['{odd}']"
+        odd = next((k for k in {**one, **other} if k != "params" and not same_value(one.get(k), other.get(k))), None)
+        if odd is not None:
+            return f"param_groups[{number}]['{odd}']"
+    for key, value in vars(whole).items():
+        if isinstance(value, (*_PLAIN, torch.Tensor)) and not same_value(value, vars(parts).get(key)):
+            return f"its attribute '{key}'"
+    return _shared_state(whole, parts)
+
+
+def _shared_state(whole: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> str:
+    for key, value in whole.state.items():
+        if not isinstance(key, torch.Tensor) and not same_value(value, parts.state.get(key)):
+            return f"state['{key}']"
+    return ""
