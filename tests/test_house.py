@@ -42,6 +42,10 @@ WITHOUT = {
     "timeline": {"torch", "transformers"},
     "planner": {"torch", "transformers"},
     "mindformers/schema": {"torch", "numpy", "transformers"},
+    **{
+        f"pipeline/{file}": {"torch", "numpy", "transformers"}
+        for file in ("schedule", "generators", "transfers", "verify", "figures", "clock", "csv_text")
+    },
     "errors": {"torch", "numpy"},
     "units": {"torch", "numpy"},
 }

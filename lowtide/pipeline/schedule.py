@@ -1,0 +1,197 @@
+"""A pipeline schedule as data: for each rank, the row of actions that it carries out, in order. No torch.
+
+What: the model is cut into *stages*, numbered in the order of the model; each stage lives on one rank. A batch is cut
+into *micro-batches*. An *action* is one piece of work on one stage for one micro-batch; a *chunk* is one stage with one
+micro-batch, which is the unit that activations are counted in. A rank that holds several stages holds them either in
+rounds (ranks 0 1 0 1) or as a V (ranks 0 1 1 0). In a V the last rank hands the turn over to itself, and rank 0 has
+both ends of the model.
+
+Kinds and their names are those of `torch.distributed.pipelining`, so that `3B0` means the same here, in its CSV files
+and in its errors.
+
+What flows: the forward of a stage makes its *output*, which the next stage reads; its backward makes the *gradient* of
+its input, which the stage before it reads. A full backward (B) makes the gradients of the weights too. Split in two, I
+makes the gradient of the input only, and a later W those of the weights.
+
+Not covered: skip connections (a stage reads only its neighbours), collectives and copies inside an action.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lowtide.errors import ConfigError
+
+
+class Kind(enum.StrEnum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward: gradient of the input, and of the weights."""
+    BACKWARD_INPUT = "I"
+    """The gradient of the input only. Its activations stay until W has run."""
+    BACKWARD_WEIGHT = "W"
+    SEND_FORWARD = "SEND_F"
+    """The output of this stage goes to the rank of the next stage."""
+    RECEIVE_FORWARD = "RECV_F"
+    """The output of the stage before comes to this one."""
+    SEND_BACKWARD = "SEND_B"
+    """The gradient of this stage's input goes to the rank of the stage before."""
+    RECEIVE_BACKWARD = "RECV_B"
+    """The gradient of this stage's output comes from the rank of the next stage."""
+
+
+SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
+RECEIVES = frozenset((Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD))
+TRANSFERS = SENDS | RECEIVES
+PAIR = "OVERLAP_F_B"
+"""How torch writes a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work of one rank."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a full backward of two independent chunks, carried out together so that each hides the
+    communication of the other. It starts when both can start, and what either makes is there when both are done."""
+
+    forward: Action
+    backward: Action
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward}){PAIR}"
+
+
+AnyAction = Action | Pair
+
+
+class Result(NamedTuple):
+    """What an action makes and others read: the output of a stage, or the gradient of its input."""
+
+    kind: Kind
+    """FORWARD: the output. BACKWARD: the gradient, whether a full backward made it or an input-only one."""
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank does in one step. A value of this class may be wrong; `verify` says whether it is."""
+
+    name: str
+    num_micro_batches: int
+    rank_of_stage: tuple[int, ...]
+    actions: tuple[tuple[AnyAction, ...], ...]
+    """Of each rank, in order."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether sends and receives are written out. Generators leave them out; `with_transfers` adds them."""
+        return any(action.kind in TRANSFERS for row in self.actions for every in row for action in every.parts)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that live on a rank, in the order of the model."""
+        return tuple(stage for stage, home in enumerate(self.rank_of_stage) if home == rank)
+
+    def needs(self, action: Action) -> Iterator[Result]:
+        """What must be there before a computing action can start."""
+        stage, micro_batch = action.stage, action.micro_batch
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            yield Result(Kind.BACKWARD, stage, micro_batch)
+        elif action.kind is Kind.FORWARD:
+            if stage > 0:
+                yield Result(Kind.FORWARD, stage - 1, micro_batch)
+        else:
+            yield Result(Kind.FORWARD, stage, micro_batch)
+            if stage < self.num_stages - 1:
+                yield Result(Kind.BACKWARD, stage + 1, micro_batch)
+
+    def reader(self, result: Result) -> int | None:
+        """The rank of the neighbour that reads a result; None for the loss and for the gradient of the batch."""
+        stage = result.stage + (1 if result.kind is Kind.FORWARD else -1)
+        return self.rank_of_stage[stage] if 0 <= stage < self.num_stages else None
+
+
+def made_by(action: Action) -> Result | None:
+    """What a computing action makes for others; None for weight gradients, which stay where they are."""
+    if action.kind is Kind.FORWARD:
+        return Result(Kind.FORWARD, action.stage, action.micro_batch)
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        return Result(Kind.BACKWARD, action.stage, action.micro_batch)
+    return None
+
+
+def carried_by(action: Action) -> Result:
+    """What a send or a receive moves."""
+    stage = action.stage
+    if action.kind is Kind.RECEIVE_FORWARD:
+        stage -= 1
+    elif action.kind is Kind.RECEIVE_BACKWARD:
+        stage += 1
+    is_forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    return Result(Kind.FORWARD if is_forward else Kind.BACKWARD, stage, action.micro_batch)
+
+
+def send_of(result: Result) -> Action:
+    kind = Kind.SEND_FORWARD if result.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+    return Action(kind, result.stage, result.micro_batch)
+
+
+def receive_of(result: Result) -> Action:
+    if result.kind is Kind.FORWARD:
+        return Action(Kind.RECEIVE_FORWARD, result.stage + 1, result.micro_batch)
+    return Action(Kind.RECEIVE_BACKWARD, result.stage - 1, result.micro_batch)
+
+
+def in_rounds(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage when stages go round: 0 1 2 0 1 2."""
+    return tuple(range(num_ranks)) * stages_per_rank
+
+
+def as_v(num_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage when they go down and come back: 0 1 2 2 1 0."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage, equally many in each."""
+    if num_layers < 1 or num_layers % num_stages:
+        below, above = num_layers // num_stages * num_stages, -(-num_layers // num_stages) * num_stages
+        near = f"{below} or {above}" if below > 0 else f"{max(above, num_stages)}"
+        raise ConfigError(
+            f"pipeline: {num_layers} layers do not split evenly over {num_stages} stages; "
+            f"use a model of {near} layers, or a number of stages that divides {num_layers}"
+        )
+    each = num_layers // num_stages
+    return tuple(range(stage * each, (stage + 1) * each) for stage in range(num_stages))
