@@ -34,8 +34,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.recipe import Recipe
 from lowtide.recipes.execute import find_operator
 from lowtide.recipes.operators import WAIT, has_statistics, pure_args
-from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import TorchDispatchMode, schema_of, storage_key, tree_leaves, version_of
+from lowtide.tensors.kinds import is_plain, part_of
+from lowtide.tensors.private import (
+    TorchDispatchMode,
+    base_of,
+    is_view,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    version_of,
+)
 from lowtide.tensors.view import Shape, may_overlap
 from lowtide.tensors.wrappers import is_desugared
 
@@ -97,9 +105,8 @@ class OperatorLog(TorchDispatchMode):
         """Of each operator to be noted, the positions of the arguments that it writes into."""
         self._makers: dict[int, dict[int, Ran]] = {}
         """By storage, then by the version that the operator left it at. The first one made the storage."""
-        self._writes: dict[tuple[int, int], list[tuple[Shape, Ran]]] = {}
-        """By storage and version: the operators that wrote in place, and where. More than one where parts of a storage
-        have version counters of their own, as the gates of a GRU cell have."""
+        self._part_makers: dict[int, dict[Shape, dict[int, Ran]]] = {}
+        """The same for parts of a storage that have a version counter each, as the gates of a GRU cell have."""
         self._pins: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -124,10 +131,13 @@ class OperatorLog(TorchDispatchMode):
             seen = ran.args[position] if position < len(ran.args) else None
             if isinstance(seen, Seen):
                 given.append(seen.key)
+                makers = self._makers_of(seen.key, args[position])
+                if part_of(args[position]) is not None:
+                    owner = base_of(args[position]) if is_view(args[position]) else args[position]
+                    assert owner is not None
+                    makers = self._part_makers.setdefault(seen.key, {}).setdefault(Shape.of(owner), {})
                 # Autograd counts the new version only after the operator has returned to it.
-                version = seen.version + 1
-                self._makers_of(seen.key, args[position])[version] = ran
-                self._writes.setdefault((seen.key, version), []).append((Shape(*seen.shape), ran))
+                makers[seen.version + 1] = ran
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             seen = _seen(leaf) if isinstance(leaf, torch.Tensor) else None
             ran.outputs.append(seen)
@@ -143,16 +153,22 @@ class OperatorLog(TorchDispatchMode):
 
     def creator(self, key: int) -> Ran | None:
         """The operator that made a storage; None where none of these kinds did."""
-        makers = self._makers.get(key)
-        return None if makers is None else next(iter(makers.values()))
+        return next(iter(self._makers.get(key, {}).values()), None)
+
+    def is_in_parts(self, key: int) -> bool:
+        """Whether parts of a storage with counters of their own were written to."""
+        return key in self._part_makers
 
     def maker(self, key: int, version: int, shape: tuple | None) -> Ran | None:
-        """The operator that left a storage at this version, where a tensor of this shape sees it; without a shape, the
-        last such operator anywhere in it."""
-        writes = self._writes.get((key, version), ())
-        if shape is not None and len(writes) > 1:
-            return next((ran for where, ran in reversed(writes) if may_overlap(where, Shape(*shape))), None)
-        return self._makers.get(key, {}).get(version)
+        """The operator that left a storage at this version; of one in parts, where a tensor of this shape sees it. None
+        where it was none of these kinds, and where that cannot be told."""
+        makers, parts = self._makers.get(key, {}), self._part_makers.get(key)
+        if parts is None:
+            return makers.get(version)
+        if version == 0 and len(makers) == 1:
+            return makers.get(0)  # nobody wrote where the reader looks, nor to all of it before it was cut
+        found = [] if shape is None else [of for part, of in parts.items() if may_overlap(part, Shape(*shape))]
+        return found[0].get(version) if len(found) == 1 else None
 
 
 def _seen(tensor: torch.Tensor) -> Seen | None:
@@ -195,6 +211,8 @@ class _Made:
     output: int
     maker: int
     """The last step that wrote to it before it is read here."""
+    maker_here: int
+    """The last one that wrote where it is read here."""
     views: tuple[int, ...] = ()
     """Steps that only look at it in another way, in their order."""
 
@@ -270,7 +288,7 @@ def _target_of(proof: Proof, recipe: Recipe) -> _Made:
     if written:
         base = proof._steps[last].args[written[0]]
         assert isinstance(base, _Made)
-        return _Made(base.step, base.output, last)
+        return _Made(base.step, base.output, last, last)
     return _made(proof, last, recipe.output)
 
 
@@ -285,20 +303,18 @@ def _template(proof: Proof, arg: Any) -> Any:
 
 
 def _made(proof: Proof, step: int, output: int) -> _Made:
+    views: tuple[int, ...] = ()
     if step in proof._views:
         base, view = proof._views[step]
         views = base.views if view.is_wait else (*base.views, step)
-        return _Made(base.step, base.output, _last_writer(proof, base.step, base.output, views), views)
-    return _Made(step, output, _last_writer(proof, step, output, ()))
-
-
-def _last_writer(proof: Proof, step: int, output: int, views: tuple[int, ...]) -> int:
-    """The last step so far that wrote where somebody looks through `views`; the one that made it, if none did."""
+        step, output = base.step, base.output
     look = _region(proof, views)
-    for index, where in reversed(proof._writers.get((step, output), ())):
+    maker = maker_here = step
+    for index, where in proof._writers.get((step, output), ()):
+        maker = index
         if look is None or where is None or may_overlap(where, look):
-            return index
-    return step
+            maker_here = index
+    return _Made(step, output, maker, maker_here, views)
 
 
 def _region(proof: Proof, views: Sequence[int]) -> Shape | None:
@@ -373,7 +389,9 @@ class _Comparison:
     def _meet(self, planned: _Made, key: int, version: int, actual: Seen | None) -> str:
         first = self._log.creator(key)
         maker = self._log.maker(key, version, None if actual is None else actual.shape)
-        wanted = self._proof._steps[planned.maker].func
+        # A part with a counter of its own knows nothing of what was written to the others.
+        wanted_index = planned.maker_here if self._log.is_in_parts(key) else planned.maker
+        wanted = self._proof._steps[wanted_index].func
         if first is None or maker is None:
             return f"started from what another operator than {wanted} made"
         output = first.outputs[planned.output] if planned.output < len(first.outputs) else None
@@ -381,7 +399,7 @@ class _Comparison:
             return f"read another output of {self._proof._steps[planned.step].func}"
         if actual is not None and actual.shape != self._look(planned.views, output.shape):
             return f"read the result of {self._proof._steps[planned.step].func} in another shape"
-        return self._pair(planned.step, first) or self._pair(planned.maker, maker)
+        return self._pair(planned.step, first) or self._pair(wanted_index, maker)
 
     def _look(self, views: Sequence[int], shape: tuple) -> tuple:
         if not views:
