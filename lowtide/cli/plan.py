@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
         waiting.say("planning")
         # From the second micro-batch of a step on, gradients are there from the start.
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
-        plan = plan_profile(profile, memory, **kind, progress=lambda text: waiting.say(f"planning: {text}"))
-        rungs = budget_sweep(plan, profile, memory, **kind, progress=waiting.say)
+        shared: Any = {**kind, "num_micro_batches": settings.train.grad_accumulation}
+        plan = plan_profile(profile, memory, **shared, progress=lambda text: waiting.say(f"planning: {text}"))
+        rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
     if args.out is not None:
         write(args.out, plan.to_json())

@@ -12,9 +12,10 @@
 
       budget: 20GiB                          # peak device bytes per rank: what no rule names, the solver decides
 
+      optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps
+
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
 budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
-Not covered in this version, and refused with a message: `optimizer: swap`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from typing import Any, ClassVar, Literal
 
 from lowtide.config.loader import ByteSize, FieldError, Locations, load_mapping, load_yaml
 from lowtide.config.source import read_yaml
+from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import ConfigError
 from lowtide.units import MIB
-from lowtide.version import __version__
 
-_VERSION = ".".join(__version__.split(".")[:2])
+_ELSEWHERE = OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class MemoryConfig:
     budget: ByteSize | None = None
     """Peak device bytes."""
     host_budget: ByteSize | None = None
-    """Cap on host bytes for swapped activations; absent = what the cgroup and the machine allow."""
+    """Cap on host bytes for swapped activations and optimizer state; absent = what the cgroup and the machine allow."""
     disk_budget: ByteSize | None = None
     """Cap on disk bytes for swapped activations; absent = what the disk has."""
     disk_path: Path | None = None
@@ -75,6 +76,7 @@ class MemoryConfig:
     keep: tuple[str, ...] = ()
     """Patterns that are kept whatever `recompute` and `swap` say."""
     optimizer: Literal["keep", "swap", "auto"] = "keep"
+    """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it."""
     min_bytes: ByteSize = MIB
     """Storages smaller than this are kept."""
     check: Literal["full", "sampled"] = "full"
@@ -86,14 +88,11 @@ class MemoryConfig:
     locations: Locations = field(default_factory=lambda: Locations(prefix="memory"), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        missing = f"is not available in lowtide {_VERSION}"
         if self.budget == 0:
             raise FieldError("budget", "must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out")
         for key in ("recompute", "swap"):
             if self.budget is None and getattr(self, key) == "auto":
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
-        if self.optimizer == "swap":
-            raise FieldError("optimizer", f"swap {missing}: write optimizer: keep")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
@@ -162,4 +161,5 @@ def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
         check=config.check,
+        optimizer=_ELSEWHERE if config.optimizer == "swap" else None,
     )

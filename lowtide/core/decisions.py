@@ -1,4 +1,4 @@
-"""What a plan says of single activations, and what it promises: the rows of a plan.
+"""What a plan says of single activations and of the optimizer's state, and what it promises: the rows of a plan.
 
 Frozen data, below `plan.py` and below the table that prints it.
 """
@@ -6,9 +6,15 @@ Frozen data, below `plan.py` and below the table that prints it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.recipe import Anchor, Recipe
+
+Overlap = Literal["step", "backward", "deferred", "in_backward"]
+"""When the state of an optimizer travels. step: while the optimizer steps. backward: as much as memory allows while the
+last backward pass runs, and back while the next forward pass runs. deferred: updates too wait for the next forward.
+in_backward: updates are done while backward runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +47,46 @@ class SiteDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlacement:
+    """Where an optimizer's state is between its steps, and when it travels. Seconds are of one step of it."""
+
+    moved_bytes: int | None
+    """State that is on `tier` between steps; 0: all of it stays. None: all that can move, where nobody has looked."""
+    resident_bytes: int = 0
+    """State that could move and stays on the device: whole buckets."""
+    tier: Tier = Tier.HOST
+    bucket_bytes: int | None = None
+    """What is copied at once; None: chosen when the state is seen."""
+    num_slots: int = 2
+    """Places for buckets that come and go while the optimizer steps."""
+    overlap: Overlap | None = None
+    """None: chosen when the state is seen."""
+    beside_bytes: int = 0
+    """The part of `moved_bytes` that travels beside compute: it comes while the last backward pass frees memory for it,
+    and leaves while the next forward pass runs. The rest comes and goes while the optimizer steps, through slots."""
+    exposed_seconds: float = 0.0
+    """Compute waits for it."""
+    slowed_seconds: float = 0.0
+    """Compute takes that much longer beside its copies."""
+    free_from_tokens: int | None = None
+    """Tokens of a step from which on nothing is exposed; None: there is no such number, or it is not known."""
+    reason: str
+    """One short phrase."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether any of it travels."""
+        return self.moved_bytes != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What a solved plan will cost. One step of one micro-batch."""
 
     peak_bytes: int
     """Everything on the device at the worst moment of forward and backward."""
     step_seconds: float
+    """Forward and backward, with this micro-batch's share of what the optimizer's state costs on its way."""
     stall_seconds: float
     recompute_seconds: float
     gap: float
@@ -62,8 +102,15 @@ class Prediction:
     """The same without what lives for a few operators: state, the batch, and activations held for backward."""
     check_seconds: float = 0.0
     """What proving recipes adds to the step, beyond `step_seconds`."""
+    optimizer_seconds: float = 0.0
+    """The part of `step_seconds` that the optimizer's state costs on its way."""
     certainty: str
     """Where bytes and times come from: 'observed on cpu', 'traced without a device, times by roofline of h200'."""
+
+    @property
+    def pass_seconds(self) -> float:
+        """Forward and backward alone."""
+        return self.step_seconds - self.optimizer_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ step was observed; until then `sites` is empty and the table shows the rules.
 A plan that the solver found has `sites` from the start, with recipes and distances, and says what it will cost
 (`predicted`) and where the bytes are at the worst moment (`account`).
 
-Not covered in this version: optimizer state that lives elsewhere, schedules of pipelines.
+Not covered in this version: schedules of pipelines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.core.decisions import AccountLine, Prediction, SiteDecision
+from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.json_text import parse_json
 from lowtide.core.plan_table import plan_table
@@ -51,6 +51,8 @@ class Plan:
     budget_bytes: int | None = None
     predicted: Prediction | None = None
     account: tuple[AccountLine, ...] = ()
+    optimizer: OptimizerPlacement | None = None
+    """Where the optimizer's state is between steps; None: nobody asked, and it stays."""
 
     def with_sites(self, sites: Iterable[SiteDecision]) -> Plan:
         """The same plan with what was observed."""
@@ -58,14 +60,18 @@ class Plan:
 
     @property
     def does_nothing(self) -> bool:
-        """True when every activation is kept: no rule says otherwise, or none of the observed sites is affected."""
+        """True when every activation is kept (no rule says otherwise, or none of the observed sites is affected), and
+        all of the optimizer's state."""
+        if self.optimizer is not None and self.optimizer.moves:
+            return False
         if self.sites:
             return all(site.fate is Fate.KEEP for site in self.sites)
         return self.rules.does_nothing
 
     def digest(self) -> str:
         """12 hex digits over what all ranks must agree on: rules, `min_bytes` and layer names, and the fates of a
-        solved plan; not byte counts, not budgets, and not where a rule was written."""
+        solved plan, and when the optimizer's state travels; not byte counts, not budgets, and not where a rule was
+        written."""
         agreed = {
             "schema": SCHEMA,
             "layers": self.layers,
@@ -75,6 +81,7 @@ class Plan:
             "sites": [(site.name, site.fate.value, site.tier, site.prefetch, site.leave) for site in self.sites]
                      if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
+            **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
         }  # fmt: skip
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -95,6 +102,7 @@ class Plan:
             "budget_bytes": self.budget_bytes,
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],
+            "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
             "sites": [dataclasses.asdict(site) for site in self.sites],
         }
         return json.dumps(document, indent=2) + "\n"
@@ -122,6 +130,7 @@ class Plan:
                 budget_bytes=document["budget_bytes"],
                 predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
                 account=tuple(AccountLine(**line) for line in document["account"]),
+                optimizer=_placement_from_dict(document.get("optimizer")),
             )
             digest, own_digest = document["digest"], plan.digest()
         except KeyError as error:
@@ -167,6 +176,10 @@ def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
             "recipe": recipe_from_dict(entry["recipe"]),
         }
     )
+
+
+def _placement_from_dict(entry: dict[str, Any] | None) -> OptimizerPlacement | None:
+    return None if entry is None else OptimizerPlacement(**{**entry, "tier": Tier(entry["tier"])})
 
 
 def _tier(name: str | None) -> Tier | None:

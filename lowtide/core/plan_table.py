@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lowtide.core.decisions import AccountLine, Prediction, SiteDecision
+from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Rules
 from lowtide.units import format_bytes, format_seconds
@@ -44,6 +44,8 @@ class TabledPlan(Protocol):
     def predicted(self) -> Prediction | None: ...
     @property
     def account(self) -> tuple[AccountLine, ...]: ...
+    @property
+    def optimizer(self) -> OptimizerPlacement | None: ...
     @property
     def is_solved(self) -> bool: ...
     @property
@@ -82,6 +84,8 @@ def plan_table(plan: TabledPlan) -> str:
     lines = [_headline(plan)]
     if plan.does_nothing:
         lines.append("This plan does nothing: every activation is kept.")
+    if plan.optimizer is not None:
+        lines += placement_lines(plan.optimizer)
     if plan.rules.rules:
         lines.append("")
         lines += _rule_lines(plan)
@@ -103,6 +107,8 @@ def _solved_lines(plan: TabledPlan) -> list[str]:
         lines = [f"plan {plan.digest()}: {promise}", *others, ", ".join(_contents(plan))]
     if plan.does_nothing:
         lines.append("This plan does nothing: everything fits.")
+    if plan.optimizer is not None:
+        lines += placement_lines(plan.optimizer)
     if any(site.recipe is not None for site in plan.sites):
         lines.append(_check_line(plan))
     if plan.rules.rules:
@@ -335,14 +341,42 @@ def promise_lines(plan: TabledPlan) -> list[str]:
 def _time_line(predicted: Prediction) -> str:
     seconds, plain = predicted.step_seconds, predicted.plain_seconds
     more = seconds / plain - 1 if plain else 0.0
-    slower = seconds - plain - predicted.stall_seconds - predicted.recompute_seconds
+    slower = predicted.pass_seconds - plain - predicted.stall_seconds - predicted.recompute_seconds
+    moved = f", optimizer state {format_seconds(predicted.optimizer_seconds)}" if predicted.optimizer_seconds else ""
     slowed = f", copies slow it by {format_seconds(slower)}" if slower > _NOTICED * seconds else ""
     stalls, recompute = format_seconds(predicted.stall_seconds), format_seconds(predicted.recompute_seconds)
     return (
         f"step {format_seconds(seconds)}, {percent(more)} over {format_seconds(plain)} with everything kept: "
-        f"stalls {stalls}, recompute {recompute}{slowed}; "
+        f"stalls {stalls}, recompute {recompute}{moved}{slowed}; "
         f"gap {percent(predicted.gap)} (no plan is faster by more)"
     )
+
+
+def placement_lines(placement: OptimizerPlacement) -> list[str]:
+    """Where the optimizer's state is between steps, when it travels, and what that costs."""
+    if not placement.moves:
+        return [f"optimizer state: stays on the device, {placement.reason}"]
+    if placement.moved_bytes is None:
+        return [f"optimizer state: on the {placement.tier.value} between steps, {placement.reason}"]
+    stays = f", {format_bytes(placement.resident_bytes)} stays" if placement.resident_bytes else ""
+    lines = [
+        f"optimizer state: {format_bytes(placement.moved_bytes)} on the {placement.tier.value} between steps{stays}; "
+        f"{placement.reason}"
+    ]
+    ways = []
+    if placement.beside_bytes:
+        ways.append(f"{format_bytes(placement.beside_bytes)} come back while backward runs, leave in the next forward")
+    streamed_bytes = placement.moved_bytes - placement.beside_bytes
+    if streamed_bytes:
+        ways.append(f"{format_bytes(streamed_bytes)} come and go while the optimizer steps")
+    bucket = "" if placement.bucket_bytes is None else f", in buckets of {format_bytes(placement.bucket_bytes)}"
+    lines.append(f"  {'; '.join(ways)}{bucket}")
+    free = "" if placement.free_from_tokens is None else f"; free from {placement.free_from_tokens:,} tokens a step"
+    lines.append(
+        f"  exposed {format_seconds(placement.exposed_seconds)} a step, slows compute by "
+        f"{format_seconds(placement.slowed_seconds)}{free}"
+    )
+    return lines
 
 
 def account_lines(account: Sequence[AccountLine]) -> list[str]:

@@ -23,7 +23,7 @@ from lowtide.core.json_text import parse_json
 from lowtide.core.recipe import Anchor, Recipe, recipe_from_dict
 from lowtide.errors import ConfigError
 
-PROFILE_SCHEMA = 4
+PROFILE_SCHEMA = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,11 @@ class StateBytes:
     """Of the trained parameters, once they all exist."""
     optimizer: int = 0
     """State between steps."""
+    optimizer_movable: int = 0
+    """The part of `optimizer` in tensors of 16,384 elements and more: it may be elsewhere between steps."""
+    optimizer_unit: int = 0
+    """The most of `optimizer_movable` that cannot be copied in parts: the largest parameter's, where the optimizer is
+    not known to treat every element alone."""
     optimizer_temporaries: int = 0
     """Most that `optimizer.step()` needs beyond everything else."""
     inputs: int = 0

@@ -35,6 +35,7 @@ from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.autopilot.plan_source import Facts
 from lowtide.runtime.session.forward_patch import patched_module
+from lowtide.runtime.session.optimizer_state import refuse_moves
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import refuse_other_shards
@@ -74,6 +75,7 @@ def follow(
     if first_layer is not None and group is None:
         group = ALONE  # ranks of other stages have other layers, and wait for the output of this one
     bare = plan_from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
+    refuse_moves(bare.optimizer)
     chosen = choose_engine(engine, model, bare)
     slicing = slicing_for(model, sections, resolution, tp_group)
     source = WrittenPlans(model, resolution=resolution, layers=layers, memory=memory, slicing=slicing, say=say)

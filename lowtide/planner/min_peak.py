@@ -144,6 +144,6 @@ def first_of(item: Item, order: tuple[Fate, ...]) -> Fate:
 
 
 def first_points(arrays: StepArrays, curve: NDArray[np.float64]) -> set[int]:
-    """The worst tick of each piece of the step."""
+    """The worst tick of each piece of the step, and those that it asks to be watched."""
     pieces = np.array_split(np.arange(arrays.num_ticks), BLOCKS)
-    return {int(piece[np.argmax(curve[piece])]) for piece in pieces if len(piece)}
+    return {int(piece[np.argmax(curve[piece])]) for piece in pieces if len(piece)} | set(arrays.step.watched)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowtide.core.decisions import AccountLine, Prediction, SiteDecision
+from lowtide.core.decisions import Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
@@ -23,7 +23,11 @@ from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again, run_again
+from lowtide.planner.memory_breakdown import gradients_at, memory_breakdown
+from lowtide.planner.place_state import Choice, choose_placement
 from lowtide.planner.problem import Problem, decisions, make_problem, state_bytes
+from lowtide.planner.state_items import StateShares, in_order, split, state_curve, with_state
+from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Item, Link, Step
 from lowtide.units import format_bytes, format_seconds
@@ -48,6 +52,7 @@ def plan_profile(
     link: Link,
     budget_bytes: int | None = None,
     has_gradients: bool = False,
+    num_micro_batches: int = 1,
     time_limit_seconds: float = 5.0,
     log_seconds: float = 0.0,
     progress: Callable[[str], None] | None = None,
@@ -55,70 +60,48 @@ def plan_profile(
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `log_seconds` is what proving recipes costs for each operator of the forward pass (recipes/proof.py). Where that
-    would show, a plan without recipes is tried too.
+    would show, a plan without recipes is tried too. `num_micro_batches` share what the optimizer's state costs on its
+    way, where `config.optimizer` lets it travel.
     Raises `BudgetError` when none fits, with the floor and ways out.
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert budget is not None
     asked = _Asked(profile, config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing)
-    forced = layers_by_rule(profile, config)
-    found: _Found | None = None
-    refusal: BudgetError | None = None
-    try:
-        found = asked.solved(forced)
-    except BudgetError as error:
-        refusal = error
-    # Whole layers run again, as anybody could have it: never slower than that, and never refused where that fits.
-    for layers in asked.ways(forced, found):
-        try:
-            other = asked.solved(layers)
-        except BudgetError as error:
-            refusal = error if refusal is None or error.floor_bytes < refusal.floor_bytes else refusal
-            continue
-        if found is None or other.solution.timeline.step_seconds < found.solution.timeline.step_seconds:
-            found = other
-    if found is None:
-        assert refusal is not None
-        problem = problem_of(profile, config, has_gradients=has_gradients, layers=forced)
-        raise _with_half_a_batch(refusal, problem, config, has_gradients) from None
-    plan = _plan_of(asked, found)
-    predicted = plan.predicted
-    assert predicted is not None
-    check_seconds = _check_seconds(profile, plan, log_seconds)
-    if check_seconds > _CHECK_SHARE * predicted.step_seconds and config.recomputes_freely:
-        without = profile.without_recipes([node.name for node in profile.nodes])
-        with contextlib.suppress(BudgetError):
-            bare = plan_profile(
-                without, config, link=link, budget_bytes=budget, has_gradients=has_gradients,
-                time_limit_seconds=time_limit_seconds, progress=progress,
-            )  # fmt: skip
-            assert bare.predicted is not None
-            if bare.predicted.step_seconds < predicted.step_seconds + check_seconds:
-                # The floor is that of all that may be done.
-                promised = dataclasses.replace(bare.predicted, floor_bytes=predicted.floor_bytes)
-                return dataclasses.replace(bare, predicted=promised)
-    return dataclasses.replace(plan, predicted=dataclasses.replace(predicted, check_seconds=check_seconds))
+    if config.optimizer == "keep":
+        return _plan_of(asked.fastest(log_seconds))
 
+    def fit(shares: StateShares | None, with_ways_out: bool) -> _Found:
+        host_bytes = config.host_budget
+        if shares is not None and host_bytes is not None:
+            host_bytes -= shares.nbytes
+        limits = dataclasses.replace(config, host_budget=host_bytes)
+        return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=with_ways_out).fastest(
+            log_seconds
+        )
 
-def _check_seconds(profile: Profile, plan: Plan, log_seconds: float) -> float:
-    """What it costs to prove the plan's recipes in each forward pass. Nothing where it has none."""
-    if plan.check != "full" or not any(site.recipe is not None for site in plan.sites):
-        return 0.0
-    host_seconds = profile.num_forward_ops * log_seconds
-    if profile.device == "cpu":
-        return host_seconds
-    # The host runs ahead of an accelerator: only what makes it slower than the device shows.
-    launches = profile.num_forward_ops * (_LAUNCH_SECONDS + log_seconds)
-    return min(host_seconds, max(0.0, launches - sum(profile.op_seconds[: profile.num_forward_ops])))
+    choice = choose_placement(profile, config, link=link, num_micro_batches=num_micro_batches, fit=fit)
+    return _plan_of(choice.found, choice)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A solution, and the layers that run again under it."""
 
+    asked: _Asked
     layers: tuple[str, ...]
     problem: Problem
     solution: Solution
+    floor_bytes: int
+    check_seconds: float = 0.0
+
+    @property
+    def pass_seconds(self) -> float:
+        """Forward and backward, with what recipes cost to prove."""
+        return self.solution.timeline.step_seconds + self.check_seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        return self.solution.timeline.step_seconds * (1.0 - _gap(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +115,57 @@ class _Asked:
     has_gradients: bool
     time_limit_seconds: float
     progress: Callable[[str], None]
+    shares: StateShares | None = None
+    """Of the optimizer's state, what the solver may move."""
+    with_ways_out: bool = True
+
+    def fastest(self, log_seconds: float) -> _Found:
+        """The best of all that may be done. Raises `BudgetError`."""
+        found = self._fastest_unchecked()
+        check_seconds = _check_seconds(self, found, log_seconds)
+        seconds = found.solution.timeline.step_seconds
+        if check_seconds > _CHECK_SHARE * seconds and self.config.recomputes_freely:
+            without = self.profile.without_recipes([node.name for node in self.profile.nodes])
+            with contextlib.suppress(BudgetError):
+                bare = dataclasses.replace(self, profile=without).fastest(log_seconds)
+                if bare.solution.timeline.step_seconds < seconds + check_seconds:
+                    # The floor is that of all that may be done.
+                    return dataclasses.replace(bare, floor_bytes=found.floor_bytes)
+        return dataclasses.replace(found, check_seconds=check_seconds)
+
+    def _fastest_unchecked(self) -> _Found:
+        forced = layers_by_rule(self.profile, self.config)
+        found: _Found | None = None
+        refusal: BudgetError | None = None
+        try:
+            found = self._solved(forced)
+        except BudgetError as error:
+            refusal = error
+        # Whole layers run again, as anybody could have it: never slower than that, and never refused where that fits.
+        for layers in self._ways(forced, found):
+            try:
+                other = self._solved(layers)
+            except BudgetError as error:
+                refusal = error if refusal is None or error.floor_bytes < refusal.floor_bytes else refusal
+                continue
+            if found is None or other.solution.timeline.step_seconds < found.solution.timeline.step_seconds:
+                found = other
+        if found is not None:
+            return found
+        assert refusal is not None
+        if not self.with_ways_out:
+            raise refusal
+        raise _with_half_a_batch(refusal, self.problem(forced), self.config, self.has_gradients) from None
 
     def problem(self, layers: tuple[str, ...]) -> Problem:
-        return problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=layers)
+        kept = problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=layers)
+        return kept if self.shares is None else with_state(kept, self.shares)
 
     def plain_problem(self) -> Problem:
-        """Everything kept."""
-        config = dataclasses.replace(self.config, recompute="none", swap="none")
-        return problem_of(self.profile, config, has_gradients=self.has_gradients, layers=())
+        """Nothing runs again, and all of the optimizer's state stays."""
+        return problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=())
 
-    def solved(self, layers: tuple[str, ...]) -> _Found:
+    def _solved(self, layers: tuple[str, ...]) -> _Found:
         from lowtide.planner.solve import solve
 
         problem = self.problem(layers)
@@ -152,10 +176,16 @@ class _Asked:
             host_bytes=self.config.host_budget,
             time_limit_seconds=self.time_limit_seconds,
             progress=self.progress,
+            with_ways_out=self.with_ways_out,
         )
-        return _Found(layers, problem, solution)
+        if self.shares is not None:
+            fates = in_order(problem, solution.fates)
+            timeline = run(problem.step, fates, self.link, budget_bytes=self.budget_bytes)
+            if timeline.peak_bytes <= self.budget_bytes and timeline.step_seconds <= solution.timeline.step_seconds:
+                solution = dataclasses.replace(solution, fates=fates, timeline=timeline)
+        return _Found(self, layers, problem, solution, solution.floor_bytes)
 
-    def ways(self, forced: tuple[str, ...], found: _Found | None) -> Iterator[tuple[str, ...]]:
+    def _ways(self, forced: tuple[str, ...], found: _Found | None) -> Iterator[tuple[str, ...]]:
         """Sets of layers that are worth solving for: where nothing fits yet, all of them; and the fewest that fit with
         everything else kept, where that is faster than what was found."""
         if not self.config.recomputes_freely or self.profile.num_collectives:
@@ -188,9 +218,34 @@ class _Asked:
             yield first(high)
 
     @property
+    def host_budget_bytes(self) -> int | None:
+        """The whole of it, as it was asked for."""
+        limit = self.config.host_budget
+        return limit if limit is None or self.shares is None else limit + self.shares.nbytes
+
+    @property
     def seconds(self) -> float:
         """Of the plain step."""
         return sum(self.profile.op_seconds)
+
+
+def _check_seconds(asked: _Asked, found: _Found, log_seconds: float) -> float:
+    """What it costs to prove the plan's recipes in each forward pass. Nothing where it has none."""
+    profile = asked.profile
+    if asked.config.check != "full" or not _has_recipes(found):
+        return 0.0
+    host_seconds = profile.num_forward_ops * log_seconds
+    if profile.device == "cpu":
+        return host_seconds
+    # The host runs ahead of an accelerator: only what makes it slower than the device shows.
+    launches = profile.num_forward_ops * (_LAUNCH_SECONDS + log_seconds)
+    return min(host_seconds, max(0.0, launches - sum(profile.op_seconds[: profile.num_forward_ops])))
+
+
+def _has_recipes(found: _Found) -> bool:
+    nodes = found.problem.profile.nodes
+    chosen = zip(found.problem.nodes, found.solution.fates, strict=False)  # the rest is the optimizer's
+    return any(fate is Fate.RECOMPUTE and nodes[index].anchor is None for index, fate in chosen)
 
 
 def floor_of_kept(problem: Problem) -> int:
@@ -281,61 +336,80 @@ def half_a_batch(problem: Problem, *, has_gradients: bool) -> Step:
     size of a weight.
     """
     profile, step = problem.profile, problem.step
-    fixed = state_bytes(profile, has_gradients=has_gradients) - profile.state.inputs
+    fixed = state_bytes(profile, has_gradients=has_gradients) - profile.state.inputs - problem.state_bytes
     ticks = []
     for number, tick in enumerate(step.ticks):
-        stays = fixed if has_gradients else fixed + _gradients_at(problem, number, has_gradients)
-        grows = max(tick.base_bytes - stays, 0) if number < len(step.ticks) - 1 else 0  # the last one: the optimizer's
+        stays = fixed if has_gradients else fixed + gradients_at(problem, number, has_gradients)
+        grows = max(tick.base_bytes - stays, 0) if number < len(problem.starts) - 1 else 0  # not the optimizer's
         ticks.append(dataclasses.replace(tick, base_bytes=tick.base_bytes - grows // 2))
-    items = tuple(dataclasses.replace(item, nbytes=item.nbytes // 2) for item in step.items)
+    own, state = step.items[: len(problem.nodes)], step.items[len(problem.nodes) :]
+    items = (*(dataclasses.replace(item, nbytes=item.nbytes // 2) for item in own), *state)
     return dataclasses.replace(step, ticks=tuple(ticks), items=items)
 
 
-def _plan_of(asked: _Asked, found: _Found) -> Plan:
-    problem, solution, config, has_gradients = found.problem, found.solution, asked.config, asked.has_gradients
-    profile, step, timeline = problem.profile, problem.step, solution.timeline
-    reasons = {i: _reason(item, fate) for i, (item, fate) in enumerate(zip(step.items, solution.fates, strict=True))}
-    plain_problem = problem if not found.layers else asked.plain_problem()
-    plain = plain_curve(plain_problem.step)
+def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
+    """What was found, written down. `choice` says what became of the optimizer's state, if anybody asked."""
+    asked, problem, solution = found.asked, found.problem, found.solution
+    profile, step, timeline, config = problem.profile, problem.step, solution.timeline, asked.config
+    own_fates, _ = split(problem, solution.fates)
+    reasons = {i: _reason(item, fate) for i, (item, fate) in enumerate(zip(step.items, own_fates, strict=False))}
+    plain_problem = asked.plain_problem() if found.layers or asked.shares is not None else problem
+    plain_bytes = plain_curve(plain_problem.step)
     num_forward = step.num_forward_ticks
     forward = timeline.curve[:num_forward]
     bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
     held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
+    again = sum(_call_seconds(asked.profile, name) for name in found.layers)
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
         step_seconds=timeline.step_seconds,
-        stall_seconds=timeline.stall_seconds,
-        recompute_seconds=timeline.recompute_seconds + sum(_call_seconds(asked.profile, name) for name in found.layers),
-        gap=_gap(asked, found),
-        plain_peak_bytes=int(plain.max()),
+        stall_seconds=timeline.stall_seconds - (choice.stall_seconds if choice else 0.0),
+        recompute_seconds=timeline.recompute_seconds - (choice.streamed_seconds if choice else 0.0) + again,
+        gap=choice.gap if choice else _gap(found),
+        plain_peak_bytes=int(plain_bytes.max()),
         plain_seconds=plain_problem.step.compute_seconds,
-        floor_bytes=solution.floor_bytes,
+        floor_bytes=choice.floor_bytes if choice else found.floor_bytes,
         forward_peak_bytes=int(max(forward, default=0)),
         forward_held_bytes=int(max(held, default=0)),
+        check_seconds=found.check_seconds,
+        optimizer_seconds=choice.seconds if choice else 0.0,
         certainty=_certainty(profile),
     )
+    there = None
+    if asked.shares is not None:
+        there = state_curve(problem, solution.fates, timeline.leave, timeline.fetch).tolist()
     return Plan(
         layers=profile.layers,
         # Other storages that a recompute rule names are made again one by one.
         rules=_with_layers(config.rules(), found.layers),
         min_bytes=config.min_bytes,
-        host_budget_bytes=config.host_budget,
+        host_budget_bytes=asked.host_budget_bytes,
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
         sites=(
-            *decisions(problem, solution.fates, timeline.leave, timeline.fetch, reasons),
+            *decisions(problem, own_fates, timeline.leave, timeline.fetch, reasons),
             *_dropped(asked.profile, found),
         ),
         is_solved=True,
         check=config.check,
         budget_bytes=asked.budget_bytes,
         predicted=prediction,
-        account=memory_breakdown(problem, plain.tolist(), timeline.curve, plain_problem, has_gradients=has_gradients),
+        account=memory_breakdown(
+            problem,
+            plain_bytes.tolist(),
+            timeline.curve,
+            plain_problem,
+            moving=there,
+            slot_bytes=choice.slot_bytes if choice else 0,
+            has_gradients=asked.has_gradients,
+        ),
+        optimizer=choice.placement if choice else None,
     )
 
 
-def _gap(asked: _Asked, found: _Found) -> float:
+def _gap(found: _Found) -> float:
     """The program bounds the step whose layers it was given; where the planner chose them, only the plain step does."""
+    asked = found.asked
     if found.layers == layers_by_rule(asked.profile, asked.config):
         return found.solution.gap
     seconds = found.solution.timeline.step_seconds
@@ -387,57 +461,6 @@ def _reason(item: Item, fate: Fate) -> str:
     if fate is Fate.SWAP:
         return "away and back while compute runs"
     return f"made again in {format_seconds(item.recipe_seconds)}"
-
-
-def memory_breakdown(
-    problem: Problem,
-    plain: Sequence[int],
-    planned: Sequence[int],
-    plain_problem: Problem | None = None,
-    *,
-    has_gradients: bool = False,
-) -> tuple[AccountLine, ...]:
-    """Where the bytes are at the worst moment, with everything kept and with the plan.
-
-    `plain_problem` is the one of the plain curve, where it is another. The worst moments are two different ones.
-    'activations' is what changes: bytes of nodes. 'temporaries' is the rest: results that live for a few operators, and
-    gradients that are on their way.
-    """
-    state = problem.profile.state
-    columns = []
-    for curve in (plain, planned):
-        tick = max(range(len(curve)), key=curve.__getitem__)
-        columns.append((tick, int(curve[tick])))
-    fixed = state_bytes(problem.profile, has_gradients=has_gradients)
-    lines = [
-        AccountLine(what="weights", plain_bytes=state.parameters, planned_bytes=state.parameters),
-        AccountLine(what="optimizer state", plain_bytes=state.optimizer, planned_bytes=state.optimizer),
-        AccountLine(
-            what="buffers and batch",
-            plain_bytes=state.buffers + state.inputs,
-            planned_bytes=state.buffers + state.inputs,
-        ),
-    ]
-    pairs = [(each, tick) for each, (tick, _) in zip((plain_problem or problem, problem), columns, strict=True)]
-    gradients = tuple(_gradients_at(each, tick, has_gradients) for each, tick in pairs)
-    lines.append(AccountLine(what="gradients", plain_bytes=gradients[0], planned_bytes=gradients[1]))
-    bases = tuple(each.step.ticks[tick].base_bytes for each, tick in pairs)
-    activations = tuple(total - base for (_, total), base in zip(columns, bases, strict=True))
-    lines.append(AccountLine(what="activations", plain_bytes=activations[0], planned_bytes=activations[1]))
-    grown = gradients if not has_gradients else (0, 0)
-    rest = tuple(base - fixed - made for base, made in zip(bases, grown, strict=True))
-    lines.append(AccountLine(what="head, loss, temporaries", plain_bytes=rest[0], planned_bytes=rest[1]))
-    lines.append(AccountLine(what="peak", plain_bytes=columns[0][1], planned_bytes=columns[1][1]))
-    return tuple(lines)
-
-
-def _gradients_at(problem: Problem, tick: int, has_gradients: bool) -> int:
-    profile = problem.profile
-    if has_gradients:
-        return profile.state.gradients
-    if tick >= len(problem.starts) - 1:
-        return profile.state.gradients
-    return profile.op_gradient_bytes[problem.starts[tick + 1] - 1]
 
 
 def _say_nothing(line: str) -> None:

@@ -35,6 +35,8 @@ class Problem:
     """Nodes that are no items: why they are kept."""
     held: tuple[int, ...]
     """Of each forward tick: its base bytes, without those that live for a few operators."""
+    state_bytes: int = 0
+    """Of the items that are no nodes but shares of the optimizer's state; they come last."""
 
 
 def make_problem(

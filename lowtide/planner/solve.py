@@ -77,10 +77,11 @@ def solve(
     host_bytes: int | None = None,
     time_limit_seconds: float = 5.0,
     progress: Progress | None = None,
+    with_ways_out: bool = True,
 ) -> Solution:
     """Fates for every item such that the peak stays within the budget, at the smallest cost in time.
 
-    Raises `BudgetError` when no fates do.
+    Raises `BudgetError` when no fates do; without ways out it costs nothing, and says less.
     """
     began = time.perf_counter()
     arrays = StepArrays.of(step)
@@ -88,14 +89,14 @@ def solve(
     evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
     floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes)
     if is_proven and floor_bytes > budget_bytes:
-        raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds)
+        raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
     bound, how, best = _best(evaluator, floor_fates, is_proven, tell)
     if not best.fits:
         tell("looking for the smallest peak")
         floor_bytes, floor_fates = floor(arrays, host_bytes)
         best = evaluator.play(floor_fates)
         if not best.fits:
-            raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds)
+            raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
     floor_bytes = min(floor_bytes, evaluator.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
@@ -231,7 +232,8 @@ def _violated(arrays: StepArrays, program: Program, shares: Relaxation, budget_b
 
 
 def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
-    """Says what is in the way, and tries the ways out: those that keep the budget first, then larger budgets."""
+    """Says what is in the way, and tries the ways out if there is time: those that keep the budget first, then larger
+    budgets."""
     arrays, budget_bytes, host_bytes = evaluator.arrays, evaluator.budget_bytes, evaluator.host_bytes
     free_step = dataclasses.replace(arrays.step, items=tuple(map(_unrestricted, arrays.step.items)))
     num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, arrays.step.items))
@@ -247,7 +249,7 @@ def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, ti
         for enough in dict.fromkeys((_up(floor_bytes), _up((floor_bytes + plain_bytes) // 2))):
             tries.append((f"a budget of {format_bytes(enough)}", arrays, enough, host_bytes, floor_fates))
     sentences = []
-    for what, other, other_budget, other_host, fates in tries:
+    for what, other, other_budget, other_host, fates in tries if time_limit_seconds else ():
         deadline = time.perf_counter() + min(time_limit_seconds, _WAY_OUT_SECONDS)
         retry = Evaluator(other, evaluator.link, other_budget, other_host, deadline=deadline)
         *_, best = _best(retry, fates, other_budget > budget_bytes, lambda _: None)
@@ -293,6 +295,8 @@ def _what_is_in_the_way(
 
 
 def _unrestricted(item: Item) -> Item:
+    if len(item.fates) > 1 and Fate.KEEP not in item.fates:
+        return item  # state of an optimizer that is to move
     has_recipe = bool(item.inputs) or item.recipe_seconds > 0
     return dataclasses.replace(item, fates=(Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if has_recipe else [])))
 

@@ -2,6 +2,8 @@
 
 What: bytes of unique storages. An optimizer that has not stepped yet has no state; a copy of it takes one step on fake
 parameters (shapes without memory), and what it made is counted. Its state between steps and its temporaries come out.
+Of the state, what may be elsewhere between steps is counted too: tensors of 16,384 elements and more, not `step` and
+what else is small.
 The optimizer itself is never written to: what wraps it is taken off first (optimizers.py), nothing is assigned by name
 to its copy, and what the two share is as it was afterwards.
 
@@ -13,10 +15,12 @@ exists is counted, and a warning says so.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +29,13 @@ from torch import nn
 from lowtide.core.profile import StateBytes
 from lowtide.tensors.fsdp import is_sharded, local_part
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
-from lowtide.tensors.optimizers import bare
-from lowtide.tensors.private import OPTIMIZER_HOOKS, FakeTensorMode, unset_fake_temporarily
+from lowtide.tensors.optimizers import bare, treats_elements_alone
+from lowtide.tensors.private import OPTIMIZER_HOOKS, FakeTensorMode, tree_leaves, unset_fake_temporarily
 from lowtide.tensors.remembered import slots_of
 from lowtide.tensors.snapshot import take
+
+MOVABLE_ELEMENTS = 16_384
+"""Smaller tensors of an optimizer's state stay where it put them: a copy is not worth its start."""
 
 
 def state_bytes(
@@ -44,13 +51,15 @@ def state_bytes(
     parameters = list(model.parameters())
     known = {id(p) for p in parameters}
     held = unique_bytes(parameters, device_type)
-    state, temporaries = _optimizer_bytes(optimizer, is_accelerator)
+    state = _optimizer_bytes(optimizer, is_accelerator)
     return StateBytes(
         parameters=held,
         buffers=unique_bytes([*parameters, *(b for b in model.buffers() if id(b) not in known)], device_type) - held,
         gradients=sum(_gradient_bytes(p) for p in parameters if p.requires_grad),
-        optimizer=state,
-        optimizer_temporaries=temporaries,
+        optimizer=state.nbytes,
+        optimizer_movable=state.movable,
+        optimizer_unit=state.unit,
+        optimizer_temporaries=state.temporaries,
         inputs=inputs,
     )
 
@@ -61,9 +70,19 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Bytes of an optimizer: see `StateBytes`."""
+
+    nbytes: int = 0
+    movable: int = 0
+    unit: int = 0
+    temporaries: int = 0
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> _State:
     if optimizer is None:
-        return 0, 0
+        return _State()
     optimizer = bare(optimizer)
     try:
         return _dry_run(optimizer, is_accelerator)
@@ -73,11 +92,26 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bo
             "has now is counted; take one step first if it has none",
             stacklevel=4,
         )
-        return unique_bytes(optimizer_tensors(optimizer)), 0
+        return _state_of(optimizer, is_accelerator)
 
 
-def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[int, int]:
-    """Bytes of the state after one step of a copy on fake parameters, and the most that the step needed beyond."""
+def _state_of(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
+    """The state that there is."""
+    large = [
+        [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.numel() >= MOVABLE_ELEMENTS]
+        for state in optimizer.state.values()
+    ]
+    # On the host a kernel's last elements are computed another way, so a cut would change bits.
+    is_split = is_accelerator and treats_elements_alone(optimizer)
+    return _State(
+        nbytes=unique_bytes(optimizer_tensors(optimizer)),
+        movable=unique_bytes([tensor for tensors in large for tensor in tensors]),
+        unit=0 if is_split else max(map(unique_bytes, large), default=0),
+    )
+
+
+def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
+    """The state after one step of a copy on fake parameters, and the most that the step needed beyond."""
     before = take(beside=(vars(optimizer), slots_of(optimizer)), process=False)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -87,8 +121,8 @@ def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[in
             live.add_all([*fakes, *(p.grad for p in fakes if p.grad is not None), *optimizer_tensors(twin)])
             with live:
                 _step_of(type(twin))(twin)
-            state = unique_bytes(optimizer_tensors(twin))
-            return state, max(0, live.peak_bytes - held - state)
+            state = _state_of(twin, is_accelerator)
+            return dataclasses.replace(state, temporaries=max(0, live.peak_bytes - held - state.nbytes))
     finally:
         before.restore()  # what the copy shares with the original: objects of the optimizer's own class
 

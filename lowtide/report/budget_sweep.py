@@ -1,7 +1,8 @@
 """What other budgets would cost: the best plans for a few budgets, from the floor to the peak with everything kept.
 
 Why: a budget is often a guess. Beside the plan for it, the user wants to see what a little more or less would change.
-Cost: one short solve for each budget. Not covered: other batch sizes, and other optimizer placements.
+The optimizer's state is placed for each budget anew, as far as the configuration lets it move.
+Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def budget_sweep(
     *,
     link: Link,
     has_gradients: bool = False,
+    num_micro_batches: int = 1,
     time_limit_seconds: float = 1.0,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[SweptBudget, ...]:
@@ -62,6 +64,7 @@ def budget_sweep(
                 link=link,
                 budget_bytes=budget,
                 has_gradients=has_gradients,
+                num_micro_batches=num_micro_batches,
                 time_limit_seconds=time_limit_seconds,
             ).predicted
         except BudgetError:
@@ -73,9 +76,11 @@ def budget_sweep(
 
 
 def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
-    """Lines of text: a head, and one line for each budget."""
+    """Lines of text: a head, and one line for each budget. 'optimizer' is what its state costs on its way, where it
+    moves."""
+    moves_state = any(swept.predicted.optimizer_seconds for swept in rungs)
     cells: list[tuple[str, ...]] = [
-        ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "gap", "")
+        ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "optimizer", "gap", "")
     ]
     for swept in rungs:
         found = swept.predicted
@@ -88,8 +93,11 @@ def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
                 percent(found.step_seconds / found.plain_seconds - 1 if found.plain_seconds else 0.0),
                 format_seconds(found.stall_seconds),
                 format_seconds(found.recompute_seconds),
+                format_seconds(found.optimizer_seconds),
                 percent(found.gap),
                 "<- this plan" if swept.is_asked else "",
             )
         )
-    return align(cells, numeric=tuple(range(8)))
+    if not moves_state:
+        cells = [(*row[:7], *row[8:]) for row in cells]
+    return align(cells, numeric=tuple(range(9 if moves_state else 8)))

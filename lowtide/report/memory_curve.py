@@ -16,8 +16,10 @@ import numpy as np
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
+from lowtide.planner.state_items import with_state
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
@@ -58,12 +60,18 @@ def memory_curve(
     """The curve of `plan`, which was solved for `profile` under the rules of `config`."""
     layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
     problem = problem_of(profile, config, has_gradients=has_gradients, layers=layers)
-    timeline = run(problem.step, _fates(plan, problem), link, budget_bytes=plan.budget_bytes)
+    plain, fates, num_ticks = plain_curve(problem.step).tolist(), _fates(plan, problem), len(problem.step.ticks)
+    if plan.optimizer is not None and plan.optimizer.moved_bytes:
+        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
+        assert shares is not None
+        problem = with_state(problem, shares)
+        fates += placed_fates(plan.optimizer, profile.state, shares)
+    timeline = run(problem.step, fates, link, budget_bytes=plan.budget_bytes)
     return Curve(
-        seconds=tuple(tick.seconds for tick in problem.step.ticks),
+        seconds=tuple(tick.seconds for tick in problem.step.ticks[:num_ticks]),
         num_forward_ticks=problem.step.num_forward_ticks,
-        plain_bytes=tuple(int(count) for count in plain_curve(problem.step)),
-        planned_bytes=timeline.curve,
+        plain_bytes=tuple(plain),
+        planned_bytes=timeline.curve[:num_ticks],
         budget_bytes=plan.budget_bytes,
     )
 

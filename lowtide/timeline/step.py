@@ -67,6 +67,8 @@ class Step:
     """Ticks before which copies can be waited for (forward) or started (backward), ascending: a runtime without a
     dispatch mode can look at its plan only where autograd saves or reads something. Empty: before every tick. A tick
     after which an item can be sent is followed by a stop, and a tick that reads an item is one."""
+    watched: tuple[int, ...] = ()
+    """Ticks at which lanes count although memory never does: a program looks at them whatever the curve is."""
 
     @property
     def compute_seconds(self) -> float:

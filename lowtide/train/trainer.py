@@ -134,7 +134,7 @@ class Trainer:
         return PlanRecord(
             digest=plan.digest(),
             predicted_peak_bytes=plan.predicted.peak_bytes,
-            predicted_seconds=plan.predicted.step_seconds,
+            predicted_seconds=plan.predicted.pass_seconds,
             measured_seconds=pass_seconds,
             predicted_stall_seconds=plan.predicted.stall_seconds,
             num_corrections=getattr(self.tide, "num_corrections", 0),

@@ -89,7 +89,7 @@ def test_a_budget_sets_the_solver_free() -> None:
         ({"budget": 0}, "memory.budget: must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
-        ({"optimizer": "swap"}, "memory.optimizer: swap is not available in lowtide 0.1: write optimizer: keep"),
+        ({"optimizer": "host"}, "memory.optimizer: expected keep, swap or auto, not 'host'"),
         ({"layers": []}, "memory.layers: names no layer; remove it to have the layers found, or list their names"),
         ({"budgett": 1}, "memory.budgett: unknown key; did you mean 'budget'?"),
         ({"swap": [{"match": "a", "prefech": 1}]}, "memory.swap[0].prefech: unknown key; did you mean 'prefetch'?"),

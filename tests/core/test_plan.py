@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.config.memory import load_memory, plan_from_rules
-from lowtide.core.decisions import SiteDecision
+from lowtide.core.decisions import OptimizerPlacement, SiteDecision
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
@@ -181,3 +181,34 @@ PLANS = st.builds(
 def test_any_plan_survives_json_and_can_be_printed(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.digest() in str(plan)
+
+
+# -- the optimizer's state ---------------------------------------------------------------------------------------------
+
+MOVED = OptimizerPlacement(
+    moved_bytes=3 << 30, resident_bytes=1 << 30, beside_bytes=2 << 30, tier=Tier.HOST, bucket_bytes=128 << 20,
+    overlap="backward", exposed_seconds=0.02, slowed_seconds=0.0015, free_from_tokens=21304, reason="it is asked for",
+)  # fmt: skip
+
+
+def test_a_placement_survives_json() -> None:
+    plan = dataclasses.replace(observed_plan(), optimizer=MOVED)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_from_before_placements_still_loads() -> None:
+    document = json.loads(observed_plan().to_json())
+    assert document.pop("optimizer") is None
+    assert Plan.from_json(json.dumps(document)) == observed_plan()
+    solved = json.loads((GOLDEN / "solved_plan.json").read_text(encoding="utf-8"))
+    assert "optimizer" not in solved and Plan.from_json(json.dumps(solved)).optimizer is None
+
+
+def test_ranks_agree_on_when_state_travels_and_not_on_how_much() -> None:
+    plan = observed_plan()
+    stays = dataclasses.replace(plan, optimizer=OptimizerPlacement(moved_bytes=0, reason="everything fits"))
+    moved = dataclasses.replace(plan, optimizer=MOVED)
+    less = dataclasses.replace(plan, optimizer=dataclasses.replace(MOVED, moved_bytes=1 << 30))
+    assert plan.digest() == stays.digest() != moved.digest() == less.digest()
+    nothing = dataclasses.replace(small_plan(), rules=Rules())
+    assert nothing.does_nothing and not dataclasses.replace(nothing, optimizer=MOVED).does_nothing

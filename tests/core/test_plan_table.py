@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from profiles import MIB, decoder_profile
 
 from lowtide.config.memory import MemoryConfig, load_memory
-from lowtide.core.fate import Fate
+from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import first_few, percent
+from lowtide.core.plan_table import first_few, percent, placement_lines
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
 from lowtide.report.memory_curve import Curve, curve_lines, memory_curve
@@ -146,3 +148,46 @@ def test_percent(share: float, text: str) -> None:
 def test_first_few() -> None:
     assert first_few(["a", "b", "c"], 3) == "a, b, c"
     assert first_few(["a", "b", "c", "d", "e"], 3) == "a, b, c and 2 more"
+
+
+# -- the optimizer's state ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"moved_bytes": 0, "reason": "everything fits"}, ["optimizer state: stays on the device, everything fits"]),
+        ({"moved_bytes": None, "reason": "memory.optimizer asks for it"},
+         ["optimizer state: on the host between steps, memory.optimizer asks for it"]),
+        ({"free_from_tokens": None},
+         ["optimizer state: 3.0 GiB on the host between steps, 1.0 GiB stays; the budget asks for it",
+          "  2.0 GiB come back while backward runs, leave in the next forward; "
+          "1.0 GiB come and go while the optimizer steps, in buckets of 128.0 MiB",
+          "  exposed 20.0 ms a step, slows compute by 1.5 ms"]),
+        ({"resident_bytes": 0, "beside_bytes": 3 << 30, "exposed_seconds": 0.0, "tier": Tier.DISK},
+         ["optimizer state: 3.0 GiB on the disk between steps; the budget asks for it",
+          "  3.0 GiB come back while backward runs, leave in the next forward, in buckets of 128.0 MiB",
+          "  exposed 0 s a step, slows compute by 1.5 ms; free from 21,304 tokens a step"]),
+    ],
+)  # fmt: skip
+def test_lines_of_a_placement(changes: dict[str, Any], lines: list[str], tight: Plan) -> None:
+    moved = OptimizerPlacement(
+        moved_bytes=3 << 30, resident_bytes=1 << 30, beside_bytes=2 << 30, bucket_bytes=128 << 20, overlap="backward",
+        exposed_seconds=0.02, slowed_seconds=0.0015, free_from_tokens=21304, reason="the budget asks for it",
+    )  # fmt: skip
+    placement = dataclasses.replace(moved, **changes)
+    assert placement_lines(placement) == lines
+    text = str(dataclasses.replace(tight, optimizer=placement)).splitlines()
+    start = text.index(lines[0])
+    assert text[start : start + len(lines)] == lines
+
+
+def test_the_time_that_the_state_costs_is_named(tight: Plan) -> None:
+    assert tight.predicted is not None
+    slower = dataclasses.replace(
+        tight.predicted, step_seconds=tight.predicted.step_seconds + 0.025, optimizer_seconds=0.025
+    )
+    assert slower.pass_seconds == pytest.approx(tight.predicted.step_seconds)
+    line = str(dataclasses.replace(tight, predicted=slower)).splitlines()[1]
+    assert ", optimizer state 25.0 ms" in line
+    assert "optimizer state" not in str(tight).splitlines()[1]

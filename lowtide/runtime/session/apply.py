@@ -22,6 +22,7 @@ from lowtide.runtime.session.checks import (
     warn_about_parts_of_recomputed_layers,
     warn_about_tiers,
 )
+from lowtide.runtime.session.optimizer_state import refuse_moves
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.optimizers import optimizer_of
 
@@ -37,6 +38,7 @@ def apply(
     """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`."""
     refuse_unsuitable(model)
     plan = plan_of(model, memory)
+    refuse_moves(plan.optimizer)
     check_patterns(model, plan)
     agree_across_ranks(plan, group)
     warn_about_checkpointing(model)

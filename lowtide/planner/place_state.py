@@ -1,0 +1,328 @@
+"""Which part of an optimizer's state is elsewhere between steps, for `memory.optimizer: swap | auto`.
+
+What: `choose_placement` cuts the state into shares, has them solved together with the activations (state_items.py: one
+budget, one link), and writes down what came of it.
+
+- swap: all of the state that can move does; the solver only decides which shares travel beside forward and backward and
+  which while the optimizer steps.
+- auto: a share may stay too. Where everything fits, it does; and a plan is never slower than the one that keeps it all.
+
+Why buckets: the step of the optimizer needs two of them and not all of the state, and its temporaries (4 bytes a
+parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
+0.2 ms to step one; at most an eighth of the state; at least what cannot be cut (the largest parameter's state, where
+the optimizer is not known to treat every element alone).
+Cost: the solver's, once for `swap`, twice for `auto`, and once more where memory is so tight that shares are waited
+for. Not covered: updates in the next forward, or inside backward (both change what user code may do, so they are for
+the user to ask for); whether host memory takes what the link brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.fate import Fate, Tier
+from lowtide.core.profile import Profile, StateBytes
+from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.problem import Problem
+from lowtide.planner.state_items import NAME, StateShares, split
+from lowtide.timeline.events import Timeline, run
+from lowtide.timeline.step import Link
+from lowtide.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+
+_BUCKET_SECONDS = 3e-3
+_LEAST_BUCKET, _MOST_BUCKET = 64 * MIB, 256 * MIB
+_LEAST_BUCKETS = 8
+_MOST_SHARES = 64
+_NUM_SLOTS = 2
+_ALIGNMENT = 256
+_NO_TIME = 1.0 + 1e-9
+"""Not slower than this, and nothing is to be gained."""
+
+
+class Solved(Protocol):
+    """What is asked of a solver's answer."""
+
+    @property
+    def fates(self) -> Sequence[Fate]: ...
+    @property
+    def timeline(self) -> Timeline: ...
+
+
+class Fitted(Protocol):
+    """The best fates that were found."""
+
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def solution(self) -> Solved: ...
+    @property
+    def floor_bytes(self) -> int: ...
+    @property
+    def pass_seconds(self) -> float:
+        """Of the played step, with what recipes cost to prove."""
+
+    @property
+    def bound_seconds(self) -> float: ...
+
+
+F = TypeVar("F", bound=Fitted)
+Fit = Callable[[StateShares | None, bool], F]
+"""Solves with these shares among the items, or with all of the state kept; the flag: a refusal says ways out.
+Raises `BudgetError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[F]):
+    """The best of what was tried."""
+
+    found: F
+    placement: OptimizerPlacement
+    slot_bytes: int
+    """What the tick of the optimizer counts for buckets that pass through."""
+    stall_seconds: float
+    """Of the played step's stalls, those for the state."""
+    streamed_seconds: float
+    """Of the played step's recomputes, what are none: shares that are streamed."""
+    slowed_seconds: float
+    gap: float
+    """No plan, with any placement that is allowed, is faster by more than this share of it."""
+    floor_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """What of the played step the state costs on its way."""
+        return self.stall_seconds + self.streamed_seconds + self.slowed_seconds
+
+
+def choose_placement(
+    profile: Profile, config: MemoryConfig, *, link: Link, num_micro_batches: int, fit: Fit[F]
+) -> Choice[F]:
+    """The fastest placement of the state that `config.optimizer` allows.
+
+    Raises `ConfigError` where `swap` has nothing to move or no room for it, `BudgetError` where nothing fits.
+    """
+    is_forced = config.optimizer == "swap"
+    if is_forced:
+        _refuse_without_effect(profile.state, config.host_budget)
+    shares = shares_of(
+        profile.state, link, config.host_budget, num_micro_batches=num_micro_batches, may_stay=not is_forced
+    )
+    write = _Writer(profile, link, num_micro_batches, shares)
+    if shares is None:
+        found = fit(None, True)
+        return write.kept(found, [found], "none of it can move" if profile.state.optimizer else "there is none")
+    kept: F | None = None
+    if not is_forced:
+        with contextlib.suppress(BudgetError):
+            kept = fit(None, False)
+    try:
+        with_moves = _with_moves(shares, fit, with_ways_out=kept is None)
+    except BudgetError:
+        if kept is None:
+            raise
+        return write.kept(kept, [kept], "moving it needs more than it frees")
+    moved = min(with_moves, key=lambda one: one.pass_seconds)
+    if kept is None:
+        return write.moved(moved, with_moves, f"{'memory.optimizer' if is_forced else 'the budget'} asks for it")
+    tried = [kept, *with_moves]
+    if kept.pass_seconds <= sum(profile.op_seconds) * _NO_TIME:
+        return write.kept(kept, tried, "everything fits")
+    if moved.pass_seconds < kept.pass_seconds:
+        return write.moved(moved, tried, "activations gain more by its memory than its way costs")
+    return write.kept(kept, tried, "on its way it would cost more than it frees")
+
+
+def _with_moves(shares: StateShares, fit: Fit[F], *, with_ways_out: bool) -> list[F]:
+    """Any fate for any share; and nothing beside compute, where shares are waited for anyway."""
+    found = fit(shares, with_ways_out)
+    problem, timeline = found.problem, found.solution.timeline
+    _, fates = split(problem, found.solution.fates)
+    if Fate.SWAP not in fates or timeline.stall_seconds <= 0.0:
+        return [found]
+    streamed = tuple(fate for fate in shares.fates if fate is not Fate.SWAP)
+    with contextlib.suppress(BudgetError):
+        return [found, fit(dataclasses.replace(shares, fates=streamed), False)]
+    return [found]
+
+
+def shares_of(
+    state: StateBytes, link: Link, host_bytes: int | None, *, num_micro_batches: int = 1, may_stay: bool
+) -> StateShares | None:
+    """The state that can move and that the host takes, in at most 64 parts; None if there is none."""
+    bucket_bytes = bucket_size(state, link)
+    nbytes = state.optimizer_movable
+    if host_bytes is not None and host_bytes < nbytes:
+        nbytes = host_bytes // bucket_bytes * bucket_bytes
+    if not nbytes:
+        return None
+    num_buckets = -(-nbytes // bucket_bytes)
+    size = -(-num_buckets // _MOST_SHARES) * bucket_bytes
+    whole, rest = divmod(nbytes, size)
+    sizes = (size,) * whole + (rest,) * (rest > 0)
+    seconds = (link.latency_seconds * size / bucket_bytes + nbytes / link.in_bytes_per_second for nbytes in sizes)
+    fates = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE) if may_stay else (Fate.SWAP, Fate.RECOMPUTE)
+    return StateShares(
+        sizes=sizes,
+        fates=fates,
+        streamed_seconds=tuple(one / num_micro_batches for one in seconds),
+        slot_bytes=min(_NUM_SLOTS * bucket_bytes, nbytes),
+        temporaries=math.ceil(state.optimizer_temporaries * min(1.0, bucket_bytes / state.optimizer_movable)),
+    )
+
+
+def bucket_size(state: StateBytes, link: Link) -> int:
+    """Bytes of state that are copied at once."""
+    wanted = int(link.in_bytes_per_second * _BUCKET_SECONDS)
+    usual = min(max(wanted, _LEAST_BUCKET), _MOST_BUCKET, -(-state.optimizer_movable // _LEAST_BUCKETS))
+    return -(-max(usual, state.optimizer_unit, 1) // _ALIGNMENT) * _ALIGNMENT
+
+
+def batch_tokens(profile: Profile) -> int | None:
+    """Tokens of a micro-batch: of the first tensor of whole numbers with two dimensions; None where there is none."""
+    match = re.search(r"int\d+\[(\d+), (\d+)\]", profile.batch)
+    return None if match is None else int(match[1]) * int(match[2])
+
+
+def placed_fates(placement: OptimizerPlacement, state: StateBytes, shares: StateShares) -> tuple[Fate, ...]:
+    """The fate of each share, as `placement` has them: what stays, what travels beside compute, what is streamed."""
+    stay = placement.resident_bytes - (state.optimizer_movable - shares.nbytes)
+    beside = stay + placement.beside_bytes
+    ends = [sum(shares.sizes[: number + 1]) for number in range(len(shares.sizes))]
+    return tuple(Fate.KEEP if end <= stay else Fate.SWAP if end <= beside else Fate.RECOMPUTE for end in ends)
+
+
+def _refuse_without_effect(state: StateBytes, host_bytes: int | None) -> None:
+    if not state.optimizer:
+        raise ConfigError(
+            "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
+            "or write optimizer: keep"
+        )
+    if not state.optimizer_movable:
+        raise ConfigError(
+            "memory.optimizer: swap has nothing to move: no tensor of the optimizer's state has 16,384 elements; write "
+            "optimizer: keep"
+        )
+    if host_bytes is not None and host_bytes < state.optimizer_movable:
+        raise ConfigError(
+            f"memory.optimizer: swap moves {format_bytes(state.optimizer_movable)}, more than the host budget of "
+            f"{format_bytes(host_bytes)}; raise host_budget, or write optimizer: auto"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Writes down what was found, one of those that were tried."""
+
+    profile: Profile
+    link: Link
+    num_micro_batches: int
+    shares: StateShares | None
+
+    def kept(self, found: F, tried: Sequence[F], reason: str) -> Choice[F]:
+        """All of the state stays."""
+        resident_bytes = self.profile.state.optimizer_movable
+        return Choice(
+            found=found,
+            placement=OptimizerPlacement(moved_bytes=0, resident_bytes=resident_bytes, reason=reason),
+            slot_bytes=0,
+            stall_seconds=0.0,
+            streamed_seconds=0.0,
+            slowed_seconds=0.0,
+            gap=_gap(found, tried),
+            floor_bytes=min(one.floor_bytes for one in tried),
+        )
+
+    def moved(self, found: F, tried: Sequence[F], reason: str) -> Choice[F]:
+        """What the solver moved of it, if anything."""
+        assert self.shares is not None
+        _, fates = split(found.problem, found.solution.fates)
+        sizes, seconds = self.shares.sizes, self.shares.streamed_seconds
+        nbytes = {fate: sum(size for size, own in zip(sizes, fates, strict=True) if own is fate) for fate in Fate}
+        streamed = sum(one for one, own in zip(seconds, fates, strict=True) if own is Fate.RECOMPUTE)
+        moved_bytes = nbytes[Fate.SWAP] + nbytes[Fate.RECOMPUTE]
+        if not moved_bytes:
+            return self.kept(found, tried, reason)
+        lanes = _Lanes.of(found, self.link)
+        placement = OptimizerPlacement(
+            moved_bytes=moved_bytes,
+            resident_bytes=self.profile.state.optimizer_movable - moved_bytes,
+            beside_bytes=nbytes[Fate.SWAP],
+            tier=Tier.DISK if self.profile.device == "cpu" else Tier.HOST,
+            bucket_bytes=bucket_size(self.profile.state, self.link),
+            num_slots=_NUM_SLOTS,
+            overlap="backward" if nbytes[Fate.SWAP] else "step",
+            exposed_seconds=lanes.stall_seconds + streamed * self.num_micro_batches,
+            slowed_seconds=lanes.slowed_seconds,
+            # Where memory is what some of it waits for, no length of the step makes it free.
+            free_from_tokens=None if nbytes[Fate.RECOMPUTE] else self._free_from(moved_bytes, lanes),
+            reason=reason,
+        )
+        return Choice(
+            found=found,
+            placement=placement,
+            slot_bytes=self.shares.slot_bytes,
+            stall_seconds=lanes.stall_seconds,
+            streamed_seconds=streamed,
+            slowed_seconds=lanes.slowed_seconds,
+            gap=_gap(found, tried),
+            floor_bytes=min(one.floor_bytes for one in tried),
+        )
+
+    def _free_from(self, moved_bytes: int, lanes: _Lanes) -> int | None:
+        """By time alone: so many tokens make forward and backward long enough, at the rate of these activations."""
+        tokens = batch_tokens(self.profile)
+        if tokens is None or lanes.free_in_seconds <= 0 or lanes.free_out_seconds <= 0:
+            return None
+        share = max(
+            moved_bytes / self.link.in_bytes_per_second / lanes.free_in_seconds,
+            moved_bytes / self.link.out_bytes_per_second / lanes.free_out_seconds,
+        )
+        return math.ceil(share * tokens * self.num_micro_batches)
+
+
+def _gap(found: Fitted, tried: Sequence[Fitted]) -> float:
+    seconds = found.solution.timeline.step_seconds
+    return max(0.0, 1.0 - min(one.bound_seconds for one in tried) / seconds) if seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lanes:
+    """What of a played step is the state's."""
+
+    stall_seconds: float
+    slowed_seconds: float
+    free_in_seconds: float
+    """Of backward, what activations leave of the lane that copies in."""
+    free_out_seconds: float
+    """The same of forward and the lane that copies out."""
+
+    @classmethod
+    def of(cls, found: Fitted, link: Link) -> _Lanes:
+        step, timeline = found.problem.step, found.solution.timeline
+        events = run(
+            step, found.solution.fates, link, leave=timeline.leave, fetch=timeline.fetch, with_events=True
+        ).events  # fmt: skip
+        spent = {"stall": 0.0, "out": 0.0, "in": 0.0}
+        taken = {"out": 0.0, "in": 0.0}
+        for event in events:
+            if event.lane in spent and event.name.startswith(NAME):
+                spent[event.lane] += event.end - event.start
+            elif event.lane in taken:
+                taken[event.lane] += event.end - event.start
+        forward = sum(tick.seconds for tick in step.ticks[: step.num_forward_ticks])
+        return cls(
+            stall_seconds=spent["stall"],
+            slowed_seconds=link.compute_share * (spent["out"] + spent["in"]),
+            free_in_seconds=step.compute_seconds - forward - taken["in"],
+            free_out_seconds=forward - taken["out"],
+        )

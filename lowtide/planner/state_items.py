@@ -1,0 +1,113 @@
+"""An optimizer's state as items of a step, so that a solver weighs it against activations: one budget, one link.
+
+What: `with_state` adds shares of the state to a problem. Each has one of three fates:
+- keep: it stays on the device;
+- swap: it leaves while forward runs and comes back while backward runs, into memory that backward has freed, on the
+  lanes that copy activations too. All such shares are on the device when the optimizer steps;
+- recompute, which here means *streamed*: it comes and goes while the optimizer steps, through two slots of one bucket.
+  Compute waits for it: the time of a copy in, since both directions run at once and the last copy out has the next
+  forward to land in. (Optimizer-state swap: exposed = s P / (N BW), with s bytes a parameter, P parameters, N shards
+  and a link of BW bytes a second; hidden = what backward frees and what the lanes have left.)
+
+How: the step repeats, so a share is there when forward starts, like an activation saved by the first tick, and is read
+in one more tick after that of the optimizer. These two moments have no bytes of their own: what is there between steps
+is there in the optimizer's tick too, which has the gradients as well. The optimizer's tick has, beside the shares that
+are kept or swapped, the slots, and temporaries of one bucket and not of all parameters.
+
+Cost: at most 64 items more. Not covered: that streamed shares are on the host as well as swapped ones (the caller takes
+both from its budget), and micro-batches: a step of several is planned as one that is its first and its last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.core.fate import Fate
+from lowtide.planner.problem import Problem
+from lowtide.timeline.memory import Ints, StepArrays, curve
+from lowtide.timeline.step import Item, Tick
+
+NAME = "optimizer state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShares:
+    """Parts of the state that may be elsewhere between steps, whole buckets each."""
+
+    sizes: tuple[int, ...]
+    fates: tuple[Fate, ...]
+    """What each of them may be."""
+    streamed_seconds: tuple[float, ...]
+    """What compute waits for each of them if it is streamed."""
+    slot_bytes: int
+    temporaries: int
+    """What the optimizer needs beside one bucket."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+
+def with_state(problem: Problem, shares: StateShares) -> Problem:
+    """The problem in which these shares are the last items of the step."""
+    step, state, nbytes = problem.step, problem.profile.state, shares.nbytes
+    ticks = [dataclasses.replace(tick, base_bytes=tick.base_bytes - nbytes) for tick in step.ticks]
+    ticks[0] = dataclasses.replace(ticks[0], base_bytes=ticks[0].base_bytes - nbytes)
+    bucketed = ticks[-1].base_bytes - state.optimizer_temporaries + shares.temporaries + shares.slot_bytes
+    ticks[-1] = dataclasses.replace(ticks[-1], base_bytes=bucketed)
+    last = len(ticks)
+    ticks.append(Tick(seconds=0.0, base_bytes=-nbytes, name="after the step of the optimizer"))
+    items = tuple(
+        Item(
+            name=f"{NAME} {number}",
+            nbytes=size,
+            born=0,
+            saved=0,
+            dies=1,
+            reads=(last,),
+            release=last + 1,
+            fates=shares.fates,
+            recipe_seconds=seconds,
+        )
+        for number, (size, seconds) in enumerate(zip(shares.sizes, shares.streamed_seconds, strict=True))
+    )
+    return dataclasses.replace(
+        problem,
+        step=dataclasses.replace(
+            step,
+            ticks=tuple(ticks),
+            items=(*step.items, *items),
+            stops=tuple(sorted({*step.stops, 1, last})),
+            watched=(last,),
+        ),
+        held=tuple(there - nbytes for there in problem.held),
+        state_bytes=nbytes,
+    )
+
+
+def split(problem: Problem, fates: Sequence[Fate]) -> tuple[tuple[Fate, ...], tuple[Fate, ...]]:
+    """The fates of activations, and those of shares of the state."""
+    num_nodes = len(problem.nodes)
+    return tuple(fates[:num_nodes]), tuple(fates[num_nodes:])
+
+
+def in_order(problem: Problem, fates: Sequence[Fate]) -> tuple[Fate, ...]:
+    """As many shares with each fate, in the order in which the optimizer steps them: what is there, what comes early,
+    what is streamed. Shares of one size are all alike."""
+    own, state = split(problem, fates)
+    order = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+    return (*own, *sorted(state, key=order.index))
+
+
+def state_curve(
+    problem: Problem, fates: Sequence[Fate], leave: Sequence[int | None], fetch: Sequence[int | None]
+) -> Ints:
+    """Bytes of shares on the device in each tick."""
+    start = len(problem.nodes)
+    ticks = tuple(dataclasses.replace(tick, base_bytes=0) for tick in problem.step.ticks)
+    alone = dataclasses.replace(problem.step, ticks=ticks, items=problem.step.items[start:])
+    there = curve(StepArrays.of(alone), fates[start:], leave=leave[start:], fetch=fetch[start:])
+    there[[0, -1]] -= problem.state_bytes
+    return there

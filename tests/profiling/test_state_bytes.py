@@ -1,0 +1,64 @@
+"""Which part of an optimizer's state may be elsewhere between steps, counted without taking a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.core.profile import StateBytes
+from lowtide.profiling.state_bytes import MOVABLE_ELEMENTS, state_bytes
+
+LARGE, SMALL = 200 * 100, 100  # elements of the weight and of the bias
+
+
+def counted(make: Callable[..., torch.optim.Optimizer], *, is_accelerator: bool = True, **settings: Any) -> StateBytes:
+    model = nn.Linear(200, 100)
+    optimizer = make(model.parameters(), **settings)
+    return state_bytes(model, inputs=0, optimizer=optimizer, device_type="cpu", is_accelerator=is_accelerator)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "movable"),
+    [
+        (torch.optim.AdamW, {}, 2 * 4 * LARGE),
+        (torch.optim.AdamW, {"amsgrad": True}, 3 * 4 * LARGE),
+        (torch.optim.SGD, {"momentum": 0.9}, 4 * LARGE),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.Adagrad, {}, 4 * LARGE),
+    ],
+)
+def test_moments_can_move_and_what_is_small_stays(make: Any, settings: dict[str, Any], movable: int) -> None:
+    state = counted(make, **settings)
+    assert LARGE >= MOVABLE_ELEMENTS > SMALL
+    assert state.optimizer_movable == movable
+    assert state.optimizer - movable < 4 * 4 * (SMALL + 200 + 2)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Somebody's: nobody has tried to step it in parts."""
+
+
+def test_what_cannot_be_cut_is_known() -> None:
+    moments = 2 * 4 * LARGE
+    assert counted(torch.optim.AdamW).optimizer_unit == 0
+    assert counted(torch.optim.AdamW, is_accelerator=False).optimizer_unit == moments
+    assert counted(OwnAdamW).optimizer_unit == moments
+
+
+def test_state_that_is_there_counts_where_no_copy_can_step() -> None:
+    class Reads(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["params"][0].grad.sum().item()
+            return super().step(closure)
+
+    model = nn.Linear(200, 100)
+    optimizer = Reads(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="cannot step without values"):
+        state = state_bytes(model, inputs=0, optimizer=optimizer, device_type="cpu", is_accelerator=True)
+    assert (state.optimizer_movable, state.optimizer) == (4 * LARGE, 4 * (LARGE + SMALL))
