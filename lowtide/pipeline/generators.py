@@ -84,8 +84,8 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 
 def interleaved(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473): 1F1B with several smaller stages on each rank, which it
-    visits in rounds of about W micro-batches. Bubble: (W - 1)(F + B) of a stage that is `stages_per_rank` times
-    smaller, when M is a multiple of W."""
+    visits in rounds of at least W micro-batches (when M >= W). Bubble: (W - 1)(F + B) of a stage, which is
+    `stages_per_rank` times smaller."""
     return _interleaved("interleaved", num_ranks, num_micro_batches, stages_per_rank, overlap=False)
 
 

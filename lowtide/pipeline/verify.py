@@ -16,7 +16,8 @@ receive stands until its message was sent, and a send stands until its receiver 
 strictest rule) or for nothing (`Sends.BUFFERED`). What passes RENDEZVOUS passes every weaker rule too:
 sends and receives that run beside compute only take waits away.
 
-Cost: about 3 µs an action. Not covered: memory (figures.py), whether both ends agree on shapes, collectives.
+Cost: about 30 µs an action, 0.6 s for 16 ranks with 128 micro-batches and transfers.
+Not covered: memory (figures.py), whether both ends agree on shapes, collectives.
 """
 
 from __future__ import annotations
