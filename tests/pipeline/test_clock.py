@@ -1,7 +1,7 @@
 """Bubbles are the published ones where their conditions hold, and are not where they do not.
 
-Durations are whole numbers, so that equality is exact. F, B, I and W of a stage; F&B of a pair; W ranks, as published,
-where a formula names ranks.
+Durations are whole numbers, so that equality is exact. F, B, I and W are the times of one stage, F&B that of a
+pair, P is the number of ranks, M that of micro-batches, r the rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def made(name: str, num_ranks: int, num_micro_batches: int, **more: int) -> Sche
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_of_gpipe_and_1f1b(name: str, num_ranks: int, num_micro_batches: int) -> None:
-    """(W - 1)(F + B), for any F and B. 1F1B holds W - r chunks, GPipe all."""
+    """(P - 1)(F + B), for any F and B. 1F1B holds P - r chunks, GPipe all."""
     schedule = made(name, num_ranks, num_micro_batches)
     for forward, backward in some(((3, 4), (1, 2), (7, 2)), num_ranks):
         bubble = (num_ranks - 1) * (forward + backward)
@@ -54,7 +54,7 @@ def test_bubble_of_gpipe_and_1f1b(name: str, num_ranks: int, num_micro_batches: 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
 def test_bubble_of_interleaved(num_ranks: int, num_micro_batches: int) -> None:
-    """(W - 1)(F + B) of one stage, however many there are on a rank: v times less than 1F1B with the same model."""
+    """(P - 1)(F + B) of one stage, however many there are on a rank: v times less than 1F1B with the same model."""
     for stages in some((2, 3), num_ranks):
         schedule = made("interleaved", num_ranks, num_micro_batches, stages_per_rank=stages)
         played = play(schedule, durations(3, 2, 2).seconds_of)
@@ -83,7 +83,7 @@ def test_interleaved_overlap_has_the_bubble_of_interleaved_on_the_last_rank(
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [*SIZES, (4, 7), (8, 15)])
 def test_zb_v_has_no_bubble_when_all_parts_are_equal(num_ranks: int, num_micro_batches: int) -> None:
-    """With F = I = W and at least 2W - 1 micro-batches no rank waits once it has begun; it holds 2W chunks."""
+    """With F = I = W and at least 2P - 1 micro-batches no rank waits once it has begun; it holds 2P chunks."""
     schedule = made("zb_v", num_ranks, num_micro_batches)
     played = play(schedule, durations(5, 5, 5).seconds_of)
     assert set(played.gap_seconds) == {0}
@@ -104,7 +104,7 @@ def test_zb_v_waits_with_fewer_micro_batches() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
 def test_bubble_and_peak_of_dualpipev(num_ranks: int, num_micro_batches: int) -> None:
-    """(PP/2 - 1)(F&B + B - 3W) with PP = 2W stages, on the last rank, and PP + 1 chunks on every rank.
+    """(P - 1)(F&B + B - 3W) on the last rank, and 2P + 1 chunks on every rank; published with PP = 2P stages.
 
     For F = I >= W and F&B >= B. Other ranks have fewer pairs, so a pair that saves time leaves them busy for longer and
     waiting for less.
@@ -140,7 +140,7 @@ def test_dualpipev_differs_where_a_condition_fails(parts: tuple[int, int, int], 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
 def test_share_of_dualpipev_that_runs_in_pairs(num_ranks: int, num_micro_batches: int) -> None:
-    """The ceiling of its overlap: (2M - 3W + r + 1 - [r = W - 1]) / 2M on rank r."""
+    """The ceiling of its overlap: (2M - 3P + r + 1 - [r = P - 1]) / 2M on rank r."""
     assert paired_share(made("dualpipev", num_ranks, num_micro_batches)) == tuple(
         (2 * num_micro_batches - 3 * num_ranks + rank + 1 - (rank == num_ranks - 1)) / (2 * num_micro_batches)
         for rank in range(num_ranks)
