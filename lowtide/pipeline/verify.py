@@ -241,9 +241,8 @@ def _check_progress(schedule: Schedule, sends: Sends) -> None:
                     return result
             elif action.kind in SENDS:
                 result = carried_by(action)
-                peer = _peer(schedule, action)
-                row = schedule.actions[peer]
-                if sends is Sends.RENDEZVOUS and (at[peer] == len(row) or row[at[peer]] != receive_of(result)):
+                peer = _peer(schedule, action)  # it has the receive, and cannot have gone past it
+                if sends is Sends.RENDEZVOUS and schedule.actions[peer][at[peer]] != receive_of(result):
                     return result
             elif not with_transfers:
                 for need in schedule.needs(action):

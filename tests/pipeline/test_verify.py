@@ -187,6 +187,10 @@ CLASSIC = ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 
             "schedule 'mine', rank 0, action 0 (0B0): 0B0 reads what 0F0 makes, which is not done by then",
         ),
         (
+            ("0B0 0F0", "1F0 1B0"),
+            "schedule 'mine', rank 0, action 0 (0B0): 0B0 reads what 0F0 makes, which is not done by then",
+        ),
+        (
             ("0F0 0W0 0I0",),
             "schedule 'mine', rank 0, action 1 (0W0): 0W0 reads what 0I0 makes, which is not done by then",
         ),
