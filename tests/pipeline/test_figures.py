@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lowtide.pipeline.csv_text import from_csv
-from lowtide.pipeline.figures import paired_share, peak_live_chunks, peak_receives
+from lowtide.pipeline.figures import is_in_order, paired_share, peak_live_chunks, peak_receives
+from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.schedule import Schedule
 
 
@@ -31,3 +34,16 @@ def test_a_receive_waits_until_the_action_that_reads_it() -> None:
     early = "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
     assert peak_receives(written(first, late)) == (1, 1)
     assert peak_receives(written(first, early)) == (1, 2)
+
+
+def test_weight_gradients_out_of_order_are_noticed() -> None:
+    assert is_in_order(written("0F0 0F1 0I0 0I1 0W0 0W1"))
+    assert not is_in_order(written("0F0 0F1 0I0 0B1 0W0"))
+    assert not is_in_order(written("0F0 0F1 0B1 0B0"))
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_adds_up_in_order(name: str) -> None:
+    for num_ranks in (1, 2, 3, 4, 8) if name != "one_stage_overlap" else (1,):
+        for factor in (2, 3):
+            assert is_in_order(make_schedule(name, num_ranks=num_ranks, num_micro_batches=factor * num_ranks))
