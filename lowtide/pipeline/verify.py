@@ -154,10 +154,9 @@ def _check_chunks(schedule: Schedule) -> None:
         for micro_batch in range(schedule.num_micro_batches):
             kinds = seen[stage, micro_batch]
             missing = [] if Kind.FORWARD in kinds else [Kind.FORWARD]
+            halves = [kind for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind not in kinds]
             if Kind.BACKWARD not in kinds:
-                missing += [kind for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind not in kinds]
-            if len(missing) > 1 and missing[-2:] == [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]:
-                missing[-2:] = [Kind.BACKWARD]
+                missing += [Kind.BACKWARD] if len(halves) == 2 else halves
             if missing:
                 words = " and ".join(str(Action(kind, stage, micro_batch)) for kind in missing)
                 raise ConfigError(
@@ -189,7 +188,7 @@ def _maker(result: Result, row: tuple[AnyAction, ...]) -> Action:
 
 def _check_transfers(schedule: Schedule) -> None:
     """Every result that another rank reads has its one send and its one receive, each in its place."""
-    wanted = set(_wanted_transfers(schedule))
+    wanted = dict.fromkeys(_wanted_transfers(schedule))  # keeps their order, so that the first fault is always the same
     counts = Counter(action for _, _, action in _actions(schedule) if action.kind in TRANSFERS)
     for rank, index, action in _actions(schedule):
         if action.kind in TRANSFERS and action not in wanted:
