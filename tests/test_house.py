@@ -44,7 +44,7 @@ WITHOUT = {
     "mindformers/schema": {"torch", "numpy", "transformers"},
     **{
         f"pipeline/{file}": {"torch", "numpy", "transformers"}
-        for file in ("schedule", "generators", "transfers", "verify", "figures", "clock", "csv_text")
+        for file in ("schedule", "generators", "transfers", "verify", "figures", "clock", "csv_text", "picture")
     },
     "errors": {"torch", "numpy"},
     "units": {"torch", "numpy"},

@@ -7,8 +7,9 @@ What: `play` runs the computing actions of a schedule with given durations. The 
 - sends and receives take no time of the rank (they run beside compute), and any number may be on the way.
 
 Times are whatever the durations are in; whole numbers stay whole, so that formulas can be compared exactly.
-Cost: about 2 µs an action. Where sends and receives are written out, their places are not looked at: `verify` proves
-that they can be kept, and a transfer is never on its way before its data is there.
+Where sends and receives are written out, their places are not looked at: `verify` proves that they can be kept, and a
+transfer is never on its way before its data is there.
+Cost: about 20 µs an action, 0.1 s for 16 ranks with 128 micro-batches.
 
 Not covered: links that are shared or fill up, blocking transfers, the optimizer.
 """
@@ -106,12 +107,11 @@ def play(
         moved = False
         for rank, row in enumerate(waiting):
             while (action := heads[rank]) is not None:
-                needs = [need for part in action.parts for need in schedule.needs(part)]
-                if not all(need in made for need in needs):
+                reads = [made.get(need) for part in action.parts for need in schedule.needs(part)]
+                if None in reads:
                     break
                 start = free[rank]
-                for need in needs:
-                    when, home = made[need]
+                for when, home in filter(None, reads):
                     start = max(start, when if home == rank else when + transfer_seconds)
                 seconds = seconds_of(action)
                 assert seconds > 0, f"{action} takes no time"

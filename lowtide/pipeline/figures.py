@@ -1,4 +1,4 @@
-"""What can be counted in a schedule without a clock: chunks held, receives that wait, work that runs in pairs."""
+"""What a schedule shows without a clock: chunks held, receives that wait, work that runs in pairs, order of sums."""
 
 from __future__ import annotations
 
@@ -46,3 +46,17 @@ def paired_share(schedule: Schedule) -> tuple[float, ...]:
         num_pairs = sum(isinstance(action, Pair) for action in row)
         shares.append(num_pairs / (schedule.num_micro_batches * len(schedule.stages_of(rank))))
     return tuple(shares)
+
+
+def is_in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds up its weight gradients in the order of the micro-batches. Then sums are those of one
+    process that does the micro-batches one after another, to the bit; else only up to rounding."""
+    last: dict[int, int] = {}
+    for row in schedule.actions:
+        for every in row:
+            for action in every.parts:
+                if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    if action.micro_batch < last.get(action.stage, 0):
+                        return False
+                    last[action.stage] = action.micro_batch
+    return True

@@ -3,7 +3,8 @@
 What: every generator gives the computing actions of all ranks; `with_transfers` adds sends and receives. Where torch
 has the schedule, the actions equal torch's one by one (tests/pipeline/test_generators.py).
 
-In the comments W is the number of ranks, M that of micro-batches, r the rank.
+In the comments P is the number of ranks, M that of micro-batches, r the rank. F, B, I and W are the times of the four
+kinds of action on one stage, F&B that of a pair.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B (PipeDream-Flush, Narayanan et al., arXiv 2006.09503): rank r holds at most W - r chunks.
+    """1F1B (PipeDream-Flush, Narayanan et al., arXiv 2006.09503): rank r holds at most P - r chunks.
 
-    Bubble: (W - 1)(F + B).
+    Bubble: (P - 1)(F + B).
     """
     rows = []
     for rank in range(num_ranks):
@@ -84,8 +85,8 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 
 def interleaved(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473): 1F1B with several smaller stages on each rank, which it
-    visits in rounds of about W micro-batches. Bubble: (W - 1)(F + B) of a stage that is `stages_per_rank` times
-    smaller, when M is a multiple of W."""
+    visits in rounds of at least P micro-batches (when M >= P). Bubble: (P - 1)(F + B) of a stage, which is
+    `stages_per_rank` times smaller."""
     return _interleaved("interleaved", num_ranks, num_micro_batches, stages_per_rank, overlap=False)
 
 
@@ -134,8 +135,8 @@ def _micro_batches_per_round(name: str, num_ranks: int, num_micro_batches: int) 
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """ZB-V (Qi et al., arXiv 2401.10241, section 6): two stages on each rank, as a V; weight gradients fill the bubble.
 
-    No rank waits between its first and its last action when F = I = W and M >= 2W - 1. With fewer micro-batches the
-    actions are those of 2W - 1 micro-batches without the superfluous ones, as torch has them.
+    No rank waits between its first and its last action when F = I = W and M >= 2P - 1. With fewer micro-batches the
+    actions are those of 2P - 1 micro-batches without the superfluous ones, as torch has them.
     """
     at_least = max(num_micro_batches, 2 * num_ranks - 1)
     rows = []
@@ -183,8 +184,8 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
     """DualPipeV (DeepSeek, github.com/deepseek-ai/DualPipe, dualpipe/dualpipev.py): two stages on each rank, as a V,
     and a forward and a backward of different chunks run as a pair (F&B) for most of the step.
 
-    Bubble: (W - 1)(F&B + B - 3W), where the last W is the time of one weight gradient. Every rank holds at most
-    2W + 1 chunks. It pays only where a pair is faster than its two parts one after the other.
+    Bubble: (P - 1)(F&B + B - 3W) on the last rank, for F = I >= W and F&B >= B. Every rank holds at most
+    2P + 1 chunks. It pays only where a pair is faster than its two parts one after the other.
     """
     if num_micro_batches < 2 * num_ranks:
         raise ConfigError(
@@ -198,7 +199,7 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
         put_off: deque[int] = deque()
         """Stages of the input gradients whose weight gradients are still to come, oldest first."""
 
-        # 1. F0, 2(W - r - 1) times: fill the way down.
+        # 1. F0, 2(P - r - 1) times: fill the way down.
         for _ in range(2 * (num_ranks - rank - 1)):
             row.forward(down)
 
@@ -207,13 +208,13 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
             row.forward(down)
             row.forward(up)
 
-        # 3. I1 W1 F1, W - r - 1 times: the gradient goes on its way before the weights are seen to.
+        # 3. I1 W1 F1, P - r - 1 times: the gradient goes on its way before the weights are seen to.
         for _ in range(num_ranks - rank - 1):
             row.backward_input(up)
             row.backward_weight(up)
             row.forward(up)
 
-        # 4. F0&B1 F1&B0, M - 2W + r + 1 times: the main part. The turn does its first two apart, which is earlier.
+        # 4. F0&B1 F1&B0, M - 2P + r + 1 times: the main part. The turn does its first two apart, which is earlier.
         for turn in range(num_micro_batches - 2 * num_ranks + rank + 1):
             if turn == 0 and rank == num_ranks - 1:
                 row.forward(down)
@@ -222,7 +223,7 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
                 row.pair(down, up)
             row.pair(up, down)
 
-        # 5. B1 F1&B0, W - r - 1 times: nothing is left to go down.
+        # 5. B1 F1&B0, P - r - 1 times: nothing is left to go down.
         for _ in range(num_ranks - rank - 1):
             row.backward(up)
             row.pair(up, down)
@@ -236,7 +237,7 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
                 row.backward_input(stage)
                 put_off.append(stage)
 
-        # 7. W I0, W - r - 1 times.
+        # 7. W I0, P - r - 1 times.
         for _ in range(num_ranks - rank - 1):
             row.backward_weight(put_off.popleft())
             row.backward_input(down)

@@ -19,7 +19,6 @@ Not covered: skip connections (a stage reads only its neighbours), collectives a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -124,18 +123,17 @@ class Schedule:
         """Stages that live on a rank, in the order of the model."""
         return tuple(stage for stage, home in enumerate(self.rank_of_stage) if home == rank)
 
-    def needs(self, action: Action) -> Iterator[Result]:
+    def needs(self, action: Action) -> tuple[Result, ...]:
         """What must be there before a computing action can start."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.BACKWARD_WEIGHT:
-            yield Result(Kind.BACKWARD, stage, micro_batch)
-        elif action.kind is Kind.FORWARD:
-            if stage > 0:
-                yield Result(Kind.FORWARD, stage - 1, micro_batch)
-        else:
-            yield Result(Kind.FORWARD, stage, micro_batch)
-            if stage < self.num_stages - 1:
-                yield Result(Kind.BACKWARD, stage + 1, micro_batch)
+            return (Result(Kind.BACKWARD, stage, micro_batch),)
+        if action.kind is Kind.FORWARD:
+            return (Result(Kind.FORWARD, stage - 1, micro_batch),) if stage > 0 else ()
+        output = Result(Kind.FORWARD, stage, micro_batch)
+        if stage == self.num_stages - 1:
+            return (output,)
+        return (output, Result(Kind.BACKWARD, stage + 1, micro_batch))
 
     def reader(self, result: Result) -> int | None:
         """The rank of the neighbour that reads a result; None for the loss and for the gradient of the batch."""

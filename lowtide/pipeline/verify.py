@@ -16,7 +16,8 @@ receive stands until its message was sent, and a send stands until its receiver 
 strictest rule) or for nothing (`Sends.BUFFERED`). What passes RENDEZVOUS passes every weaker rule too:
 sends and receives that run beside compute only take waits away.
 
-Cost: about 3 µs an action. Not covered: memory (figures.py), whether both ends agree on shapes, collectives.
+Cost: about 30 µs an action, 0.6 s for 16 ranks with 128 micro-batches and transfers.
+Not covered: memory (figures.py), whether both ends agree on shapes, collectives.
 """
 
 from __future__ import annotations
@@ -153,10 +154,9 @@ def _check_chunks(schedule: Schedule) -> None:
         for micro_batch in range(schedule.num_micro_batches):
             kinds = seen[stage, micro_batch]
             missing = [] if Kind.FORWARD in kinds else [Kind.FORWARD]
+            halves = [kind for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind not in kinds]
             if Kind.BACKWARD not in kinds:
-                missing += [kind for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind not in kinds]
-            if len(missing) > 1 and missing[-2:] == [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]:
-                missing[-2:] = [Kind.BACKWARD]
+                missing += [Kind.BACKWARD] if len(halves) == 2 else halves
             if missing:
                 words = " and ".join(str(Action(kind, stage, micro_batch)) for kind in missing)
                 raise ConfigError(
@@ -188,7 +188,7 @@ def _maker(result: Result, row: tuple[AnyAction, ...]) -> Action:
 
 def _check_transfers(schedule: Schedule) -> None:
     """Every result that another rank reads has its one send and its one receive, each in its place."""
-    wanted = set(_wanted_transfers(schedule))
+    wanted = dict.fromkeys(_wanted_transfers(schedule))  # keeps their order, so that the first fault is always the same
     counts = Counter(action for _, _, action in _actions(schedule) if action.kind in TRANSFERS)
     for rank, index, action in _actions(schedule):
         if action.kind in TRANSFERS and action not in wanted:
@@ -240,9 +240,8 @@ def _check_progress(schedule: Schedule, sends: Sends) -> None:
                     return result
             elif action.kind in SENDS:
                 result = carried_by(action)
-                peer = _peer(schedule, action)
-                row = schedule.actions[peer]
-                if sends is Sends.RENDEZVOUS and (at[peer] == len(row) or row[at[peer]] != receive_of(result)):
+                peer = _peer(schedule, action)  # it has the receive, and cannot have gone past it
+                if sends is Sends.RENDEZVOUS and schedule.actions[peer][at[peer]] != receive_of(result):
                     return result
             elif not with_transfers:
                 for need in schedule.needs(action):
