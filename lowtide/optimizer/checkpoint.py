@@ -3,14 +3,14 @@
 What: `state_dict()` gives the tensors that are in main memory or in the file, as `optimizer.state` shows them.
 `load_state_dict()` is torch's; hooks of ours take the large tensors out before it and give them homes after it, bucket
 by bucket. What plain torch saved can be loaded here, and the other way round.
-Why not torch's alone: it moves every tensor of state to the device, all at once, and casts it to the parameter's dtype,
-so that moments in float32 of parameters in bfloat16 lose 16 bits for good. Here a tensor gets the dtype that the
-optimizer's own tensor of this name has. Where there is none yet, torch.optim's optimizers would make it in the
-parameter's dtype, so that is it; for others it stays as it was saved.
+Why not torch's alone: it moves all of the state to the device at once, and casts it to the parameter's dtype: moments
+in float32 of parameters in bfloat16 lose 16 bits for good. Here a tensor gets the dtype that the optimizer's own tensor
+of this name has. Where there is none yet, torch.optim's optimizers would make it in the parameter's dtype, so that is
+it; for others it stays as it was saved.
 
 As with a plain optimizer, what `state_dict()` gives is not a copy: the next step changes it.
-Cost: one copy of the state. Not covered: hooks of the user's that are registered after lowtide's see a placeholder for a
-large tensor while `load_state_dict` runs.
+Cost: one copy of the state. Not covered: load hooks of the user's that are registered after lowtide's see placeholders
+in place of large tensors.
 """
 
 from __future__ import annotations

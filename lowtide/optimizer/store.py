@@ -189,18 +189,15 @@ class StateStore:
     def bring_back(self) -> None:
         """All state is on the device again, in plain tensors of its own; no home is left."""
         self.transfers.settle()
-        state = self.optimizer.state
-        while self.homes:
-            home = self.homes[-1]
-            bucket = home.resident
-            if bucket is None:
-                bucket = self.transfers.arrive(self.transfers.fetch(home))
+        for home in self.homes:
+            if home.resident is not None:
+                self.part_from(home, home.resident)
             for entry, host in zip(home.entries, home.hosts, strict=True):
-                if entries_of(state, entry.parameter).get(entry.key) is host:
-                    state[entry.parameter][entry.key] = entry.dressed(entry.over(bucket))
-            self.part_from(home, bucket)
-            self.homes.pop()
+                entries = entries_of(self.optimizer.state, entry.parameter)
+                if entries.get(entry.key) is host:
+                    entries[entry.key] = entry.dressed(_copy(inside(host), self.device))
             self.transfers.free(home)
+        self.homes.clear()
         self.home_of.clear()
 
     def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
@@ -210,14 +207,13 @@ class StateStore:
             entries = entries_of(self.optimizer.state, entry.parameter)
             value = entries.get(entry.key)
             if isinstance(value, torch.Tensor) and storages_of([value]) == [key]:
-                entries[entry.key] = entry.dressed(_copy(inside(value)))
+                entries[entry.key] = entry.dressed(_copy(inside(value), self.device))
         home.resident = None
         self.transfers.drop(bucket)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    fresh = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return fresh.copy_(tensor)
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def entries_of(state: Any, parameter: torch.Tensor) -> dict:

@@ -376,7 +376,7 @@ def _bucket_bytes(value: Any) -> int:
     size = _size("bucket_bytes", value)
     if not LEAST_BYTES <= size <= MOST_BYTES:
         raise ConfigError(
-            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {format_bytes(LEAST_BYTES)} to "
+            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
             f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
             "device at a time"
         )
