@@ -23,7 +23,6 @@ import torch
 from lowtide.optimizer.homes import movable
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.store import StateStore, entries_of
-from lowtide.tensors.wrappers import inside
 
 
 class _Held:
@@ -82,8 +81,7 @@ class Checkpoints:
     def _held_or_not(self, parameter: torch.Tensor, key: Any, value: Any) -> Any:
         if key == "step" or not isinstance(value, torch.Tensor):
             return value
-        on_host = inside(value).device.type == "cpu"
-        if not movable(value, inside(value).device if not on_host else self._store.device, self._store.min_bytes):
+        if not movable(value, None, self._store.min_bytes):
             return value
         return _Held(value, self._dtype_of(parameter, key, value))
 
@@ -99,11 +97,8 @@ class Checkpoints:
         optimizer, store = self._optimizer, self._store
         for entries in optimizer.state.values():
             if isinstance(entries, dict):
-                entries.update({key: self._free(value) for key, value in entries.items() if isinstance(value, _Held)})
+                held = {key: value for key, value in entries.items() if isinstance(value, _Held)}
+                entries.update({key: value.tensor.detach().to(value.dtype) for key, value in held.items()})
         optimizer.state = SettledState(self._settle, optimizer.state.default_factory, optimizer.state)
         store.start_anew()
         self._after_load()
-
-    def _free(self, held: _Held) -> torch.Tensor:
-        value = held.tensor.detach().to(held.dtype)
-        return value if inside(value).device == self._store.device else value.to("cpu")
