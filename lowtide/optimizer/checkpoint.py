@@ -3,14 +3,14 @@
 What: `state_dict()` gives the tensors that are in main memory or in the file, as `optimizer.state` shows them.
 `load_state_dict()` is torch's; hooks of ours take the large tensors out before it and give them homes after it, bucket
 by bucket. What plain torch saved can be loaded here, and the other way round.
-Why not torch's alone: it moves every tensor of state to the device, all at once, and casts it to the parameter's dtype,
-so that moments in float32 of parameters in bfloat16 lose 16 bits for good. Here a tensor gets the dtype that the
-optimizer's own tensor of this name has. Where there is none yet, torch.optim's optimizers would make it in the
-parameter's dtype, so that is it; for others it stays as it was saved.
+Why not torch's alone: it moves all of the state to the device at once, and casts it to the parameter's dtype: moments
+in float32 of parameters in bfloat16 lose 16 bits for good. Here a tensor gets the dtype that the optimizer's own tensor
+of this name has. Where there is none yet, torch.optim's optimizers would make it in the parameter's dtype, so that is
+it; for others it stays as it was saved.
 
 As with a plain optimizer, what `state_dict()` gives is not a copy: the next step changes it.
-Cost: one copy of the state. Not covered: hooks of the user's that are registered after lowtide's see a placeholder for a
-large tensor while `load_state_dict` runs.
+Cost: one copy of the state. Not covered: load hooks of the user's that are registered after lowtide's see placeholders
+in place of large tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from lowtide.optimizer.homes import movable
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.store import StateStore, entries_of
-from lowtide.tensors.wrappers import inside
 
 
 class _Held:
@@ -82,8 +81,7 @@ class Checkpoints:
     def _held_or_not(self, parameter: torch.Tensor, key: Any, value: Any) -> Any:
         if key == "step" or not isinstance(value, torch.Tensor):
             return value
-        on_host = inside(value).device.type == "cpu"
-        if not movable(value, inside(value).device if not on_host else self._store.device, self._store.min_bytes):
+        if not movable(value, None, self._store.min_bytes):
             return value
         return _Held(value, self._dtype_of(parameter, key, value))
 
@@ -99,11 +97,8 @@ class Checkpoints:
         optimizer, store = self._optimizer, self._store
         for entries in optimizer.state.values():
             if isinstance(entries, dict):
-                entries.update({key: self._free(value) for key, value in entries.items() if isinstance(value, _Held)})
+                held = {key: value for key, value in entries.items() if isinstance(value, _Held)}
+                entries.update({key: value.tensor.detach().to(value.dtype) for key, value in held.items()})
         optimizer.state = SettledState(self._settle, optimizer.state.default_factory, optimizer.state)
         store.start_anew()
         self._after_load()
-
-    def _free(self, held: _Held) -> torch.Tensor:
-        value = held.tensor.detach().to(held.dtype)
-        return value if inside(value).device == self._store.device else value.to("cpu")

@@ -49,7 +49,7 @@ class Entry:
 class Home:
     """One bucket and where it lives. Plain data; the copies are made by transfers.py."""
 
-    __slots__ = ("entries", "hosts", "nbytes", "parameters", "resident", "slot")
+    __slots__ = ("entries", "hosts", "nbytes", "parameters", "resident", "slot", "was_idle")
 
     def __init__(self, slot: Slot, view: torch.Tensor, entries: list[Entry]) -> None:
         self.slot = slot
@@ -60,6 +60,8 @@ class Home:
         self.parameters = list(dict.fromkeys(entry.parameter for entry in entries))
         self.resident: torch.UntypedStorage | None = None
         """The bytes on the device, where they could not be written to the slot."""
+        self.was_idle = False
+        """Whether no parameter of it had a gradient in the last step."""
 
     def bind_host(self, state: Any) -> None:
         """Make `optimizer.state` show the bytes in the slot."""
@@ -91,15 +93,15 @@ def _own_part(view: torch.Tensor, entry: Entry) -> torch.Tensor:
     return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])
 
 
-def movable(value: Any, device: torch.device, min_bytes: int) -> bool:
-    """Whether this is a tensor of state that can live elsewhere: on the device or in main memory, dense, not small."""
+def movable(value: Any, device: torch.device | None, min_bytes: int) -> bool:
+    """Whether this is a tensor of state that can live elsewhere: on `device` (None: anywhere), dense, not small."""
     if not isinstance(value, torch.Tensor) or not (type(value) is torch.Tensor or is_distributed(value)):
         return False
     local = inside(value)
     return (
         type(local) is torch.Tensor
         and local.layout == torch.strided
-        and local.device in (device, torch.device("cpu"))
+        and device in (None, local.device)
         and local.dim() > 0
         and local.nbytes >= max(min_bytes, 1)
         and not local.requires_grad

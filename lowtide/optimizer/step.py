@@ -33,7 +33,7 @@ from lowtide.optimizer.buckets import runs
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
 from lowtide.optimizer.homes import Home
 from lowtide.optimizer.store import StateStore, entries_of
-from lowtide.optimizer.transfers import Arrival
+from lowtide.optimizer.transfers import NUM_BUFFERS, Arrival
 from lowtide.tensors.wrappers import inside
 
 
@@ -77,6 +77,7 @@ class Stepper:
     def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival]) -> StepRun:
         """A step of all parameters that have a gradient. `arrivals` were fetched before."""
         groups = self.optimizer.param_groups
+        self.transfers.most_held = max(NUM_BUFFERS, len(arrivals))
         gradients = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         return StepRun(self.plan(), GroupSnapshot(groups), call, gradients, arrivals=arrivals)
 
@@ -93,6 +94,7 @@ class Stepper:
             parts.append(self._part(at_once, number_of, self._homes_of(at_once)))
         done = {id(home) for part in parts for home in part.homes}
         for home in self.store.homes:
+            home.was_idle = not any(p in number_of for p in home.parameters)
             if id(home) not in done:
                 parts.append(self._part(home.parameters, number_of, [home]))
         ratio = self.store.state_bytes_per_parameter_byte

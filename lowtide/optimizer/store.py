@@ -69,49 +69,47 @@ class StateStore:
             self._bucket_bytes = bucket_bytes_for(int(total * self.state_bytes_per_parameter_byte))
         return self._bucket_bytes
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of state that live elsewhere."""
-        return sum(home.nbytes for home in self.homes if home.resident is None)
-
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def homeless(self, parameters: Iterable[torch.Tensor]) -> list[list[Value]]:
-        """Of each parameter the state that could have a home and has none; parameters without any are left out."""
+    def homeless(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> list[list[Value]]:
+        """Of each parameter the state on the device (or `anywhere`) that could have a home and has none."""
         found = []
         for parameter in parameters:
             if parameter in self.residents:
                 continue
             home = self.home_of.get(parameter)
             at_home = {id(host) for host in home.hosts} if home is not None else ()
-            entries = self.optimizer.state.get(parameter)
+            device = None if anywhere else self.device
             values = [
                 (parameter, key, value)
-                for key, value in (entries.items() if isinstance(entries, dict) else ())
-                if movable(value, self.device, self.min_bytes) and id(value) not in at_home
+                for key, value in entries_of(self.optimizer.state, parameter).items()
+                if movable(value, device, self.min_bytes) and id(value) not in at_home
             ]
             if values:
                 found.append(values)
         return found
 
-    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give the state of these parameters homes, all of it: also what has one already moves to the new one."""
+    def adopt(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> None:
+        """Give the state of these parameters homes, all of it: also what has one already moves to the new one.
+
+        `anywhere`: also what is in main memory, as after loading; no copy to or from it may be unfinished then.
+        """
         parameters = list(dict.fromkeys(parameters))
-        old = {id(home): home for p in parameters if (home := self.home_of.pop(p, None)) is not None}
+        old = {id(home): home for p in parameters if (home := self.home_of.get(p)) is not None}
+        everyone = dict.fromkeys([*parameters, *(p for home in old.values() for p in home.parameters)])
+        for parameter in everyone:
+            self.home_of.pop(parameter, None)
         for home in old.values():
             self.homes.remove(home)
             if home.resident is not None:
                 self.part_from(home, home.resident)
-        parameters = list(dict.fromkeys([*parameters, *(p for home in old.values() for p in home.parameters)]))
-        for parameter in parameters:
-            self.home_of.pop(parameter, None)
-        found = self._alone(self.homeless(parameters))
+        found = self._alone(self.homeless(everyone, anywhere=anywhere))
         sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in found]
         if sizes:
             seen = sum(inside(values[0][0].detach()).nbytes for values in found)
             self.state_bytes_per_parameter_byte = max(sum(sizes) / max(seen, 1), 0.01)
         for run in runs(sizes, self.bucket_bytes):
-            self._settle_in([value for values in found[run.start : run.stop] for value in values])
+            self._settle_in([value for values in found[run.start : run.stop] for value in values], anywhere)
         for home in old.values():
             self.transfers.free(home)
 
@@ -125,21 +123,35 @@ class StateStore:
         ]
         return [values for values in kept if values]
 
-    def _settle_in(self, values: list[Value]) -> None:
+    def _settle_in(self, values: list[Value], anywhere: bool) -> None:
         entries, nbytes = describe(values)
         place = self._place(nbytes)
         if place is None:
             self.residents.update(parameter for parameter, _, _ in values)
             return
-        bucket = self.transfers.new_bucket(nbytes)
-        with torch.no_grad():
-            for entry, (_, _, value) in zip(entries, values, strict=True):
-                entry.over(bucket).copy_(inside(value))
         home = Home(*place, entries)
+        try:
+            self._fill(home, values, directly=anywhere and home.slot.tier == "host")
+        except torch.OutOfMemoryError:
+            self.engine.free(home.slot)
+            if any(inside(value).device != self.device for _, _, value in values):
+                raise
+            return  # it stays where it is, and the next step tries again
         self.homes.append(home)
         self.home_of.update(dict.fromkeys(home.parameters, home))
-        self.transfers.send(home, bucket)
         home.bind_host(self.optimizer.state)
+
+    def _fill(self, home: Home, values: list[Value], *, directly: bool) -> None:
+        """`directly`: by the host, from memory to memory; else through a bucket on the device."""
+        with torch.no_grad():
+            if directly:
+                for host, (_, _, value) in zip(home.hosts, values, strict=True):
+                    inside(host).copy_(inside(value))
+                return
+            bucket = self.transfers.new_bucket(home.nbytes)
+            for entry, (_, _, value) in zip(home.entries, values, strict=True):
+                entry.over(bucket).copy_(inside(value))
+            self.transfers.send(home, bucket)
 
     def _place(self, nbytes: int) -> tuple[Slot, torch.Tensor] | None:
         """A slot on the first tier with room."""
@@ -173,13 +185,14 @@ class StateStore:
         lost = [home for home in self.homes if home.resident is None and not home.is_bound(state)]
         if lost:
             self.transfers.settle()
-            self.adopt(parameter for home in lost for parameter in home.parameters)
+            self.adopt((parameter for home in lost for parameter in home.parameters), anywhere=True)
 
     def start_anew(self) -> None:
         """Forget every home, and give what `optimizer.state` shows now new ones."""
+        self.transfers.settle()
         old, self.homes = self.homes, []
         self.home_of.clear()
-        self.adopt(p for group in self.optimizer.param_groups for p in group["params"])
+        self.adopt((p for group in self.optimizer.param_groups for p in group["params"]), anywhere=True)
         self.transfers.settle()
         for home in old:
             self.transfers.free(home)
@@ -189,18 +202,15 @@ class StateStore:
     def bring_back(self) -> None:
         """All state is on the device again, in plain tensors of its own; no home is left."""
         self.transfers.settle()
-        state = self.optimizer.state
-        while self.homes:
-            home = self.homes[-1]
-            bucket = home.resident
-            if bucket is None:
-                bucket = self.transfers.arrive(self.transfers.fetch(home))
+        for home in self.homes:
+            if home.resident is not None:
+                self.part_from(home, home.resident)
             for entry, host in zip(home.entries, home.hosts, strict=True):
-                if entries_of(state, entry.parameter).get(entry.key) is host:
-                    state[entry.parameter][entry.key] = entry.dressed(entry.over(bucket))
-            self.part_from(home, bucket)
-            self.homes.pop()
+                entries = entries_of(self.optimizer.state, entry.parameter)
+                if entries.get(entry.key) is host:
+                    entries[entry.key] = entry.dressed(_copy(inside(host), self.device))
             self.transfers.free(home)
+        self.homes.clear()
         self.home_of.clear()
 
     def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
@@ -210,14 +220,13 @@ class StateStore:
             entries = entries_of(self.optimizer.state, entry.parameter)
             value = entries.get(entry.key)
             if isinstance(value, torch.Tensor) and storages_of([value]) == [key]:
-                entries[entry.key] = entry.dressed(_copy(inside(value)))
+                entries[entry.key] = entry.dressed(_copy(inside(value), self.device))
         home.resident = None
         self.transfers.drop(bucket)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    fresh = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return fresh.copy_(tensor)
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def entries_of(state: Any, parameter: torch.Tensor) -> dict:

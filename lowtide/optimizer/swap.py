@@ -32,6 +32,7 @@ from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
 from lowtide.optimizer.checkpoint import Checkpoints
+from lowtide.optimizer.overlap import Overlap
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
 from lowtide.optimizer.store import StateStore
@@ -42,7 +43,7 @@ from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
 
 TIERS = ("host", "disk")
-OVERLAPS = ("auto", "step")
+OVERLAPS = ("auto", "step", "backward")
 MIN_BYTES = 16 * 1024
 _ATTRIBUTE = "lowtide_swap"
 """Attribute of an optimizer that holds its handle."""
@@ -63,7 +64,9 @@ class OptimizerStats:
     sent_bytes: int
     fetched_bytes: int
     stall_seconds: float
-    """Time that steps were blocked by copies, as far as the host can tell."""
+    """Time that steps waited for copies, as far as the engine can tell."""
+    overlap: str
+    """'step' or 'backward': when buckets are fetched now."""
 
 
 def swap_optimizer(
@@ -96,13 +99,15 @@ def swap_optimizer(
     tiers = _tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=_size("min_bytes", min_bytes))
     store.residents.update(_first_ones(found, share))
-    return OptimizerSwap(found, store, closes_engine=own_engine)
+    return OptimizerSwap(found, store, overlap=overlap, closes_engine=own_engine)
 
 
 class OptimizerSwap:
     """The handle of one optimizer. Made by `swap_optimizer`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, store: StateStore, *, closes_engine: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, store: StateStore, *, overlap: str, closes_engine: bool
+    ) -> None:
         self.optimizer = optimizer
         self._store = store
         self._transfers = store.transfers
@@ -116,7 +121,9 @@ class OptimizerSwap:
         self._torn: StepRun | None = None
         self._torn_error: BaseException | None = None
         self._num_steps = 0
+        self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
+        self._overlap = Overlap(overlap, store, lambda: self.stats.stall_seconds)
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
@@ -165,6 +172,7 @@ class OptimizerSwap:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._overlap.give_up()
         self._store.bring_back()
 
     def _after_step(self) -> None:
@@ -176,6 +184,7 @@ class OptimizerSwap:
         if not self._is_attached:
             return
         optimizer, state = self.optimizer, self.optimizer.state
+        self._overlap.close()
         self._store.bring_back()
         self._transfers.close()
         self._is_attached = False
@@ -214,9 +223,14 @@ class OptimizerSwap:
             with torch.enable_grad():
                 loss = closure()
         optimizer = self.optimizer
+        if self._store.engine.is_capturing():
+            raise RuntimeError(
+                "lowtide: a swapped optimizer cannot be captured in a graph of the device; detach() first"
+            )
         self._is_stepping = True
         try:
-            run = self._stepper.begin(lambda: self._bare_step(optimizer, *args, **kwargs), {})
+            arrivals = self._overlap.begin_step()
+            run = self._stepper.begin(lambda: self._bare_step(optimizer, *args, **kwargs), arrivals)
             result = self._finish(run)
         finally:
             self._is_stepping = False
@@ -300,6 +314,8 @@ class OptimizerSwap:
             for value in entries.values()
             if isinstance(value, torch.Tensor) and value.layout == torch.strided
         )
+        # An engine that others use too has stalls that are not ours.
+        engine_stalls = store.engine.stall_seconds() - self._engine_stall_seconds if self._closes_engine else 0.0
         swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
         return OptimizerStats(
             num_steps=self._num_steps,
@@ -309,7 +325,8 @@ class OptimizerSwap:
             bucket_peak_bytes=transfers.peak_bytes,
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
-            stall_seconds=transfers.stall_seconds,
+            stall_seconds=transfers.stall_seconds + engine_stalls,
+            overlap=self._overlap.mode,
         )
 
     def __str__(self) -> str:
@@ -320,7 +337,8 @@ class OptimizerSwap:
         return (
             f"{type(self.optimizer).__name__}: {format_bytes(stats.swapped_bytes)} of state on {tiers} between steps, "
             f"{share:.0%} resident; {stats.num_buckets} buckets, {format_bytes(stats.bucket_peak_bytes)} at most on "
-            f"{self._store.device} in a step; {stats.num_steps} steps, blocked for {stats.stall_seconds:.3f} s"
+            f"{self._store.device} in a step; {stats.num_steps} steps waited {stats.stall_seconds:.3f} s for copies "
+            f"(overlap '{stats.overlap}')"
         )
 
 
@@ -376,7 +394,7 @@ def _bucket_bytes(value: Any) -> int:
     size = _size("bucket_bytes", value)
     if not LEAST_BYTES <= size <= MOST_BYTES:
         raise ConfigError(
-            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {format_bytes(LEAST_BYTES)} to "
+            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
             f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
             "device at a time"
         )

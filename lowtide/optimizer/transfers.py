@@ -55,6 +55,8 @@ class Transfers:
         self.peak_bytes = 0
         """Most bytes of buckets on the device at a time."""
         self.held_bytes = 0
+        self.most_held = NUM_BUFFERS
+        """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
         self._on_lost = on_lost
         self._leaving: deque[tuple[Home, torch.UntypedStorage, Event]] = deque()
         self._num_held = 0
@@ -65,7 +67,7 @@ class Transfers:
 
     def new_bucket(self, nbytes: int) -> torch.UntypedStorage:
         """Device memory for a bucket, once there is room for one more."""
-        while self._leaving and self._num_held >= NUM_BUFFERS:
+        while self._leaving and self._num_held >= self.most_held:
             self._retire()
         bucket = self._allocate(nbytes)
         self._num_held += 1

@@ -59,16 +59,28 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     if closure is not None and closure.default is inspect.Parameter.empty:
         return f"{kind.__name__}.step cannot do without a closure, so it may evaluate it more than once"
     with torch.random.fork_rng(devices=[]):
-        return _tried(optimizer)
+        return _tried(optimizer, has_missing=_can_step(optimizer, has_missing=True))
 
 
-def _tried(optimizer: torch.optim.Optimizer) -> str:
+def _can_step(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> bool:
+    """Whether a small twin steps at all; some optimizers want a gradient for every parameter."""
+    twin = _twin(optimizer)
+    try:
+        for number in range(NUM_STEPS):
+            _set_gradients(twin, number, has_missing)
+            bare_step(type(optimizer))(twin)
+    except Exception:
+        return False
+    return True
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> str:
     name = type(optimizer).__name__
     whole, parts = _twin(optimizer), _twin(optimizer)
     step = bare_step(type(optimizer))
     for number in range(NUM_STEPS):
         for twin in (whole, parts):
-            _set_gradients(twin, number)
+            _set_gradients(twin, number, has_missing)
         torch.manual_seed(number)
         try:
             step(whole)
@@ -132,12 +144,12 @@ def _copied(value: Any, small: dict[int, torch.Tensor], everyone: set[int]) -> A
     return value
 
 
-def _set_gradients(optimizer: torch.optim.Optimizer, number: int) -> None:
+def _set_gradients(optimizer: torch.optim.Optimizer, number: int, has_missing: bool) -> None:
     generator = torch.Generator().manual_seed(100 + number)
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             values = torch.randn(parameter.shape, generator=generator)
-            is_skipped = number == 1 and index == 1
+            is_skipped = has_missing and number == 1 and index == 1
             parameter.grad = None if is_skipped else values.to(parameter.dtype).to(parameter.device)
 
 

@@ -1,0 +1,184 @@
+"""Buckets that are fetched during the last backward pass: same bits, and never a bucket that is out of date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_zoo import assert_same, result_of, swapped
+from torch import Tensor, nn
+
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.optimizer.overlap import NUM_TRIED
+
+
+class Counting(VirtualEngine):
+    """A device with a counter of its memory, which the test sets."""
+
+    in_use: int | None = None
+
+    def device_bytes(self) -> int | None:
+        return self.in_use
+
+
+class Falling(VirtualEngine):
+    """A device whose memory empties from one gradient to the next, but for the buckets that are fetched."""
+
+    num_calls = 0
+    most_bytes = 0
+    handle: Any = None
+
+    def device_bytes(self) -> int | None:
+        held = self.handle._transfers.held_bytes if self.handle else 0
+        in_use = 40_000 - 1_500 * (self.num_calls % 14) + held
+        self.num_calls += 1
+        self.most_bytes = max(self.most_bytes, in_use)
+        return in_use
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
+        self.head = nn.Linear(24, 24, bias=False)
+        self.head.weight = self.layers[0].weight
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = layer(x).tanh()
+        return self.head(x)
+
+
+def _train(engine: Any, steps: int = 8, accumulate: int = 1, each: Any = None, **options: Any) -> tuple[Any, list[int]]:
+    """What training leaves, and how many buckets had been fetched when each step began."""
+    torch.manual_seed(3)
+    model = Tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = swapped(optimizer, engine, **options) if engine else None
+    if isinstance(engine, Falling):
+        engine.handle, engine.num_calls = handle, 0
+    fetched = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            x = torch.full((3, 24), 0.1 * (step + micro))
+            model(x, skip=step % 5 + 1).square().sum().backward()
+        if each:
+            each(optimizer, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if handle and handle._overlap._prefetch:
+            fetched.append(len(handle._overlap._prefetch._arrivals))
+        optimizer.step()
+        optimizer.zero_grad()
+    result = result_of(list(model.parameters()), optimizer)
+    if handle:
+        handle.detach()
+        assert engine.violations == []
+        assert engine.num_slots == 0
+        assert all(parameter._post_accumulate_grad_hooks in (None, {}) for parameter in model.parameters())
+    return result, fetched
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_same_bits(seed: int, accumulate: int) -> None:
+    truth, _ = _train(None, accumulate=accumulate)
+    result, fetched = _train(VirtualEngine(seed), accumulate=accumulate, overlap="backward")
+    assert_same(result, truth)
+    assert fetched[0] == 0
+    assert set(fetched[2:]) == {2}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_same_bits_under_many_schedules(seed: int) -> None:
+    for accumulate in (1, 2):
+        truth, _ = _train(None, accumulate=accumulate)
+        assert_same(_train(VirtualEngine(seed), accumulate=accumulate, overlap="backward")[0], truth)
+
+
+def test_what_backward_has_freed_is_filled_and_no_more() -> None:
+    truth, _ = _train(None)
+    engine = Counting(0)
+    engine.in_use = 10_000
+    result, fetched = _train(engine, overlap="backward")
+    assert_same(result, truth)
+    assert fetched[2:] == [0] * 6, "the device never held less than at its worst moment"
+    falling = Falling(0)
+    result, fetched = _train(falling, overlap="backward")
+    assert_same(result, truth)
+    assert 2 < max(fetched) < 12
+    assert falling.most_bytes == 40_000
+
+
+def test_changes_between_fetch_and_step_count() -> None:
+    def change(optimizer: Any, step: int) -> None:
+        first = optimizer.param_groups[0]["params"][0]
+        if step == 3:
+            optimizer.state[first]["exp_avg"].mul_(2)
+        if step == 4:
+            optimizer.state[first]["exp_avg"] = torch.ones_like(first)
+        if step == 5:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 6:
+            optimizer.state.clear()
+
+    truth, _ = _train(None, each=change)
+    for seed in range(4):
+        assert_same(_train(VirtualEngine(seed), each=change, overlap="backward")[0], truth)
+
+
+def test_a_skipped_step_drops_what_was_fetched() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = VirtualEngine(2)
+    handle = swapped(optimizer, engine, overlap="backward")
+    for step in range(6):
+        model(torch.ones(3, 24)).sum().backward()
+        if step != 4:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert handle._transfers.held_bytes == 0
+    handle.detach()
+    assert engine.violations == []
+
+
+class Timed(Counting):
+    """Waits for copies take as long as the test says."""
+
+    seconds = {"step": 1.0, "backward": 0.25}  # noqa: RUF012
+    handle: Any = None
+
+    def stall_seconds(self) -> float:
+        return 0.0
+
+    def wait(self, lane, event):
+        super().wait(lane, event)
+        return self.seconds[self.handle._overlap.mode] if self.handle is not None else 0.0
+
+
+@pytest.mark.parametrize("faster", ["step", "backward"])
+def test_auto_keeps_what_waits_less(faster: str) -> None:
+    engine = Timed(0)
+    engine.in_use = 1
+    engine.seconds = {"step": 1.0, "backward": 1.0, faster: 0.25}
+    model = Tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine.handle = handle = swapped(optimizer, engine)
+    modes = []
+    for _ in range(2 * NUM_TRIED + 4):
+        model(torch.ones(3, 24)).sum().backward()
+        optimizer.step()
+        modes.append(handle.stats.overlap)
+    assert modes == ["step"] * (1 + NUM_TRIED) + ["backward"] * (NUM_TRIED + 1) + [faster] * 2
+    handle.detach()
+
+
+def test_without_a_counter_auto_stays_with_the_step() -> None:
+    model = Tower()
+    handle = swapped(torch.optim.AdamW(model.parameters()), VirtualEngine(0))
+    assert handle.stats.overlap == "step"
+    assert not handle._overlap._is_trying
+    handle.detach()

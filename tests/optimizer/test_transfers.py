@@ -1,0 +1,54 @@
+"""Each wait between copies and compute matters: without any one of them the adversarial engine gives wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_zoo import BUCKET_BYTES, Case, assert_same, swapped, train
+
+from lowtide.engines.base import Lane
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.optimizer.transfers import NUM_BUFFERS
+
+CASE = Case("AdamW", "foreach", torch.float32, has_missing=False)
+
+
+class Forgetful(VirtualEngine):
+    """Waits of one lane for another never happen."""
+
+    forgotten: tuple[Lane, Lane]
+
+    def wait(self, lane, event):
+        return 0.0 if (lane, event.lane) == self.forgotten else super().wait(lane, event)
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    [(Lane.IN, Lane.COMPUTE), (Lane.COMPUTE, Lane.IN), (Lane.OUT, Lane.COMPUTE), (Lane.COMPUTE, Lane.OUT)],
+    ids=lambda pair: f"{pair[0].value} for {pair[1].value}",
+)
+def test_a_forgotten_wait_is_seen(forgotten: tuple[Lane, Lane]) -> None:
+    truth = train(CASE, None, steps=4)
+    engine = Forgetful(5)
+    engine.forgotten = forgotten
+    try:
+        assert_same(train(CASE, lambda optimizer: swapped(optimizer, engine), steps=4), truth)
+    except AssertionError:
+        return
+    assert engine.violations
+
+
+def test_no_more_than_a_few_buckets_are_on_the_device() -> None:
+    """In the first step too, in which the optimizer makes its state."""
+    engine = VirtualEngine(3)
+    parameters, optimizer = CASE.build()
+    handle = swapped(optimizer, engine)
+    for step in range(3):
+        CASE.set_gradients(parameters, step)
+        optimizer.step()
+        largest = max(home.nbytes for home in handle._store.homes)
+        assert handle.stats.num_buckets >= 5
+        assert largest <= max(BUCKET_BYTES, 2 * 4 * 40 * 30 + 512)
+        assert handle.stats.bucket_peak_bytes <= NUM_BUFFERS * largest
+        assert handle._transfers.held_bytes == 0
+    handle.detach()
