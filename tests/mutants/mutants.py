@@ -1335,7 +1335,7 @@ BUDGETS = [
         "half-the-tightening",
         "budgets",
         "runtime/autopilot/autopilot.py",
-        "        shape.unforeseen_bytes = self._budget_bytes - target\n",
+        "            shape.unforeseen_bytes = self._budget_bytes - target\n",
         "",
         ("runtime/autopilot/test_autopilot.py::test_a_plan_that_is_made_again_keeps_what_was_learned_about_memory",),
         "after out-of-memory the next plan is as large as the one that failed",
