@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from pipeline.machine import Machine, Outcome
 from pipeline.torch_oracle import lowered, rows_of
 
@@ -16,6 +18,7 @@ from lowtide.pipeline.schedule import AnyAction, Schedule, as_v, in_rounds
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.verify import Sends, order_faults, verify
 
+GOLDEN = Path(__file__).parent / "golden"
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")
 
 
@@ -38,6 +41,7 @@ def of_torch(name: str, num_ranks: int, num_micro_batches: int, *, defer: bool) 
     return from_csv(text, source="torch", name=name)
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="what torch 2.13 does")
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_micro_batches", "num_faults"),
     [
@@ -63,8 +67,12 @@ def test_receives_that_torch_defers_take_each_other_s_messages(
 
 
 def test_the_words_for_a_swapped_message() -> None:
+    """The file is what torch 2.13 made with `defer_pp_recv=True`."""
+    with (GOLDEN / "torch-2.13-deferred-dualpipev-4-8.csv").open(newline="", encoding="utf-8") as file:
+        schedule = from_csv(file.read(), source="golden", name="dualpipev")
+    assert len(list(order_faults(schedule))) == 5
     with pytest.raises(ConfigError) as caught:
-        verify(of_torch("dualpipev", 4, 8, defer=True))
+        verify(schedule)
     assert str(caught.value) == (
         "schedule 'dualpipev': message 6 from rank 0 to rank 1 is sent as 0SEND_F6 (rank 0, action 14) and received as "
         "6RECV_B0 (rank 1, action 24); with equal shapes the two would be swapped without an error"
