@@ -14,11 +14,12 @@ Not covered: LBFGS, optimizers captured in graphs of the device, parameters on s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
 from lowtide.optimizer.checkpoint import Checkpoints
+from lowtide.optimizer.deferred import DeferredUpdates, check_model
+from lowtide.optimizer.in_backward import InBackward, check_alone
 from lowtide.optimizer.overlap import Overlap
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
@@ -43,7 +46,7 @@ from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
 
 TIERS = ("host", "disk")
-OVERLAPS = ("auto", "step", "backward")
+OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
 MIN_BYTES = 16 * 1024
 _ATTRIBUTE = "lowtide_swap"
 """Attribute of an optimizer that holds its handle."""
@@ -66,7 +69,7 @@ class OptimizerStats:
     stall_seconds: float
     """Time that steps waited for copies, as far as the engine can tell."""
     overlap: str
-    """'step' or 'backward': when buckets are fetched now."""
+    """'step', 'backward', 'deferred' or 'in_backward': the way that is in force now."""
 
 
 def swap_optimizer(
@@ -94,19 +97,29 @@ def swap_optimizer(
     refusal = why_not_in_parts(found)
     if refusal:
         raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
+    if overlap == "deferred":
+        check_model(model, overlap, [p for group in found.param_groups for p in group["params"]])
+    if overlap == "in_backward":
+        check_alone()
     own_engine = engine is None or isinstance(engine, str)
     chosen = _engine_for(engine, found, tier)
     tiers = _tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=_size("min_bytes", min_bytes))
     store.residents.update(_first_ones(found, share))
-    return OptimizerSwap(found, store, overlap=overlap, closes_engine=own_engine)
+    return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
 
 
 class OptimizerSwap:
     """The handle of one optimizer. Made by `swap_optimizer`."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, store: StateStore, *, overlap: str, closes_engine: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: StateStore,
+        *,
+        overlap: str,
+        model: nn.Module | None,
+        closes_engine: bool,
     ) -> None:
         self.optimizer = optimizer
         self._store = store
@@ -121,9 +134,17 @@ class OptimizerSwap:
         self._torn: StepRun | None = None
         self._torn_error: BaseException | None = None
         self._num_steps = 0
+        self._deferred: DeferredUpdates | None = None
+        self._in_backward: InBackward | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
         self._overlap = Overlap(overlap, store, lambda: self.stats.stall_seconds)
+        parameters = self._parameters()
+        if overlap == "deferred":
+            assert model is not None
+            self._deferred = DeferredUpdates(model, parameters, self._advance)
+        if overlap == "in_backward":
+            self._in_backward = InBackward(self._stepper, parameters, self._begin, self._advance)
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
@@ -152,9 +173,11 @@ class OptimizerSwap:
         self._is_attached = True
         self._adopt_all()
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _adopt_all(self) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        new = [values[0][0] for values in self._store.homeless(parameters)]
+        new = [values[0][0] for values in self._store.homeless(self._parameters())]
         if new:
             self._store.adopt(new)
         self._transfers.settle()
@@ -184,6 +207,10 @@ class OptimizerSwap:
         if not self._is_attached:
             return
         optimizer, state = self.optimizer, self.optimizer.state
+        if self._deferred is not None:
+            self._deferred.remove()
+        if self._in_backward is not None:
+            self._in_backward.remove()
         self._overlap.close()
         self._store.bring_back()
         self._transfers.close()
@@ -222,30 +249,53 @@ class OptimizerSwap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        optimizer = self.optimizer
         if self._store.engine.is_capturing():
             raise RuntimeError(
                 "lowtide: a swapped optimizer cannot be captured in a graph of the device; detach() first"
             )
-        self._is_stepping = True
-        try:
-            arrivals = self._overlap.begin_step()
-            run = self._stepper.begin(lambda: self._bare_step(optimizer, *args, **kwargs), arrivals)
-            result = self._finish(run)
-        finally:
-            self._is_stepping = False
+        if self._deferred is not None:
+            self._deferred.flush()
+        run = self._in_backward.take(self._parameters()) if self._in_backward is not None else None
+        if run is None:
+            run = self._begin()
+        run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
+        with self._stepping():
+            self._stepper.add_all(run)
+        if self._deferred is not None:
+            self._deferred.set_aside(run, self.optimizer)
+        else:
+            self._advance(run, None)
+        self._num_steps += 1
         if is_wrapped_by_scheduler(self._previous):
-            tell_scheduler(optimizer)
-        return result if closure is None else loss
+            tell_scheduler(self.optimizer)
+        return run.result if closure is None else loss
 
-    def _finish(self, run: StepRun) -> Any:
+    def _begin(self) -> StepRun:
+        """A step without any part yet."""
+        with self._stepping():
+            call = functools.partial(self._bare_step, self.optimizer)
+            return self._stepper.begin(call, self._overlap.begin_step(), own_tensors=self._deferred is not None)
+
+    def _advance(self, run: StepRun, numbers: list[int] | None) -> None:
+        """Step some parts of a step (None: all that are left), and end it after the last one."""
         try:
-            result = self._stepper.run(run)
+            with self._stepping():
+                for number in numbers or ():
+                    self._stepper.step_part(run, number)
+                if numbers is None or (not run.todo and self._in_backward is None):
+                    self._stepper.run(run)
         except BaseException as error:
             self._torn, self._torn_error = run, error
             raise
-        self._num_steps += 1
-        return result
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Within, `optimizer.state` is the optimizer's own to read, and nothing waits for copies."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            yield
+        finally:
+            self._is_stepping = before
 
     def _closure_in(
         self, args: tuple, kwargs: dict[str, Any]
@@ -266,32 +316,36 @@ class OptimizerSwap:
             raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
         if run.is_tainted:
             raise RuntimeError(self._words_of_torn("resume"))
-        if any(parameter.grad is not gradient for parameter, gradient in run.gradients):
+        if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
             raise RuntimeError(
                 "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "
                 "checkpoint"
             )
         self._torn = self._torn_error = None
-        self._is_stepping = True
-        try:
-            result = self._finish(run)
-        finally:
-            self._is_stepping = False
+        self._advance(run, None)
+        self._num_steps += 1
         for hook in step_post_hooks(self.optimizer):
             hook(self.optimizer, (self.optimizer,), {})
-        return result
+        return run.result
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Block until main memory and files have all of the state: for who kept a tensor of it in a variable."""
+        """Do what was put off (overlap 'deferred'), and block until main memory and files have all of the state."""
+        if self._deferred is not None:
+            self._deferred.flush()
         self._transfers.settle()
 
     def _settle(self) -> None:
-        if not self._is_stepping and not self._transfers.is_settled:
+        if self._is_stepping:
+            return
+        if self._deferred is not None:
+            self._deferred.flush()
+        if not self._transfers.is_settled:
             self._transfers.settle()
 
     def _before_state_dict(self) -> None:
+        self._settle()
         if self._torn is not None:
             raise RuntimeError(self._words_of_torn("state_dict"))
 
@@ -307,13 +361,14 @@ class OptimizerSwap:
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
         store, transfers = self._store, self._transfers
-        total = sum(
-            inside(value).nbytes
-            for entries in self.optimizer.state.values()
-            if isinstance(entries, dict)
-            for value in entries.values()
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided
-        )
+        with self._stepping():  # sizes only
+            total = sum(
+                inside(value).nbytes
+                for entries in self.optimizer.state.values()
+                if isinstance(entries, dict)
+                for value in entries.values()
+                if isinstance(value, torch.Tensor) and value.layout == torch.strided
+            )
         # An engine that others use too has stalls that are not ours.
         engine_stalls = store.engine.stall_seconds() - self._engine_stall_seconds if self._closes_engine else 0.0
         swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
@@ -326,8 +381,13 @@ class OptimizerSwap:
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=transfers.stall_seconds + engine_stalls,
-            overlap=self._overlap.mode,
+            overlap=self._overlap_now(),
         )
+
+    def _overlap_now(self) -> str:
+        if self._deferred is not None:
+            return "deferred"
+        return "in_backward" if self._in_backward is not None else self._overlap.mode
 
     def __str__(self) -> str:
         stats = self.stats
