@@ -26,12 +26,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
-from lowtide.engines.choose import choose_engine
-from lowtide.engines.tiers.disk import default_directory
-from lowtide.errors import ConfigError, did_you_mean
-from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
+from lowtide.errors import ConfigError
+from lowtide.optimizer.asked import (
+    ATTRIBUTE,
+    bucket_bytes_of,
+    check_optimizer,
+    check_words,
+    engine_for,
+    first_ones,
+    share_of,
+    size_of,
+    tiers_from,
+)
 from lowtide.optimizer.checkpoint import Checkpoints
 from lowtide.optimizer.deferred import DeferredUpdates, check_model
 from lowtide.optimizer.in_backward import InBackward, check_alone
@@ -43,13 +50,9 @@ from lowtide.optimizer.trial import bare_step, why_not_in_parts
 from lowtide.tensors.optimizers import bare
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
 from lowtide.tensors.wrappers import inside
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
 
-TIERS = ("host", "disk")
-OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
 MIN_BYTES = 16 * 1024
-_ATTRIBUTE = "lowtide_swap"
-"""Attribute of an optimizer that holds its handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +93,11 @@ def swap_optimizer(
             f"lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not "
             f"{type(optimizer).__name__}"
         )
-    _check_words(tier, overlap)
-    share = _share(resident)
-    size = None if bucket_bytes == "auto" else _bucket_bytes(bucket_bytes)
-    device = _check_optimizer(found)
+    check_words(tier, overlap)
+    share = share_of(resident)
+    size = None if bucket_bytes == "auto" else bucket_bytes_of(bucket_bytes)
+    least = size_of("min_bytes", min_bytes)
+    device = check_optimizer(found)
     refusal = why_not_in_parts(found)
     if refusal:
         raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
@@ -102,10 +106,10 @@ def swap_optimizer(
     if overlap == "in_backward":
         check_alone()
     own_engine = engine is None or isinstance(engine, str)
-    chosen = _engine_for(engine, found, tier)
-    tiers = _tiers_from(chosen, tier)
-    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=_size("min_bytes", min_bytes))
-    store.residents.update(_first_ones(found, share))
+    chosen = engine_for(engine, found, tier)
+    tiers = tiers_from(chosen, tier)
+    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least)
+    store.residents.update(first_ones(found, share))
     return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
 
 
@@ -156,7 +160,7 @@ class OptimizerSwap:
         self._previous = vars(optimizer).get("step")
         self._original_state = optimizer.state
         optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
-        setattr(optimizer, _ATTRIBUTE, self)
+        setattr(optimizer, ATTRIBUTE, self)
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         self._checkpoints = Checkpoints(
@@ -224,7 +228,7 @@ class OptimizerSwap:
             self._original_state.clear()
             self._original_state.update(content)
             optimizer.state = self._original_state
-        delattr(optimizer, _ATTRIBUTE)
+        delattr(optimizer, ATTRIBUTE)
         if vars(optimizer).get("step") is self._step:
             del optimizer.step
             if self._previous is not None:
@@ -423,109 +427,3 @@ def _step_of(handle: OptimizerSwap, previous: Any) -> Callable[..., Any]:
             holder._is_ours = False
 
     return step
-
-
-# -- what is asked for, and whether it can be -------------------------------------------------------------------------
-
-
-def _check_words(tier: Any, overlap: Any) -> None:
-    for name, value, known in (("tier", tier, TIERS), ("overlap", overlap, OVERLAPS)):
-        if value not in known:
-            hint = did_you_mean(str(value), known)
-            raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
-
-
-def _share(resident: Any) -> float:
-    if resident == "auto":
-        return 0.0
-    if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
-        raise ConfigError(f"lowtide.swap_optimizer: resident is 'auto' or a share from 0 to 1, not {resident!r}")
-    return float(resident)
-
-
-def _size(name: str, value: Any) -> int:
-    try:
-        return parse_bytes(value)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"lowtide.swap_optimizer: {name}: {error}") from error
-
-
-def _bucket_bytes(value: Any) -> int:
-    size = _size("bucket_bytes", value)
-    if not LEAST_BYTES <= size <= MOST_BYTES:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
-            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
-            "device at a time"
-        )
-    return size
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The device of all parameters. ConfigError for what cannot be swapped."""
-    kind = type(optimizer).__name__
-    if hasattr(optimizer, _ATTRIBUTE):
-        raise ConfigError(f"lowtide.swap_optimizer: this {kind} is swapped already; call detach() of its handle first")
-    for flag in ("capturable", "differentiable"):
-        if any(group.get(flag) for group in optimizer.param_groups):
-            raise ConfigError(
-                f"lowtide.swap_optimizer: {kind} with {flag}=True keeps its state where a graph has seen it; make it "
-                f"with {flag}=False"
-            )
-    previous = vars(optimizer).get("step")
-    is_own = getattr(previous, "__func__", None) is type(optimizer).step
-    if previous is not None and not is_own and not is_wrapped_by_scheduler(previous):
-        name = getattr(previous, "__qualname__", type(previous).__name__)
-        raise ConfigError(
-            f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    devices = sorted({str(p.device) for p in parameters})
-    if len(devices) > 1:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: {kind} has parameters on {' and '.join(devices)}; make one optimizer for each "
-            "device, and swap each"
-        )
-    device = parameters[0].device
-    if device.type == "meta":
-        raise ConfigError("lowtide.swap_optimizer: the parameters have no memory yet (device 'meta'); attach later")
-    return device
-
-
-class _Parameters:
-    """What `choose_engine` asks a model for."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def parameters(self) -> Any:
-        return (p for group in self._optimizer.param_groups for p in group["params"])
-
-
-def _engine_for(wanted: Engine | str | None, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
-    plan = Plan(layers=(), min_bytes=0, disk_path=default_directory() if tier == "disk" else None)
-    return choose_engine(wanted, _Parameters(optimizer), plan)  # type: ignore[arg-type]
-
-
-def _tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
-    """The tier that was asked for and the slower ones. The first slower tier is what 'host' means anywhere."""
-    if tier == "host":
-        return engine.tiers
-    if tier not in engine.tiers:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: the engine '{engine.name}' has no tier '{tier}'; it has {', '.join(engine.tiers)}"
-        )
-    return engine.tiers[engine.tiers.index(tier) :]
-
-
-def _first_ones(optimizer: torch.optim.Optimizer, share: float) -> list[torch.Tensor]:
-    """The first parameters that have this share of the bytes of all."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    most = share * sum(inside(p.detach()).nbytes for p in parameters)
-    chosen, total = [], 0
-    for parameter in parameters:
-        total += inside(parameter.detach()).nbytes
-        if total > most:
-            break
-        chosen.append(parameter)
-    return chosen
