@@ -61,6 +61,7 @@ class Checkpoints:
             hook.remove()
 
     def _take_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._settle()
         parameter_of = dict(self._numbered(state_dict))
         state = {
             number: self._held(parameter_of[number], entries) if number in parameter_of else entries

@@ -50,14 +50,16 @@ class Part:
 
 @dataclass(slots=True)
 class StepRun:
-    """One step under way: what is done is before `index`."""
+    """One step under way."""
 
-    parts: list[Part]
     snapshot: GroupSnapshot
     call: Callable[[], Any]
     """The optimizer's own step, over whatever `param_groups` shows."""
-    gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
-    index: int = 0
+    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Of each parameter that steps, when the step began."""
+    parts: list[Part] = field(default_factory=list)
+    todo: list[int] = field(default_factory=list)
+    """Numbers of the parts that have not stepped, in the order in which they will."""
     result: Any = None
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     """Buckets under way, by the identity of their home."""
@@ -74,12 +76,35 @@ class Stepper:
 
     # -- which parameters step together --------------------------------------------------------------------------------
 
-    def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival]) -> StepRun:
-        """A step of all parameters that have a gradient. `arrivals` were fetched before."""
-        groups = self.optimizer.param_groups
+    def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival], *, own_tensors: bool = False) -> StepRun:
+        """A step without any part yet. `arrivals` were fetched before.
+
+        `own_tensors`: hyper-parameters that are tensors are copied, since others may write to them before it ends.
+        """
         self.transfers.most_held = max(NUM_BUFFERS, len(arrivals))
-        gradients = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
-        return StepRun(self.plan(), GroupSnapshot(groups), call, gradients, arrivals=arrivals)
+        return StepRun(GroupSnapshot(self.optimizer.param_groups, own_tensors=own_tensors), call, arrivals=arrivals)
+
+    def add_all(self, run: StepRun) -> None:
+        """Parts for all parameters that have a gradient now."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        run.gradients = {p: p.grad for p in parameters if p.grad is not None}
+        parts = self.plan()
+        run.todo += range(len(run.parts), len(run.parts) + len(parts))
+        run.parts += parts
+
+    def part_of(self, home: Home) -> Part | None:
+        """A part for one bucket, of its parameters with a gradient; None where one of their groups steps at once."""
+        groups = self.optimizer.param_groups
+        number_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        chosen = _by_group([p for p in home.parameters if p in number_of and p.grad is not None], number_of)
+        if any(self._steps_at_once(groups[number], groups[number]["params"]) for number, _ in chosen):
+            return None
+        return Part(chosen, [home])
+
+    def fetch_ahead(self, run: StepRun, home: Home) -> None:
+        """Start a bucket's way to the device before its part's turn, if there is memory."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._start(run, home)
 
     def plan(self) -> list[Part]:
         self.store.refresh()
@@ -146,33 +171,32 @@ class Stepper:
 
     def run(self, run: StepRun) -> Any:
         """Step what is left of `run`. Returns what the optimizer's step returned last."""
-        while run.index < len(run.parts):
-            self._step_part(run)
-            run.index += 1
-        for arrival in run.arrivals.values():
-            self.transfers.give_up(arrival)
-        run.arrivals.clear()
+        while run.todo:
+            self.step_part(run, run.todo[0])
+        self._give_up(run)
         run.snapshot.commit()
         self.transfers.retire_all()
         self.transfers.forget_complete()
         return run.result
 
-    def _step_part(self, run: StepRun) -> None:
-        part = run.parts[run.index]
+    def step_part(self, run: StepRun, number: int) -> None:
+        """Step one part; where it stops, say so and keep what can be kept."""
+        part = run.parts[number]
         buckets: list[torch.UntypedStorage] = []
         try:
-            self._fetch(run, part, buckets)
+            self._fetch(run, number, buckets)
             state = self.optimizer.state
             shown = [home.bind_device(state, bucket) for home, bucket in zip(part.homes, buckets, strict=True)]
             run.is_tainted = True
             self._step(run, part)
-            run.is_tainted = False
         except BaseException as error:
             self._stop(run, part, buckets)
             if not isinstance(error, Exception):
                 raise  # of the user's making: Ctrl-C
-            raise self._said(run, error) from error
+            raise self._said(run, number, error) from error
         self._put_away(part, buckets, shown)
+        run.is_tainted = False
+        run.todo.remove(number)
 
     def _step(self, run: StepRun, part: Part) -> None:
         optimizer = self.optimizer
@@ -185,15 +209,15 @@ class Stepper:
             optimizer.param_groups = own
         run.snapshot.collect(part.chosen, groups)
 
-    def _fetch(self, run: StepRun, part: Part, buckets: list[torch.UntypedStorage]) -> None:
+    def _fetch(self, run: StepRun, number: int, buckets: list[torch.UntypedStorage]) -> None:
         """Add the buckets of a part, on the device, to `buckets`; and the next part's are under way."""
-        for home in part.homes:
+        for home in run.parts[number].homes:
             self._start(run, home)
-        if run.index + 1 < len(run.parts):
-            with contextlib.suppress(torch.OutOfMemoryError):  # then it is fetched once this part's memory is free
-                for home in run.parts[run.index + 1].homes:
-                    self._start(run, home)
-        for home in part.homes:
+        following = run.todo.index(number) + 1
+        if following < len(run.todo):
+            for home in run.parts[run.todo[following]].homes:
+                self.fetch_ahead(run, home)  # without memory now, it is fetched once this part's is free
+        for home in run.parts[number].homes:
             arrival = run.arrivals.pop(id(home), None)
             buckets.append(self.transfers.arrive(arrival) if arrival is not None else home.on_device())
 
@@ -208,6 +232,10 @@ class Stepper:
             if home.resident is None:
                 home.bind_host(self.optimizer.state)
                 self.transfers.drop(bucket)
+        self._give_up(run)
+
+    def _give_up(self, run: StepRun) -> None:
+        """Let go of buckets that were fetched and not used."""
         for arrival in run.arrivals.values():
             self.transfers.give_up(arrival)
         run.arrivals.clear()
@@ -247,8 +275,8 @@ class Stepper:
             for key in _movable_keys(self.store, parameter)
         )
 
-    def _said(self, run: StepRun, error: Exception) -> PartialStepError:
-        kind, number, count = type(self.optimizer).__name__, run.index, len(run.parts)
+    def _said(self, run: StepRun, number: int, error: Exception) -> PartialStepError:
+        kind, count = type(self.optimizer).__name__, len(run.parts)
         if run.is_tainted:
             text = (
                 f"{kind}.step failed inside part {number} of {count} ({type(error).__name__}: {error}); some of its "

@@ -14,24 +14,34 @@ Not covered: LBFGS, optimizers captured in graphs of the device, parameters on s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
-from lowtide.engines.choose import choose_engine
-from lowtide.engines.tiers.disk import default_directory
-from lowtide.errors import ConfigError, did_you_mean
-from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
+from lowtide.errors import ConfigError
+from lowtide.optimizer.asked import (
+    ATTRIBUTE,
+    bucket_bytes_of,
+    check_optimizer,
+    check_words,
+    engine_for,
+    first_ones,
+    share_of,
+    size_of,
+    tiers_from,
+)
 from lowtide.optimizer.checkpoint import Checkpoints
+from lowtide.optimizer.deferred import DeferredUpdates, check_model
+from lowtide.optimizer.in_backward import InBackward, check_alone
 from lowtide.optimizer.overlap import Overlap
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
@@ -40,13 +50,9 @@ from lowtide.optimizer.trial import bare_step, why_not_in_parts
 from lowtide.tensors.optimizers import bare
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
 from lowtide.tensors.wrappers import inside
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
 
-TIERS = ("host", "disk")
-OVERLAPS = ("auto", "step", "backward")
 MIN_BYTES = 16 * 1024
-_ATTRIBUTE = "lowtide_swap"
-"""Attribute of an optimizer that holds its handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,7 @@ class OptimizerStats:
     stall_seconds: float
     """Time that steps waited for copies, as far as the engine can tell."""
     overlap: str
-    """'step' or 'backward': when buckets are fetched now."""
+    """'step', 'backward', 'deferred' or 'in_backward': the way that is in force now."""
 
 
 def swap_optimizer(
@@ -87,26 +93,37 @@ def swap_optimizer(
             f"lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not "
             f"{type(optimizer).__name__}"
         )
-    _check_words(tier, overlap)
-    share = _share(resident)
-    size = None if bucket_bytes == "auto" else _bucket_bytes(bucket_bytes)
-    device = _check_optimizer(found)
+    check_words(tier, overlap)
+    share = share_of(resident)
+    size = None if bucket_bytes == "auto" else bucket_bytes_of(bucket_bytes)
+    least = size_of("min_bytes", min_bytes)
+    device = check_optimizer(found)
     refusal = why_not_in_parts(found)
     if refusal:
         raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
+    if overlap == "deferred":
+        check_model(model, overlap, [p for group in found.param_groups for p in group["params"]])
+    if overlap == "in_backward":
+        check_alone()
     own_engine = engine is None or isinstance(engine, str)
-    chosen = _engine_for(engine, found, tier)
-    tiers = _tiers_from(chosen, tier)
-    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=_size("min_bytes", min_bytes))
-    store.residents.update(_first_ones(found, share))
-    return OptimizerSwap(found, store, overlap=overlap, closes_engine=own_engine)
+    chosen = engine_for(engine, found, tier)
+    tiers = tiers_from(chosen, tier)
+    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least)
+    store.residents.update(first_ones(found, share))
+    return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
 
 
 class OptimizerSwap:
     """The handle of one optimizer. Made by `swap_optimizer`."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, store: StateStore, *, overlap: str, closes_engine: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: StateStore,
+        *,
+        overlap: str,
+        model: nn.Module | None,
+        closes_engine: bool,
     ) -> None:
         self.optimizer = optimizer
         self._store = store
@@ -121,9 +138,17 @@ class OptimizerSwap:
         self._torn: StepRun | None = None
         self._torn_error: BaseException | None = None
         self._num_steps = 0
+        self._deferred: DeferredUpdates | None = None
+        self._in_backward: InBackward | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
         self._overlap = Overlap(overlap, store, lambda: self.stats.stall_seconds)
+        parameters = self._parameters()
+        if overlap == "deferred":
+            assert model is not None
+            self._deferred = DeferredUpdates(model, parameters, self._advance)
+        if overlap == "in_backward":
+            self._in_backward = InBackward(self._stepper, parameters, self._begin, self._advance)
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
@@ -135,7 +160,7 @@ class OptimizerSwap:
         self._previous = vars(optimizer).get("step")
         self._original_state = optimizer.state
         optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
-        setattr(optimizer, _ATTRIBUTE, self)
+        setattr(optimizer, ATTRIBUTE, self)
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         self._checkpoints = Checkpoints(
@@ -152,9 +177,11 @@ class OptimizerSwap:
         self._is_attached = True
         self._adopt_all()
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _adopt_all(self) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        new = [values[0][0] for values in self._store.homeless(parameters)]
+        new = [values[0][0] for values in self._store.homeless(self._parameters())]
         if new:
             self._store.adopt(new)
         self._transfers.settle()
@@ -184,6 +211,10 @@ class OptimizerSwap:
         if not self._is_attached:
             return
         optimizer, state = self.optimizer, self.optimizer.state
+        if self._deferred is not None:
+            self._deferred.remove()
+        if self._in_backward is not None:
+            self._in_backward.remove()
         self._overlap.close()
         self._store.bring_back()
         self._transfers.close()
@@ -197,7 +228,7 @@ class OptimizerSwap:
             self._original_state.clear()
             self._original_state.update(content)
             optimizer.state = self._original_state
-        delattr(optimizer, _ATTRIBUTE)
+        delattr(optimizer, ATTRIBUTE)
         if vars(optimizer).get("step") is self._step:
             del optimizer.step
             if self._previous is not None:
@@ -222,30 +253,53 @@ class OptimizerSwap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        optimizer = self.optimizer
         if self._store.engine.is_capturing():
             raise RuntimeError(
                 "lowtide: a swapped optimizer cannot be captured in a graph of the device; detach() first"
             )
-        self._is_stepping = True
-        try:
-            arrivals = self._overlap.begin_step()
-            run = self._stepper.begin(lambda: self._bare_step(optimizer, *args, **kwargs), arrivals)
-            result = self._finish(run)
-        finally:
-            self._is_stepping = False
+        if self._deferred is not None:
+            self._deferred.flush()
+        run = self._in_backward.take(self._parameters()) if self._in_backward is not None else None
+        if run is None:
+            run = self._begin()
+        run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
+        with self._stepping():
+            self._stepper.add_all(run)
+        if self._deferred is not None:
+            self._deferred.set_aside(run, self.optimizer)
+        else:
+            self._advance(run, None)
+        self._num_steps += 1
         if is_wrapped_by_scheduler(self._previous):
-            tell_scheduler(optimizer)
-        return result if closure is None else loss
+            tell_scheduler(self.optimizer)
+        return run.result if closure is None else loss
 
-    def _finish(self, run: StepRun) -> Any:
+    def _begin(self) -> StepRun:
+        """A step without any part yet."""
+        with self._stepping():
+            call = functools.partial(self._bare_step, self.optimizer)
+            return self._stepper.begin(call, self._overlap.begin_step(), own_tensors=self._deferred is not None)
+
+    def _advance(self, run: StepRun, numbers: list[int] | None) -> None:
+        """Step some parts of a step (None: all that are left), and end it after the last one."""
         try:
-            result = self._stepper.run(run)
+            with self._stepping():
+                for number in numbers or ():
+                    self._stepper.step_part(run, number)
+                if numbers is None or (not run.todo and self._in_backward is None):
+                    self._stepper.run(run)
         except BaseException as error:
             self._torn, self._torn_error = run, error
             raise
-        self._num_steps += 1
-        return result
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Within, `optimizer.state` is the optimizer's own to read, and nothing waits for copies."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            yield
+        finally:
+            self._is_stepping = before
 
     def _closure_in(
         self, args: tuple, kwargs: dict[str, Any]
@@ -266,32 +320,36 @@ class OptimizerSwap:
             raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
         if run.is_tainted:
             raise RuntimeError(self._words_of_torn("resume"))
-        if any(parameter.grad is not gradient for parameter, gradient in run.gradients):
+        if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
             raise RuntimeError(
                 "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "
                 "checkpoint"
             )
         self._torn = self._torn_error = None
-        self._is_stepping = True
-        try:
-            result = self._finish(run)
-        finally:
-            self._is_stepping = False
+        self._advance(run, None)
+        self._num_steps += 1
         for hook in step_post_hooks(self.optimizer):
             hook(self.optimizer, (self.optimizer,), {})
-        return result
+        return run.result
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Block until main memory and files have all of the state: for who kept a tensor of it in a variable."""
+        """Do what was put off (overlap 'deferred'), and block until main memory and files have all of the state."""
+        if self._deferred is not None:
+            self._deferred.flush()
         self._transfers.settle()
 
     def _settle(self) -> None:
-        if not self._is_stepping and not self._transfers.is_settled:
+        if self._is_stepping:
+            return
+        if self._deferred is not None:
+            self._deferred.flush()
+        if not self._transfers.is_settled:
             self._transfers.settle()
 
     def _before_state_dict(self) -> None:
+        self._settle()
         if self._torn is not None:
             raise RuntimeError(self._words_of_torn("state_dict"))
 
@@ -307,13 +365,14 @@ class OptimizerSwap:
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
         store, transfers = self._store, self._transfers
-        total = sum(
-            inside(value).nbytes
-            for entries in self.optimizer.state.values()
-            if isinstance(entries, dict)
-            for value in entries.values()
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided
-        )
+        with self._stepping():  # sizes only
+            total = sum(
+                inside(value).nbytes
+                for entries in self.optimizer.state.values()
+                if isinstance(entries, dict)
+                for value in entries.values()
+                if isinstance(value, torch.Tensor) and value.layout == torch.strided
+            )
         # An engine that others use too has stalls that are not ours.
         engine_stalls = store.engine.stall_seconds() - self._engine_stall_seconds if self._closes_engine else 0.0
         swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
@@ -326,8 +385,13 @@ class OptimizerSwap:
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=transfers.stall_seconds + engine_stalls,
-            overlap=self._overlap.mode,
+            overlap=self._overlap_now(),
         )
+
+    def _overlap_now(self) -> str:
+        if self._deferred is not None:
+            return "deferred"
+        return "in_backward" if self._in_backward is not None else self._overlap.mode
 
     def __str__(self) -> str:
         stats = self.stats
@@ -363,109 +427,3 @@ def _step_of(handle: OptimizerSwap, previous: Any) -> Callable[..., Any]:
             holder._is_ours = False
 
     return step
-
-
-# -- what is asked for, and whether it can be -------------------------------------------------------------------------
-
-
-def _check_words(tier: Any, overlap: Any) -> None:
-    for name, value, known in (("tier", tier, TIERS), ("overlap", overlap, OVERLAPS)):
-        if value not in known:
-            hint = did_you_mean(str(value), known)
-            raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
-
-
-def _share(resident: Any) -> float:
-    if resident == "auto":
-        return 0.0
-    if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
-        raise ConfigError(f"lowtide.swap_optimizer: resident is 'auto' or a share from 0 to 1, not {resident!r}")
-    return float(resident)
-
-
-def _size(name: str, value: Any) -> int:
-    try:
-        return parse_bytes(value)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"lowtide.swap_optimizer: {name}: {error}") from error
-
-
-def _bucket_bytes(value: Any) -> int:
-    size = _size("bucket_bytes", value)
-    if not LEAST_BYTES <= size <= MOST_BYTES:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
-            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
-            "device at a time"
-        )
-    return size
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The device of all parameters. ConfigError for what cannot be swapped."""
-    kind = type(optimizer).__name__
-    if hasattr(optimizer, _ATTRIBUTE):
-        raise ConfigError(f"lowtide.swap_optimizer: this {kind} is swapped already; call detach() of its handle first")
-    for flag in ("capturable", "differentiable"):
-        if any(group.get(flag) for group in optimizer.param_groups):
-            raise ConfigError(
-                f"lowtide.swap_optimizer: {kind} with {flag}=True keeps its state where a graph has seen it; make it "
-                f"with {flag}=False"
-            )
-    previous = vars(optimizer).get("step")
-    is_own = getattr(previous, "__func__", None) is type(optimizer).step
-    if previous is not None and not is_own and not is_wrapped_by_scheduler(previous):
-        name = getattr(previous, "__qualname__", type(previous).__name__)
-        raise ConfigError(
-            f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    devices = sorted({str(p.device) for p in parameters})
-    if len(devices) > 1:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: {kind} has parameters on {' and '.join(devices)}; make one optimizer for each "
-            "device, and swap each"
-        )
-    device = parameters[0].device
-    if device.type == "meta":
-        raise ConfigError("lowtide.swap_optimizer: the parameters have no memory yet (device 'meta'); attach later")
-    return device
-
-
-class _Parameters:
-    """What `choose_engine` asks a model for."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def parameters(self) -> Any:
-        return (p for group in self._optimizer.param_groups for p in group["params"])
-
-
-def _engine_for(wanted: Engine | str | None, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
-    plan = Plan(layers=(), min_bytes=0, disk_path=default_directory() if tier == "disk" else None)
-    return choose_engine(wanted, _Parameters(optimizer), plan)  # type: ignore[arg-type]
-
-
-def _tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
-    """The tier that was asked for and the slower ones. The first slower tier is what 'host' means anywhere."""
-    if tier == "host":
-        return engine.tiers
-    if tier not in engine.tiers:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: the engine '{engine.name}' has no tier '{tier}'; it has {', '.join(engine.tiers)}"
-        )
-    return engine.tiers[engine.tiers.index(tier) :]
-
-
-def _first_ones(optimizer: torch.optim.Optimizer, share: float) -> list[torch.Tensor]:
-    """The first parameters that have this share of the bytes of all."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    most = share * sum(inside(p.detach()).nbytes for p in parameters)
-    chosen, total = [], 0
-    for parameter in parameters:
-        total += inside(parameter.detach()).nbytes
-        if total > most:
-            break
-        chosen.append(parameter)
-    return chosen

@@ -1,0 +1,130 @@
+"""What `swap_optimizer` was asked for, and whether it can be: words for each mistake, before anything is touched.
+
+What: checks of the arguments and of the optimizer, and what follows from them: the device, the engine, the tiers, the
+parameters whose state stays. Why apart: each refusal is one sentence that says where, what, and the way out.
+Cost: a look at each group. Not covered: whether a class of optimizers can be stepped in parts (trial.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.core.plan import Plan
+from lowtide.engines.base import Engine
+from lowtide.engines.choose import choose_engine
+from lowtide.engines.tiers.disk import default_directory
+from lowtide.errors import ConfigError, did_you_mean
+from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
+from lowtide.tensors.private import is_wrapped_by_scheduler
+from lowtide.tensors.wrappers import inside
+from lowtide.units import format_bytes, parse_bytes
+
+TIERS = ("host", "disk")
+OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
+ATTRIBUTE = "lowtide_swap"
+"""Attribute of an optimizer that holds its handle."""
+
+
+def check_words(tier: Any, overlap: Any) -> None:
+    for name, value, known in (("tier", tier, TIERS), ("overlap", overlap, OVERLAPS)):
+        if value not in known:
+            hint = did_you_mean(str(value), known)
+            raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
+
+
+def share_of(resident: Any) -> float:
+    if resident == "auto":
+        return 0.0
+    if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
+        raise ConfigError(f"lowtide.swap_optimizer: resident is 'auto' or a share from 0 to 1, not {resident!r}")
+    return float(resident)
+
+
+def size_of(name: str, value: Any) -> int:
+    try:
+        return parse_bytes(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lowtide.swap_optimizer: {name}: {error}") from error
+
+
+def bucket_bytes_of(value: Any) -> int:
+    size = size_of("bucket_bytes", value)
+    if not LEAST_BYTES <= size <= MOST_BYTES:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
+            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
+            "device at a time"
+        )
+    return size
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
+    """The device of all parameters. ConfigError for what cannot be swapped."""
+    kind = type(optimizer).__name__
+    if hasattr(optimizer, ATTRIBUTE):
+        raise ConfigError(f"lowtide.swap_optimizer: this {kind} is swapped already; call detach() of its handle first")
+    for flag in ("capturable", "differentiable"):
+        if any(group.get(flag) for group in optimizer.param_groups):
+            raise ConfigError(
+                f"lowtide.swap_optimizer: {kind} with {flag}=True keeps its state where a graph has seen it; make it "
+                f"with {flag}=False"
+            )
+    previous = vars(optimizer).get("step")
+    is_own = getattr(previous, "__func__", None) is type(optimizer).step
+    if previous is not None and not is_own and not is_wrapped_by_scheduler(previous):
+        name = getattr(previous, "__qualname__", type(previous).__name__)
+        raise ConfigError(
+            f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: {kind} has parameters on {' and '.join(devices)}; make one optimizer for each "
+            "device, and swap each"
+        )
+    device = parameters[0].device
+    if device.type == "meta":
+        raise ConfigError("lowtide.swap_optimizer: the parameters have no memory yet (device 'meta'); attach later")
+    return device
+
+
+class _Parameters:
+    """What `choose_engine` asks a model for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def parameters(self) -> Any:
+        return (p for group in self._optimizer.param_groups for p in group["params"])
+
+
+def engine_for(wanted: Engine | str | None, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
+    plan = Plan(layers=(), min_bytes=0, disk_path=default_directory() if tier == "disk" else None)
+    return choose_engine(wanted, _Parameters(optimizer), plan)  # type: ignore[arg-type]
+
+
+def tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
+    """The tier that was asked for and the slower ones. The first slower tier is what 'host' means anywhere."""
+    if tier == "host":
+        return engine.tiers
+    if tier not in engine.tiers:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: the engine '{engine.name}' has no tier '{tier}'; it has {', '.join(engine.tiers)}"
+        )
+    return engine.tiers[engine.tiers.index(tier) :]
+
+
+def first_ones(optimizer: torch.optim.Optimizer, share: float) -> list[torch.Tensor]:
+    """The first parameters that have this share of the bytes of all."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    most = share * sum(inside(p.detach()).nbytes for p in parameters)
+    chosen, total = [], 0
+    for parameter in parameters:
+        total += inside(parameter.detach()).nbytes
+        if total > most:
+            break
+        chosen.append(parameter)
+    return chosen

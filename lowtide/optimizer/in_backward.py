@@ -1,0 +1,104 @@
+"""Updates within the backward pass: a bucket steps as soon as all of its gradients are there, and they are freed.
+
+What: with `overlap="in_backward"` a hook on each parameter counts gradients; the bucket that is complete is fetched,
+stepped and sent back while backward goes on. `step()` does what is left. Why: copies hide behind the backward pass,
+and a gradient lives only until its bucket steps, so that the device never holds all of them.
+
+Only for training in which each step has one backward pass, and nothing looks at gradients or changes hyper-parameters
+between the two: no accumulation, no clipping by a norm over all, no `GradScaler`. A second backward pass before the
+step raises RuntimeError; the others cannot be seen from here. Several ranks are refused: gradients of the others are
+not there yet when a parameter's own is.
+Which gradients a bucket waits for is known from the step before; parameters whose state does not move, and state that
+is still to be made, wait for `step()`.
+
+Cost: a few microseconds a parameter. Not covered: see above; that is why this way must be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lowtide.errors import ConfigError
+from lowtide.optimizer.homes import Home
+from lowtide.optimizer.step import Stepper, StepRun
+
+
+class InBackward:
+    """See the module's text. `advance(run, numbers)` steps parts of a run."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        parameters: list[torch.Tensor],
+        begin: Callable[[], StepRun],
+        advance: Callable[[StepRun, list[int] | None], None],
+    ) -> None:
+        self._stepper = stepper
+        self._begin = begin
+        self._advance = advance
+        self._run: StepRun | None = None
+        self._stepped: set[torch.Tensor] = set()
+        self._order: list[Home] = []
+        """Buckets in the order in which they were complete, in this step and in the one before."""
+        self._last_order: list[Home] = []
+        self._had_gradient: set[torch.Tensor] = set()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters if p.requires_grad]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter in self._stepped:
+            raise RuntimeError(
+                "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "
+                "updated this parameter already; use 'backward' or 'deferred' to accumulate gradients"
+            )
+        home = self._stepper.store.home_of.get(parameter)
+        if home is None or home.resident is not None or not self._had_gradient:
+            return
+        expected = [p for p in home.parameters if p in self._had_gradient]
+        if parameter not in self._had_gradient or any(p.grad is None for p in expected):
+            return
+        if self._run is None:
+            self._run = self._begin()
+        self._step(self._run, home)
+
+    def _step(self, run: StepRun, home: Home) -> None:
+        part = self._stepper.part_of(home)
+        if part is None:
+            return  # one of its groups must step at once
+        run.parts.append(part)
+        run.todo.append(len(run.parts) - 1)
+        self._order.append(home)
+        self._stepped.update(part.parameters())
+        self._advance(run, [len(run.parts) - 1])
+        for parameter in part.parameters():
+            parameter.grad = None
+        self._fetch_next(run, home)
+
+    def _fetch_next(self, run: StepRun, home: Home) -> None:
+        following = self._last_order.index(home) + 1 if home in self._last_order else len(self._last_order)
+        if following < len(self._last_order) and self._last_order[following] in self._stepper.store.homes:
+            self._stepper.fetch_ahead(run, self._last_order[following])
+
+    def take(self, parameters: list[torch.Tensor]) -> StepRun | None:
+        """The step that backward began, or None. `parameters` are those of the optimizer."""
+        run, self._run = self._run, None
+        self._had_gradient = {p for p in parameters if p.grad is not None} | self._stepped
+        self._last_order, self._order = self._order, []
+        self._stepped = set()
+        return run
+
+
+def check_alone() -> None:
+    """ConfigError where other ranks have a part in the gradients."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            "lowtide.swap_optimizer: overlap 'in_backward' is for one rank: when a gradient is there, those of other "
+            "ranks are not; use 'backward'"
+        )

@@ -1,0 +1,191 @@
+"""Updates that wait for the next forward pass: same bits, whatever happens in between, and words where it cannot be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from optimizer_zoo import Counted, assert_same, assert_same_value, result_of, swapped
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.errors import ConfigError
+
+
+class Tower(nn.Module):
+    """Tied weights, a layer left out in turn, a weight that is read by hand before its module is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.head = nn.Linear(24, 24, bias=False)
+        self.head.weight = self.layers[0].weight
+        self.late = nn.Linear(24, 24)
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        x = x + self.late.weight.sum(0) * self.scale
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = layer(x).tanh()
+        return self.late(self.head(x))
+
+
+def _make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest, "lr": 3e-2}]
+    if kind == "Counted":
+        return Counted(groups)
+    if kind == "tensor lr":
+        return torch.optim.Adam(groups[1]["params"], lr=torch.tensor(0.01), foreach=False)
+    return torch.optim.AdamW(groups, lr=1e-2, fused=kind == "fused")
+
+
+def _train(engine: Any, kind: str = "AdamW", accumulate: int = 1, zero: bool = True, each: Any = None) -> Any:
+    torch.manual_seed(3)
+    model = Tower()
+    optimizer = _make(kind, model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    handle = swapped(optimizer, engine, overlap="deferred", model=model) if engine else None
+    losses, waited = [], []
+    for step in range(7):
+        for micro in range(accumulate):
+            x = torch.full((3, 24), 0.1 * (step + micro))
+            with torch.autocast("cpu", torch.bfloat16, enabled=step == 5):
+                loss = model(x, skip=step % 5 + 1).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if handle:
+            run = handle._deferred._run
+            waited.append(len(run.todo) if run else 0)
+        if zero:
+            optimizer.zero_grad()
+        scheduler.step()
+        if each:
+            each(model, optimizer, handle, step)
+    if handle:
+        handle.flush()
+    result = result_of(list(model.parameters()), optimizer), losses
+    if handle:
+        handle.detach()
+        assert engine.violations == []
+        assert engine.num_slots == 0
+        assert waited[0] > 0
+        assert all(not module._forward_pre_hooks and not module._forward_hooks for module in model.modules())
+    return result
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    assert_same(one[0], other[0])
+    assert_same_value(one[1], other[1], "losses")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "fused", "Counted", "tensor lr"])
+def test_same_bits(kind: str, accumulate: int) -> None:
+    truth = _train(None, kind, accumulate)
+    for seed in range(3):
+        _assert_same(_train(VirtualEngine(seed), kind, accumulate), truth)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_same_bits_under_many_schedules(seed: int) -> None:
+    for kind in ("AdamW", "Counted"):
+        _assert_same(_train(VirtualEngine(seed), kind), _train(None, kind))
+
+
+def test_gradients_that_are_kept_go_on_accumulating() -> None:
+    _assert_same(_train(VirtualEngine(0), zero=False), _train(None, zero=False))
+
+
+def test_whoever_looks_sees_the_step_done() -> None:
+    seen: list[list[Any]] = [[], []]
+
+    def look(number: int) -> Any:
+        def each(model: nn.Module, optimizer: Any, handle: Any, step: int) -> None:
+            if step == 2:
+                seen[number].append(copy.deepcopy(model.state_dict()))
+            if step == 3:
+                seen[number].append(copy.deepcopy(optimizer.state_dict()["state"]))
+            if step == 4:
+                seen[number].append(copy.deepcopy(model.layers[2].state_dict()))
+            if step == 5:
+                seen[number].append(copy.deepcopy(dict(optimizer.state[model.layers[1].weight])))
+
+        return each
+
+    _assert_same(_train(VirtualEngine(0), each=look(1)), _train(None, each=look(0)))
+    assert_same_value(seen[1], seen[0], "seen")
+
+
+def test_parameters_that_are_read_before_their_module_do_not_wait() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    handle = swapped(optimizer, VirtualEngine(0), overlap="deferred", model=model)
+    for _ in range(3):
+        model(torch.ones(3, 24)).sum().backward()
+        optimizer.step()
+    waiting = handle._deferred._may_wait
+    assert model.late.weight not in waiting
+    assert {model.scale, model.layers[0].weight, model.layers[3].bias, model.late.bias} <= waiting
+    handle.detach()
+
+
+def test_gradients_that_are_written_to_are_refused() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    handle = swapped(optimizer, VirtualEngine(0), overlap="deferred", model=model)
+    model(torch.ones(3, 24)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(
+        RuntimeError, match=r"^lowtide: gradients were written to before the deferred update that needs"
+    ):
+        model(torch.ones(3, 24))
+    del handle
+
+
+def test_a_grad_scaler_that_leaves_infs_to_the_optimizer_defers_nothing() -> None:
+    results = []
+    for is_swapped in (False, True):
+        torch.manual_seed(0)
+        model = Tower()
+        optimizer = _make("fused", model)
+        handle = None
+        if is_swapped:
+            handle = swapped(optimizer, VirtualEngine(0), overlap="deferred", model=model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in range(5):
+            scaler.scale(model(torch.full((3, 24), float("inf") if step == 2 else 0.1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(result_of(list(model.parameters()), optimizer))
+        if handle:
+            handle.detach()
+    assert_same(results[1], results[0])
+
+
+def test_refusals() -> None:
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    with pytest.raises(ConfigError) as caught:
+        lowtide.swap_optimizer(optimizer, engine="virtual:0", overlap="deferred")
+    assert str(caught.value) == (
+        "lowtide.swap_optimizer: overlap 'deferred' follows the modules of a model; give it as model="
+    )
+    model.compile(backend="eager")
+    with pytest.raises(ConfigError) as caught:
+        lowtide.swap_optimizer(optimizer, engine="virtual:0", overlap="deferred", model=model)
+    assert str(caught.value) == (
+        "lowtide.swap_optimizer: overlap 'deferred' does not go with a compiled model; use 'backward'"
+    )
+    assert "lowtide_swap" not in vars(optimizer)

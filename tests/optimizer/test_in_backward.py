@@ -1,0 +1,94 @@
+"""Updates within the backward pass: same bits, and gradients gone as soon as they were used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_zoo import Counted, assert_same, result_of, swapped
+from torch import Tensor, nn
+
+from lowtide.engines.virtual import VirtualEngine
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.head = nn.Linear(24, 24, bias=False)
+        self.head.weight = self.layers[0].weight
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = layer(x).tanh()
+        return self.head(x)
+
+
+def _make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest, "lr": 3e-2}]
+    if kind == "Counted":
+        return Counted(groups)
+    if kind == "SGD":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, foreach=True)
+    return torch.optim.AdamW(groups, lr=1e-2, fused=kind == "fused")
+
+
+def _train(engine: Any, kind: str = "AdamW", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(3)
+    model = Tower().to(dtype)
+    optimizer = _make(kind, model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    handle = swapped(optimizer, engine, overlap="in_backward") if engine else None
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    left = []
+    for step in range(9):
+        model(torch.full((3, 24), 0.1 * step, dtype=dtype), skip=step % 5 + 1).square().mean().backward()
+        left.append(sum(p.grad is not None for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert len(calls) == 9
+    result = result_of(list(model.parameters()), optimizer)
+    if handle:
+        assert handle.stats.num_steps == 9
+        assert handle._transfers.held_bytes == 0
+        handle.detach()
+        assert engine.violations == []
+        assert engine.num_slots == 0
+    return result, left
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "fused", "Counted", "SGD"])
+def test_same_bits(kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        truth, all_left = _train(None, kind, dtype)
+        for seed in range(3):
+            result, left = _train(VirtualEngine(seed), kind, dtype)
+            assert_same(result, truth)
+            assert left[0] == all_left[0]
+            assert max(left[6:]) <= 4, "gradients of complete buckets are gone when backward ends"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_same_bits_under_many_schedules(seed: int) -> None:
+    assert_same(_train(VirtualEngine(seed))[0], _train(None)[0])
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    handle = swapped(optimizer, VirtualEngine(0), overlap="in_backward")
+    for _ in range(2):
+        model(torch.ones(3, 24)).sum().backward()
+        optimizer.step()
+    model(torch.ones(3, 24)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"^lowtide: a second backward pass before optimizer.step\(\): with overlap="
+    ):
+        model(torch.ones(3, 24)).sum().backward()
+    del handle
