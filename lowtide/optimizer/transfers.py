@@ -2,7 +2,7 @@
 
 What: `Transfers` fetches buckets (`fetch`, `arrive`), sends them back (`send`), and frees memory when it may.
 The rules:
-- a copy in waits for the compute lane that freed its buffer's memory, and for the bucket's own last copy out;
+- a copy in waits for the compute lane that freed its buffer's memory, and through it for the bucket's last copy out;
 - the optimizer waits for the copy in, on the compute lane;
 - a copy out waits for the compute lane that updated the bucket;
 - a buffer is released only after the compute lane was told to wait for its copy out, and after that copy is known not
@@ -60,8 +60,6 @@ class Transfers:
         self._on_lost = on_lost
         self._leaving: deque[tuple[Home, torch.UntypedStorage, Event]] = deque()
         self._num_held = 0
-        self._last_out: dict[int, Event] = {}
-        """The last copy out of each home that compute was not yet told to wait for, by the identity of its slot."""
         self._unsettled: list[Event] = []
         self._to_free: list[tuple[Slot, tuple[Event, ...]]] = []
 
@@ -94,11 +92,10 @@ class Transfers:
     def fetch(self, home: Home) -> Arrival:
         """Start the copy of a home's bytes to the device."""
         engine = self.engine
+        if any(leaving is home for leaving, _, _ in self._leaving):
+            self.retire_all()
         bucket = self.new_bucket(home.nbytes)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
-        last_out = self._last_out.get(id(home.slot))
-        if last_out is not None:
-            engine.wait(Lane.IN, last_out)
         engine.copy_in(home.slot, bucket)
         self.fetched_bytes += home.nbytes
         return Arrival(home, bucket, engine.record(Lane.IN))
@@ -126,7 +123,6 @@ class Transfers:
         engine.copy_out(bucket, home.slot)
         event = engine.record(Lane.OUT)
         self.sent_bytes += home.nbytes
-        self._last_out[id(home.slot)] = event
         self._leaving.append((home, bucket, event))
         self._unsettled.append(event)
 
@@ -138,8 +134,6 @@ class Transfers:
     def _retire(self) -> None:
         home, bucket, event = self._leaving.popleft()
         self.stall_seconds += self.engine.wait(Lane.COMPUTE, event)
-        if self._last_out.get(id(home.slot)) is event:
-            del self._last_out[id(home.slot)]
         error = self.engine.failure(event)
         if error is not None:
             self._on_lost(home, bucket, error)
@@ -168,7 +162,6 @@ class Transfers:
 
     def free(self, home: Home) -> None:
         """Give a home's slot back, as soon as no copy from or to it is unfinished."""
-        self._last_out.pop(id(home.slot), None)
         self._to_free.append((home.slot, (self.engine.record(Lane.IN), self.engine.record(Lane.OUT))))
         self._free_what_can_be()
 

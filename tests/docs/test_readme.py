@@ -52,6 +52,12 @@ def test_the_python_of_the_readme_runs(
     assert "forward" not in vars(scope["model"])
 
 
+def test_the_python_of_the_page_on_optimizers_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(ROOT / "docs" / "optimizer.md", "python")
+    exec(compile(code, "optimizer.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("AdamW: 2.0 MiB of state on disk between steps, 0% resident; 4 buckets, ")
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide.cli.main import main

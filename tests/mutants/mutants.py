@@ -41,6 +41,12 @@ _HOST = "engines/test_host.py"
 _CLOCKED = "engines/test_clocked.py"
 _VIRTUAL = "engines/test_virtual.py"
 _CHECKPOINT = "train/test_checkpoint.py"
+_OPTIMIZER = "optimizer/test_bit_equality.py"
+_OPTIMIZER_STEP = "optimizer/test_step.py"
+_OPTIMIZER_SWAP = "optimizer/test_swap.py"
+_OPTIMIZER_ORDER = "optimizer/test_transfers.py"
+_OPTIMIZER_AHEAD = "optimizer/test_overlap.py"
+_DEFERRED = "optimizer/test_deferred.py"
 
 HOOKS = [
     Mutant(
@@ -1621,6 +1627,215 @@ CHECKPOINTS = [
     ),
 ]
 
+OPTIMIZER = [
+    Mutant(
+        "bucket-in-does-not-wait-for-compute",
+        "optimizer",
+        "optimizer/transfers.py",
+        "        engine.wait(Lane.IN, engine.record(Lane.COMPUTE))\n",
+        "",
+        (f"{_OPTIMIZER}::test_same_bits",),
+        "a bucket arrives in memory that the computation still uses",
+    ),
+    Mutant(
+        "bucket-is-used-before-it-arrives",
+        "optimizer",
+        "optimizer/transfers.py",
+        """        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.event)
+        error = """,
+        "        error = ",
+        (f"{_OPTIMIZER}::test_same_bits",),
+        "the optimizer steps with what was in the memory before",
+    ),
+    Mutant(
+        "bucket-leaves-before-it-is-updated",
+        "optimizer",
+        "optimizer/transfers.py",
+        "        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))\n",
+        "",
+        (f"{_OPTIMIZER}::test_same_bits",),
+        "the state of the step before is written back",
+    ),
+    Mutant(
+        "bucket-is-released-while-it-leaves",
+        "optimizer",
+        "optimizer/transfers.py",
+        "        self.stall_seconds += self.engine.wait(Lane.COMPUTE, event)\n",
+        "",
+        (f"{_OPTIMIZER}::test_same_bits",),
+        "the memory of a bucket is used anew before it was copied out",
+    ),
+    Mutant(
+        "bucket-that-was-not-written-is-released",
+        "optimizer",
+        "optimizer/transfers.py",
+        """        error = self.engine.failure(event)
+        if error is not None:
+            self._on_lost""",
+        """        error = self.engine.failure(event)
+        if False:
+            self._on_lost""",
+        (f"{_OPTIMIZER_STEP}::test_a_bucket_that_cannot_be_written_stays_on_the_device",),
+        "a full or broken disk takes the moments of a bucket with it",
+    ),
+    Mutant(
+        "groups-are-not-written",
+        "optimizer",
+        "optimizer/step.py",
+        "        run.snapshot.commit()\n",
+        "",
+        (f"{_OPTIMIZER}::test_same_bits[Counted-for-loop]",),
+        "an optimizer that counts steps in its groups stays at its first",
+    ),
+    Mutant(
+        "parts-see-what-parts-before-them-changed",
+        "optimizer",
+        "optimizer/groups.py",
+        "                    tensor.copy_(self._frozen[number][key])\n",
+        "                    pass\n",
+        (f"{_OPTIMIZER}::test_same_bits[Counted-for-loop]",),
+        "a step in five parts counts as five",
+    ),
+    Mutant(
+        "late-momenta-in-parts",
+        "optimizer",
+        "optimizer/step.py",
+        "        return any(missing) and not all(missing)\n",
+        "        return False\n",
+        (f"{_OPTIMIZER}::test_same_bits[SGD-foreach]",),
+        "SGD in bfloat16 gives other bits in the step in which a gradient first comes",
+    ),
+    Mutant(
+        "what-the-optimizer-makes-anew-is-lost",
+        "optimizer",
+        "optimizer/step.py",
+        "                entry.over(bucket).copy_(local)\n",
+        "                pass\n",
+        (f"{_OPTIMIZER}::test_same_bits[Counted-for-loop]",),
+        "an optimizer that replaces its tensors goes on with the old ones",
+    ),
+    Mutant(
+        "groups-of-a-part-are-left-behind",
+        "optimizer",
+        "optimizer/step.py",
+        "            optimizer.param_groups = own\n",
+        "            pass\n",
+        (f"{_OPTIMIZER_STEP}::test_a_failure_inside_a_part_cannot_be_resumed", f"{_OPTIMIZER}::test_same_bits"),
+        "the user's param_groups are those of one bucket after a step",
+    ),
+    Mutant(
+        "half-a-step-is-resumed",
+        "optimizer",
+        "optimizer/step.py",
+        "            run.is_tainted = True\n",
+        "",
+        (f"{_OPTIMIZER_STEP}::test_a_failure_inside_a_part_cannot_be_resumed",),
+        "parameters that were updated before a step failed are updated again",
+    ),
+    Mutant(
+        "half-a-step-is-saved",
+        "optimizer",
+        "optimizer/swap.py",
+        """        if self._torn is not None:
+            raise RuntimeError(self._words_of_torn("state_dict"))
+""",
+        "",
+        (f"{_OPTIMIZER_STEP}::test_a_failed_fetch_at_every_bucket_is_resumed_to_the_same_bits",),
+        "a checkpoint has some parameters of this step and some of the one before",
+    ),
+    Mutant(
+        "other-gradients-are-resumed",
+        "optimizer",
+        "optimizer/swap.py",
+        "if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):\n",
+        "if False:\n",
+        (f"{_OPTIMIZER_STEP}::test_resume_refuses_other_gradients",),
+        "a step begins with one gradient and ends with another",
+    ),
+    Mutant(
+        "whole-bucket-is-saved-for-each-tensor",
+        "optimizer",
+        "optimizer/homes.py",
+        "    return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])\n",
+        """    return entry.shape._replace(offset=start // entry.shape.dtype.itemsize).over(view.untyped_storage())
+""",
+        (f"{_OPTIMIZER_SWAP}::test_checkpoints_go_from_plain_to_swapped_and_back",),
+        "a checkpoint holds whole buckets, and on a device all of the pinned memory",
+    ),
+    Mutant(
+        "moments-become-the-dtype-of-parameters",
+        "optimizer",
+        "optimizer/checkpoint.py",
+        "        return parameter.dtype if is_torchs and parameter.is_floating_point() else value.dtype\n",
+        "        return parameter.dtype\n",
+        (f"{_OPTIMIZER_SWAP}::test_moments_keep_their_dtype",),
+        "moments in float32 lose 16 bits in a checkpoint",
+    ),
+    Mutant(
+        "closure-without-gradients",
+        "optimizer",
+        "optimizer/swap.py",
+        "            with torch.enable_grad():\n                loss = closure()\n",
+        "            loss = closure()\n",
+        (f"{_OPTIMIZER_SWAP}::test_closures_are_evaluated_once_with_gradients_enabled",),
+        "backward in a closure fails where step is called without gradients",
+    ),
+    Mutant(
+        "prefetched-bucket-is-believed",
+        "optimizer",
+        "optimizer/overlap.py",
+        "                and _versions(arrival.home) == versions\n",
+        "",
+        (f"{_OPTIMIZER_AHEAD}::test_changes_between_fetch_and_step_count",),
+        "state that was written to after its bucket was fetched is overwritten",
+    ),
+    Mutant(
+        "prefetch-raises-the-peak",
+        "optimizer",
+        "optimizer/overlap.py",
+        "                if in_use > self._usual_bytes:\n",
+        "                if False:\n",
+        (f"{_OPTIMIZER_AHEAD}::test_what_backward_has_freed_is_filled_and_no_more",),
+        "buckets are fetched at the worst moment of backward, and it runs out of memory",
+    ),
+    Mutant(
+        "trial-in-the-same-order",
+        "optimizer",
+        "optimizer/trial.py",
+        "    for one in reversed(chosen):\n",
+        "    for one in chosen:\n",
+        ("optimizer/test_trial.py::test_unknown_optimizers_are_tried",),
+        "an optimizer that draws random numbers is taken for one that can be stepped in any order",
+    ),
+    Mutant(
+        "deferred-gradients-are-believed",
+        "optimizer",
+        "optimizer/deferred.py",
+        "        if any(version_of(self._run.gradients[p]) != self._versions[p] for p in part.parameters()):\n",
+        "        if False:\n",
+        (f"{_DEFERRED}::test_gradients_that_are_written_to_are_refused",),
+        "after zero_grad(set_to_none=False) a deferred update has a gradient of zero",
+    ),
+    Mutant(
+        "deferred-past-the-first-reader",
+        "optimizer",
+        "optimizer/deferred.py",
+        "            self._may_wait = self._watch.announced - self._watch.read_before\n",
+        "            self._may_wait = set(self._watch.announced)\n",
+        (f"{_DEFERRED}::test_same_bits",),
+        "a weight that its parent reads by hand is that of the step before",
+    ),
+    Mutant(
+        "deferred-past-the-forward",
+        "optimizer",
+        "optimizer/deferred.py",
+        "            self._may_wait = self._watch.announced - self._watch.read_before\n        self.flush()\n",
+        "            self._may_wait = self._watch.announced - self._watch.read_before\n",
+        (f"{_DEFERRED}::test_gradients_that_are_kept_go_on_accumulating",),
+        "a layer that a forward pass leaves out is updated with gradients that were clipped since",
+    ),
+]
+
 MUTANTS: tuple[Mutant, ...] = (
-    *HOOKS, *SWAP, *RECIPES, *RECOMPUTE, *ENGINES, *AGREEMENT, *BUDGETS, *CHECKPOINTS,
+    *HOOKS, *SWAP, *RECIPES, *RECOMPUTE, *ENGINES, *AGREEMENT, *BUDGETS, *CHECKPOINTS, *OPTIMIZER,
 )  # fmt: skip
