@@ -61,7 +61,7 @@ _FATES = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 _OUTSIDE = "outside layers"
 _FITS = "fits"
 _TOO_SMALL = "smaller than min_bytes"
-_VERBS = {Fate.RECOMPUTE: "made again", Fate.SWAP: "away and back"}
+_VERBS = {Fate.RECOMPUTE: "recomputed", Fate.SWAP: "away and back"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,13 +50,13 @@ def is_at(node: Site, part: str, start: int, is_of: Callable[[str, str], bool]) 
     return is_given and _VIEWS_AND_CASTS.issuperset(ops[:first])
 
 
-def made_again(nodes: Sequence[Site]) -> str:
-    """The collectives that make these nodes, as a phrase: `its all-gather is made again`."""
+def recomputed_collectives(nodes: Sequence[Site]) -> str:
+    """The collectives that make these nodes, as a phrase: `its all-gather is recomputed`."""
     names = [name for node in nodes if node.collective_recipe for name in node.collective_recipe.collectives]
     kinds = dict.fromkeys(_WORDS.get(name, name) for name in names)
     counts = {kind: sum(_WORDS.get(name, name) == kind for name in names) for kind in kinds}
     words = [kind if count == 1 else f"{count} {kind}s" for kind, count in counts.items()]
-    return f"its {' and '.join(words)} {'is' if len(names) == 1 else 'are'} made again"
+    return f"its {' and '.join(words)} {'is' if len(names) == 1 else 'are'} recomputed"
 
 
 def with_own_groups(plan: Plan, profile: Profile) -> Plan:

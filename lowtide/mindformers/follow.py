@@ -26,7 +26,7 @@ from lowtide.errors import ConfigError
 from lowtide.mindformers import sliced_inputs as slices
 from lowtide.mindformers.collectives import with_own_groups
 from lowtide.mindformers.plan import names_of_layers, plan_sections
-from lowtide.mindformers.plan_rows import Written, table
+from lowtide.mindformers.plan_rows import FilePlan, table
 from lowtide.mindformers.resharding import Resharding
 from lowtide.mindformers.schema import Resolution, Sections
 from lowtide.mindformers.schema.issues import Issues, layers_text
@@ -58,7 +58,7 @@ def follow(
     """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once where they do not fit it.
 
     `group` and `first_layer` are those of `lowtide.apply`. `tp_group` is the tensor-parallel process group; absent,
-    that of the mesh dimension 'tp' of DTensor parameters. The tide's `source` (`WrittenPlans`) has the plan as written.
+    that of the mesh dimension 'tp' of DTensor parameters. The tide's `source` (`FilePlans`) has the plan as written.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
@@ -78,7 +78,7 @@ def follow(
     refuse_moves(bare.optimizer)
     chosen = choose_engine(engine, model, bare)
     slicing = slicing_for(model, sections, resolution, tp_group)
-    source = WrittenPlans(model, resolution=resolution, layers=layers, memory=memory, slicing=slicing, say=say)
+    source = FilePlans(model, resolution=resolution, layers=layers, memory=memory, slicing=slicing, say=say)
     return Autopilot(model, source, optimizer, chosen, owns_engine=chosen is not engine, group=group, say=say)
 
 
@@ -155,7 +155,7 @@ def _numbered_from(model: nn.Module, layers: tuple[str, ...], sections: Sections
     return first
 
 
-class WrittenPlans:
+class FilePlans:
     """A `PlanSource` that follows `recompute_config` and `swap_config`, whatever that costs."""
 
     def __init__(
@@ -170,7 +170,7 @@ class WrittenPlans:
     ) -> None:
         self.budget_bytes: int | None = None
         self.resolution = resolution
-        self.written: Written | None = None
+        self.file_plan: FilePlan | None = None
         """The plan in force and its table; None before the first step."""
         self._memory = memory
         self._say = say
@@ -187,16 +187,16 @@ class WrittenPlans:
         `facts` are ignored: the plan stays as written. A site whose recipe does not hold is kept;
         `tide.failed_recipes` names it.
         """
-        self.written = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._resharding.notes, *self._notes_about_slices, *self.written.notes]
+        self.file_plan = plan_sections(profile, self.resolution, self._memory)
+        notes = [*self.resolution.notes, *self._resharding.notes, *self._notes_about_slices, *self.file_plan.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),
             *(f"note: {text}" for text in notes),
-            *table(self.written.rows),
+            *table(self.file_plan.rows),
         ]:
             self._say_once(line)
-        return self.written.plan
+        return self.file_plan.plan
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """The first rank's plan, with this rank's own process groups in it."""

@@ -31,8 +31,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe
 from lowtide.core.rules import Rule, Rules
-from lowtide.mindformers.collectives import is_at, made_again
-from lowtide.mindformers.plan_rows import Row, Written, prefetch_of, row_of
+from lowtide.mindformers.collectives import is_at, recomputed_collectives
+from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, row_of
 from lowtide.mindformers.schema import LayerPlan, Resolution
 from lowtide.mindformers.schema.flow import LAYER
 from lowtide.mindformers.schema.issues import layers_text
@@ -40,13 +40,13 @@ from lowtide.mindformers.schema.issues import layers_text
 _KERNEL, _AFTER_KERNEL = "self_attn.sdpa", "self_attn.o_proj"
 
 
-def plan_sections(profile: Profile, resolution: Resolution, memory: MemoryConfig | None = None) -> Written:
+def plan_sections(profile: Profile, resolution: Resolution, memory: MemoryConfig | None = None) -> FilePlan:
     """The plan of a resolution for the model and the step that the profile shows.
 
     `memory` says where bytes may go, and how small a storage is kept anyway; without it none is too small.
     """
     assert len(profile.layers) == len(resolution.layers)
-    return _Writer(profile, resolution, memory).written()
+    return _Planner(profile, resolution, memory).planned()
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class _Fate:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _Planner:
     profile: Profile
     resolution: Resolution
     memory: MemoryConfig | None
@@ -80,7 +80,7 @@ class _Writer:
     names: dict[int, str] = field(default_factory=dict)
     by_layer: dict[int, list[Site]] = field(default_factory=dict)
 
-    def written(self) -> Written:
+    def planned(self) -> FilePlan:
         numbers = [layer.index for layer in self.resolution.layers]  # a stage of a pipeline does not start at 0
         self.names = dict(zip(numbers, self.profile.layers, strict=True))
         self.by_layer = {index: self._nodes_of(name) for index, name in self.names.items()}
@@ -100,7 +100,7 @@ class _Writer:
             sites=self._decisions(),
             is_solved=True,
         )
-        return Written(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
+        return FilePlan(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
 
     def _layer_rule(self, layer: LayerPlan) -> Rule:
         pattern = Pattern.parse(self.names[layer.index])
@@ -170,7 +170,7 @@ class _Writer:
                     continue
                 place = (layer.index, part)
                 if node.recipe is None:
-                    reason = f"cannot be made again: {node.why_no_recipe}"
+                    reason = f"cannot be recomputed: {node.why_no_recipe}"
                     self.fates[node.name] = _Fate(Fate.KEEP, place, reason)
                 else:
                     self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[part])
@@ -324,7 +324,8 @@ class _Writer:
             for part in layer.comm_recompute_ops:
                 made = issued.get((layer.index, part))
                 if made:
-                    nbytes, why = sum(node.nbytes for node in made), f"{layer.comm_why[part]} ({made_again(made)})"
+                    nbytes = sum(node.nbytes for node in made)
+                    why = f"{layer.comm_why[part]} ({recomputed_collectives(made)})"
                     rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=nbytes))
             for part, why in layer.swap_lost.items():
                 rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=0))

@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class FilePlan:
     """A plan, with the table and the notes that explain it."""
 
     plan: Plan
@@ -74,7 +74,7 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
         for part in [LAYER] if layer.full_recompute else layer.recompute_ops:
             rows.append(Row(layer=layer.index, part=part, fate="recompute", why=layer.why[part], nbytes=None))
         for part in layer.comm_recompute_ops:
-            why = f"{layer.comm_why[part]} (its collectives are made again)"
+            why = f"{layer.comm_why[part]} (its collectives are recomputed)"
             rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=None))
         for part, written in layer.swap_ops.items():
             reader = layer.swap_stays.get(part)

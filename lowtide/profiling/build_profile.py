@@ -26,7 +26,7 @@ _STATE = frozenset({"parameter", "buffer", "replaced", "input"})
 
 @dataclass(frozen=True, slots=True)
 class Recipes:
-    """How each node is made again (or why not), by storage index: by one rank alone, and by all together."""
+    """How each node is recomputed (or why not), by storage index: by one rank alone, and by all together."""
 
     alone: Mapping[int, Recipe | str]
     together: Mapping[int, Recipe | str]

@@ -89,7 +89,7 @@ def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for what in ("weights", "optimizer state", "gradients", "activations", "head, loss, temporaries", "peak"):
         assert f"\n{what} " in text
     assert "\nlayer" in text
-    assert "made again: " in text or "away and back: " in text
+    assert "recomputed: " in text or "away and back: " in text
     assert text.count("<- this plan") == 1
     assert lines[-1].strip().startswith("#: planned  .: everything kept, ")
 

@@ -75,15 +75,14 @@ def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_yaml_block_is_a_good_section(page: Path, tmp_path: Path) -> None:
     from lowtide.config.memory import load_memory
     from lowtide.config.source import read_yaml
-    from lowtide.mindformers.schema import has_sections
-    from lowtide.mindformers.schema import load as load_sections
+    from lowtide.mindformers.schema import has_sections, read_sections
     from lowtide.train.run_file import load_run
 
     for text in blocks(page, "yaml"):
         file = tmp_path / "run.yaml"
         file.write_text(text, encoding="utf-8")
         if has_sections(read_yaml(file)):
-            assert load_sections(file).layers
+            assert read_sections(file).resolve().layers
             continue
         memory = load_memory(file)
         assert memory.budget is not None or not memory.rules().does_nothing

@@ -5,6 +5,7 @@ Started by test_written_stages.py with the environment that torch.distributed re
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
@@ -117,9 +118,15 @@ def train(stages: dict[int, Stage], rank: int, schedule: type) -> list[torch.Ten
     return found
 
 
+@functools.cache
+def plain_of(rank: int, schedule: type, num_chunks: int, numbered: bool) -> list[torch.Tensor]:
+    """What plain training gives."""
+    return train(stages_of(rank, num_chunks, numbered=numbered), rank, schedule)
+
+
 def tried(name: str, rank: int, schedule: type, *, num_chunks: int = 1, numbered: bool = False) -> dict[str, Any]:
     """One configuration on all stages of this rank: what differs from plain training, and what was done."""
-    plain = train(stages_of(rank, num_chunks, numbered=numbered), rank, schedule)
+    plain = plain_of(rank, schedule, num_chunks, numbered)
     stages = stages_of(rank, num_chunks, numbered=numbered)
     sections = Sections(
         **CONFIGS[name], num_layers=NUM_LAYERS, pipeline_stage=NUM_STAGES, pp_interleave_num=num_chunks, compat=False
@@ -132,7 +139,7 @@ def tried(name: str, rank: int, schedule: type, *, num_chunks: int = 1, numbered
     same = [torch.equal(a, b) for a, b in zip(got, plain, strict=True)]
     result: dict[str, Any] = {"name": name, "different": same.count(False), "compared": len(same)}
     result["rows"] = [
-        [row.layer, row.part, row.fate, row.nbytes] for tide in tides.values() for row in tide.source.written.rows
+        [row.layer, row.part, row.fate, row.nbytes] for tide in tides.values() for row in tide.source.file_plan.rows
     ]
     forwards = {tide.stats.num_forwards for tide in tides.values()}
     assert len(forwards) == 1

@@ -13,9 +13,9 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe, RecipeStep
 from lowtide.errors import ConfigError
-from lowtide.mindformers.collectives import made_again, with_own_groups
+from lowtide.mindformers.collectives import recomputed_collectives, with_own_groups
 from lowtide.mindformers.plan import plan_sections
-from lowtide.mindformers.plan_rows import Written, rows_without_step
+from lowtide.mindformers.plan_rows import FilePlan, rows_without_step
 from lowtide.mindformers.schema import resolve
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
@@ -44,11 +44,11 @@ def gathering(*steps: RecipeStep) -> Profile:
     return dataclasses.replace(profile, nodes=tuple(map(changed, profile.nodes)))
 
 
-def written(profile: Profile, recompute: Any = None, swap: Any = None) -> Written:
+def written(profile: Profile, recompute: Any = None, swap: Any = None) -> FilePlan:
     return plan_sections(profile, resolve(recompute, swap, num_layers=3))
 
 
-def of_layer(found: Written, layer: int) -> dict[str, Fate]:
+def of_layer(found: FilePlan, layer: int) -> dict[str, Fate]:
     prefix = f"model.layers.{layer}."
     return {site.name.removeprefix(prefix): site.fate for site in found.plan.sites if site.name.startswith(prefix)}
 
@@ -58,7 +58,7 @@ def of_layer(found: Written, layer: int) -> dict[str, Fate]:
 def test_a_collective_is_at_the_op_that_feeds_it_and_at_the_module_that_it_runs_in(part: str, steps: tuple) -> None:
     found = written(gathering(*steps), {"select_comm_recompute": {part: [1]}})
     assert [(row.layer, row.part, row.fate, row.nbytes) for row in found.rows] == [(0, part, "recompute", 16 * MIB)]
-    assert found.rows[0].why == f"recompute_config.select_comm_recompute.{part} (its all-gather is made again)"
+    assert found.rows[0].why == f"recompute_config.select_comm_recompute.{part} (its all-gather is recomputed)"
     made = next(site for site in found.plan.sites if site.fate is Fate.RECOMPUTE)
     assert made.name == "model.layers.0.attn.sdpa"
     assert made.recipe is not None and made.recipe.collectives == ("all_gather_into_tensor",)
@@ -78,7 +78,7 @@ def test_nobody_else_uses_such_a_recipe() -> None:
     for config in ({"select_recompute": ["attn", "norm"]}, {"recompute": True, "select_recompute_exclude": ["mlp"]}):
         found = written(profile, config)
         assert of_layer(found, 0)["attn.sdpa"] is Fate.KEEP
-        assert "cannot be made again: collective" in " ".join(row.why for row in found.rows)
+        assert "cannot be recomputed: collective" in " ".join(row.why for row in found.rows)
     link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
     plan = plan_profile(profile, load_memory({"budget": "1100MiB"}), link=link)
     assert any(site.fate is Fate.RECOMPUTE for site in plan.sites)
@@ -119,7 +119,7 @@ def test_without_ranks_nothing_is_known_of_collectives() -> None:
     )
     rows = rows_without_step(resolve(config, None, num_layers=3))
     assert [(row.layer, row.fate, row.nbytes) for row in rows] == [(0, "recompute", None), (1, "recompute", None)]
-    assert rows[0].why.endswith("(its collectives are made again)")
+    assert rows[0].why.endswith("(its collectives are recomputed)")
 
 
 def test_several_collectives_in_words() -> None:
@@ -129,8 +129,8 @@ def test_several_collectives_in_words() -> None:
         return dataclasses.replace(decoder_profile(1).nodes[0], collective_recipe=recipe)
 
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
-    assert made_again([node(gather), node(gather)]) == "its 2 all-gathers are made again"
-    assert made_again([node(gather), node(scatter)]) == "its all-gather and reduce-scatter are made again"
+    assert recomputed_collectives([node(gather), node(gather)]) == "its 2 all-gathers are recomputed"
+    assert recomputed_collectives([node(gather), node(scatter)]) == "its all-gather and reduce-scatter are recomputed"
     assert node(gather, scatter).collective_recipe.groups == ("7",)
 
 

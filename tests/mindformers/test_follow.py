@@ -98,9 +98,9 @@ def test_the_same_bits(name: str) -> None:
             assert torch.equal(got_loss, loss)
             assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
         stats = tide.stats
-        freed = sum(row.nbytes for row in tide.source.written.rows if row.fate == "recompute")
+        freed = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "recompute")
         freed += sum(site.nbytes for site in tide.plan.sites if site.anchor and site.fate is Fate.RECOMPUTE)
-        moved = sum(row.nbytes for row in tide.source.written.rows if row.fate == "swap")
+        moved = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "swap")
         assert (stats.recomputed_bytes, stats.swapped_bytes) == (3 * freed, 3 * moved)
         assert stats.num_divergences == 0
         positions = 2 * TOKENS * 8 // 2  # an input of recomputed layers that plain autograd does not save
@@ -155,7 +155,7 @@ def test_a_prefetch_in_layers_starts_where_backward_reaches_that_layer() -> None
             assert nodes[site.name].last_sequence + site.prefetch == begins
         assert {int(site.name.split(".")[2]) for site in swapped} == {0, 1, 2}
         assert [
-            (row.part, row.prefetch, row.prefetch_unit) for row in tide.source.written.rows if row.fate == "swap"
+            (row.part, row.prefetch, row.prefetch_unit) for row in tide.source.file_plan.rows if row.fate == "swap"
         ] == [
             ("<layer>", 1, "layers"),
             ("self_attn", 1, "layers"),
@@ -202,14 +202,15 @@ def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
             assert torch.equal(got_loss, loss)
             assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
         assert tide.stats.num_divergences == 0
-        assert tide.stats.swapped_bytes == 3 * sum(row.nbytes for row in tide.source.written.rows if row.fate == "swap")
+        swapped = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "swap")
+        assert tide.stats.swapped_bytes == 3 * swapped
 
 
 def rows(config: Config) -> list[tuple[int, str, str, int | None, int]]:
     model = build()
     with lowtide.apply(model, config, engine="virtual:7") as tide:
         step(model, 0)
-        return [(row.layer, row.part, row.fate, row.prefetch, row.nbytes) for row in tide.source.written.rows]
+        return [(row.layer, row.part, row.fate, row.prefetch, row.nbytes) for row in tide.source.file_plan.rows]
 
 
 def test_the_output_of_an_op_is_what_goes() -> None:
@@ -279,7 +280,7 @@ def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text(text)
     with lowtide.apply(model := build(), "run.yaml") as tide:
         step(model, 0)
-        assert tide.source.written.rows[0].why == "swap_config.default_prefetch (run.yaml:4:21)"
+        assert tide.source.file_plan.rows[0].why == "swap_config.default_prefetch (run.yaml:4:21)"
     Path("run.yaml").write_text(text.replace("4}", "5}"))
     with pytest.raises(ConfigError) as caught:
         lowtide.apply(build(), "run.yaml")
@@ -350,8 +351,8 @@ def test_default_lists_of_a_family(kind: str) -> None:
                 assert torch.equal(got_loss, loss)
                 assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
             assert tide.stats.num_divergences == 0
-            assert all(row.nbytes for row in tide.source.written.rows)
-            parts[config_name] = {row.part for row in tide.source.written.rows}
+            assert all(row.nbytes for row in tide.source.file_plan.rows)
+            parts[config_name] = {row.part for row in tide.source.file_plan.rows}
     assert parts == {"default ops": DEFAULTS[kind], "swap by default": {"self_attn.sdpa"}}
 
 

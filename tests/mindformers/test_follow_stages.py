@@ -81,7 +81,7 @@ def test_a_file_for_two_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("run.yaml").write_text(FILE)
     tides = on_stages("run.yaml", stages := both_stages())
     assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
-    recomputed = [row.layer for tide in tides for row in tide.source.written.rows if row.fate == "recompute"]
+    recomputed = [row.layer for tide in tides for row in tide.source.file_plan.rows if row.fate == "recompute"]
     assert recomputed == [0, 4, 5]
     assert tides[1].source.resolution.log_lines[-2:] == [
         "Set full recompute at layer 4",
@@ -118,7 +118,7 @@ def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
     tides = on_stages(sections, stages := both_stages())
     assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
     for tide in tides:
-        swapped = sum(row.nbytes for row in tide.source.written.rows if row.fate == "swap")
+        swapped = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "swap")
         assert tide.stats.swapped_bytes == NUM_STEPS * NUM_MICRO_BATCHES * swapped > 0
         assert tide.stats.num_divergences == 0
         tide.remove()
@@ -131,7 +131,7 @@ def test_the_newer_schema_on_stages() -> None:
     }
     tides = on_stages(Sections(newer=newer, num_layers=NUM_LAYERS), stages := both_stages())
     assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
-    done = [{(row.layer, row.fate) for row in tide.source.written.rows if row.nbytes} for tide in tides]
+    done = [{(row.layer, row.fate) for row in tide.source.file_plan.rows if row.nbytes} for tide in tides]
     assert done == [
         {(0, "recompute"), (1, "recompute"), (2, "swap"), (3, "swap")},
         {(4, "recompute"), (4, "swap"), (5, "recompute"), (6, "recompute")},

@@ -10,16 +10,16 @@ from profiles import MIB, decoder_profile
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.mindformers.plan import names_of_layers, plan_sections
-from lowtide.mindformers.plan_rows import Written, layer_sums, rows_without_step, table
+from lowtide.mindformers.plan_rows import FilePlan, layer_sums, rows_without_step, table
 from lowtide.mindformers.schema import resolve
 
 
-def written(recompute: Any = None, swap: Any = None, memory: MemoryConfig | None = None) -> Written:
+def written(recompute: Any = None, swap: Any = None, memory: MemoryConfig | None = None) -> FilePlan:
     resolution = resolve(recompute, swap, num_layers=3)
     return plan_sections(decoder_profile(3), resolution, memory)
 
 
-def fates(found: Written, layer: int) -> dict[str, Fate]:
+def fates(found: FilePlan, layer: int) -> dict[str, Fate]:
     prefix = f"model.layers.{layer}."
     return {site.name.removeprefix(prefix): site.fate for site in found.plan.sites if site.name.startswith(prefix)}
 
@@ -44,7 +44,7 @@ def test_a_recomputed_op_has_its_recipe_and_its_anchor() -> None:
 def test_without_a_recipe_it_is_kept_and_said() -> None:
     found = written({"select_recompute": [r"attn\.sdpa"]})
     assert fates(found, 0)["attn.sdpa"] is Fate.KEEP
-    assert "cannot be made again" in found.rows[0].why
+    assert "cannot be recomputed" in found.rows[0].why
     assert (found.rows[0].fate, found.rows[0].nbytes) == ("keep", 0)
 
 

@@ -39,8 +39,6 @@ FATES = {"keep": KEEP, "swap": SWAP, "recompute": RECOMPUTE, "both": BOTH}
 every_fate = pytest.mark.parametrize("fate", FATES)
 WIDTH = 8
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 class Block(nn.Module):
     """Linear, tanh and a product: an input, an own output and a view of a parameter are saved."""

@@ -25,8 +25,6 @@ from tests import zoo
 from tests.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
 from tests.solved import plan_with
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 MEMORY = {
     "keep": {"swap": "none"},
     "swap": {"swap": "all", "min_bytes": 0},

@@ -36,8 +36,6 @@ NUM_SCHEDULES = 2_000
 SEEDS_A_TEST = NUM_SCHEDULES // (len(NAMES) * len(PLANS))
 NUM_FIRST = SEEDS_A_TEST // 5
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 def _life(case: zoo.Case, model: nn.Module) -> dict[str, torch.Tensor]:
     """An ordinary step, a dropped graph, two live graphs run backward first-come-first-served, a retained graph."""

@@ -137,28 +137,27 @@ def test_a_step_and_two_with_a_budget_are_three_without() -> None:
 @pytest.mark.slow
 def test_bits_on_two_ranks(tmp_path: Path) -> None:
     """Gradients are exchanged by hooks, which the observed step must not set off; both ranks follow one plan."""
-    folders = {}
     for name, budget in (("plain", None), ("saving", budget_of(0.4))):
         write(output_dir=name, budget=budget, grad_accumulation=2)
-        folders[name] = weights_and_losses(tmp_path)
-    plain, saving = folders["plain"], folders["saving"]
+        Path("run.yaml").rename(f"{name}.yaml")
+    code = """
+    import json, os, torch
+    from lowtide.train.run_file import load_run
+    from lowtide.train.loop import train
+    torch.set_num_threads(1)
+    said = []
+    for name, port in zip(("plain", "saving"), os.environ["MORE_PORTS"].split()):
+        os.environ["MASTER_PORT"] = port
+        found = train(load_run(f"{name}.yaml"), wants_weights_hash=True)
+        digest = found.plan.digest if found.plan else None
+        said.append({"weights": found.weights_sha256, "losses": found.losses_sha256, "digest": digest})
+    print(json.dumps(said))
+    """
+    plain, saving = zip(*two_ranks.answers(["-c", textwrap.dedent(code)], tmp_path), strict=True)
     assert [rank["weights"] for rank in saving] == [rank["weights"] for rank in plain]
     assert saving[0]["losses"] == plain[0]["losses"]
     assert saving[0]["digest"] == saving[1]["digest"] is not None
     assert records("saving")[-1]["tide"]["num_divergences"] == 0
-
-
-def weights_and_losses(folder: Path) -> list[dict]:
-    code = """
-    import json, torch
-    from lowtide.train.run_file import load_run
-    from lowtide.train.loop import train
-    torch.set_num_threads(1)
-    found = train(load_run("run.yaml"), wants_weights_hash=True)
-    digest = found.plan.digest if found.plan else None
-    print(json.dumps({"weights": found.weights_sha256, "losses": found.losses_sha256, "digest": digest}))
-    """
-    return two_ranks.answers(["-c", textwrap.dedent(code)], folder)
 
 
 # ---- what is said and kept

@@ -33,8 +33,9 @@ TRIM_THRESHOLD_BYTES = 64 << 20
 """Free bytes at the end of the heap past which glibc itself shrinks it."""
 HEAP_SLACK_BYTES = 24 << 20
 """Resident free heap tolerated beyond the peak of live memory."""
-HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
-"""torch reads it once, at its first allocation of 2 MiB or more: huge pages, and storages aligned to 4096 bytes."""
+MALLOC_VARIABLE = "LOWTIDE_MALLOC"
+"""`0` in the environment leaves malloc alone, and what is swapped stays resident; otherwise a host engine that lowtide
+makes fixes malloc's thresholds."""
 _STATM = Path("/proc/self/statm")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -55,20 +56,23 @@ class MallocSetup:
 
 
 def configure_malloc(mmap_threshold_bytes: int = MMAP_THRESHOLD_BYTES) -> MallocSetup:
-    """Fix glibc's thresholds, for the whole process and for good (glibc cannot report the old ones).
+    """Fix glibc's thresholds, for the whole process and for good (glibc cannot report the old ones, and never adapts
+    them again). Does nothing where the environment says `LOWTIDE_MALLOC=0`.
 
-    Also asks torch for huge pages (`THP_MEM_ALLOC_ENABLE=1`, unless the user set it). That only works before torch's
-    first allocation of 2 MiB: call this before the model is built, or set the variable in the shell. It is worth it:
-    measured, a swapped step's CPU time was 1.05 of the plain step's with it and 1.19 without.
+    Huge pages are the user's to ask for, in the shell: torch reads `THP_MEM_ALLOC_ENABLE=1` once, at its first
+    allocation of 2 MiB. It is worth it: measured, a swapped step's CPU time was 1.05 of the plain step's with it and
+    1.19 without.
     The default recycles large blocks and needs a `HeapTrimmer` (the host engine has one). 256 KiB instead makes every
     freed tensor leave at once: the lowest resident memory without a trimmer, at the price of a page fault per page.
     """
+    if os.environ.get(MALLOC_VARIABLE) == "0":
+        note = f"{MALLOC_VARIABLE}=0: malloc left as it is"
+        return MallocSetup(changed=False, mmap_threshold_bytes=None, note=note)
     library = _glibc()
     if library is None:
         return MallocSetup(changed=False, mmap_threshold_bytes=None, note="not glibc: malloc left as it is")
     if not library.mallopt(_M_MMAP_THRESHOLD, mmap_threshold_bytes):
         return MallocSetup(changed=False, mmap_threshold_bytes=None, note="glibc refused the mmap threshold")
-    os.environ.setdefault(HUGE_PAGES_VARIABLE, "1")
     library.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)  # a fixed mmap threshold would leave it at 128 KiB
     note = f"glibc: blocks of {mmap_threshold_bytes >> 10} KiB and more leave when freed, smaller ones are recycled"
     return MallocSetup(changed=True, mmap_threshold_bytes=mmap_threshold_bytes, note=note)

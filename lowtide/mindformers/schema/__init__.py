@@ -17,7 +17,7 @@ import torch, plan anything, or look at a model.
 
 from __future__ import annotations
 
-from lowtide.mindformers.schema.file import Sections, has_sections, load, read_sections
+from lowtide.mindformers.schema.file import Sections, has_sections, read_sections
 from lowtide.mindformers.schema.resolution import LayerPlan, Resolution, resolve
 
-__all__ = ["LayerPlan", "Resolution", "Sections", "has_sections", "load", "read_sections", "resolve"]
+__all__ = ["LayerPlan", "Resolution", "Sections", "has_sections", "read_sections", "resolve"]

@@ -101,27 +101,6 @@ class Sections:
         )
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    num_layers: int | None = None,
-    pipeline_stage: int | None = None,
-    pp_interleave_num: int | None = None,
-    offset: object = None,
-    names: Names | None = None,
-    compat: bool | None = None,
-) -> Resolution:
-    """Resolve the sections of a file. Raises `ConfigError` with `file:line:column`."""
-    return read_sections(path).resolve(
-        num_layers=num_layers,
-        pipeline_stage=pipeline_stage,
-        pp_interleave_num=pp_interleave_num,
-        offset=offset,
-        names=names,
-        compat=compat,
-    )
-
-
 def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sections:
     """The sections of a file, unresolved; `root` is its tree where it has been read already."""
     name = os.fspath(path)

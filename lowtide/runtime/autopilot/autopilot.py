@@ -45,6 +45,7 @@ from torch import nn
 
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, RecomputeRefusedError
 from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed
@@ -349,7 +350,7 @@ class Autopilot:
             how: Any = {"is_inside": self._entry is None, "witness": self._witness}
             profile = observe_call(self.model, args, kwargs, self._optimizer, **how)
             if self._facts.link is None:
-                self._facts = dataclasses.replace(self._facts, link=self.source.measure_link())
+                self._facts = dataclasses.replace(self._facts, link=self._measured_link())
             if not self._shapes:
                 self._meet_first(key, profile)
             shape = self._learned(profile, is_joint=not self._shapes or self._consensus.is_together)
@@ -369,6 +370,16 @@ class Autopilot:
             return
         self._shapes.add(key, shape)
         self._use(key, why=why, seconds=time.perf_counter() - start)
+
+    def _measured_link(self) -> Link | None:
+        link = self.source.measure_link()
+        if link is not None:
+            out_rate, in_rate = (
+                format_bytes(int(link.out_bytes_per_second)),
+                format_bytes(int(link.in_bytes_per_second)),
+            )
+            self._say(f"lowtide: link: {out_rate}/s out, {in_rate}/s in; this machine's are kept in {cache_path()}")
+        return link
 
     def _meet_first(self, key: ShapeBucket, profile: Profile) -> None:
         """The first step is the one that all ranks take together, whatever they feed the model."""

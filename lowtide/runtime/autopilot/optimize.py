@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +51,3 @@ def optimize(
     chosen = choose_engine(engine, model, bare)
     source = BudgetSource(model, config, chosen)
     return Autopilot(model, source, optimizer, chosen, owns_engine=chosen is not engine, group=group, say=say)
-
-
-def say_to_stderr(line: str) -> None:
-    """For programs that want to hear what the autopilot does."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -203,7 +203,7 @@ class RecipeGraph:
             node.why_failed = why or "it does not hold on another rank"
         elif why and not node.has_failed:
             raise RuntimeError(
-                f"lowtide: '{node.name}' was to be made again by all ranks together, but in this forward pass {why}. "
+                f"lowtide: '{node.name}' was to be recomputed by all ranks together, but in this forward pass {why}. "
                 "The other ranks cannot be told in time; give this site the fate keep or swap."
             )
         return not node.has_failed

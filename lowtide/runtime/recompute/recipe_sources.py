@@ -328,7 +328,7 @@ class RecomputedSource:
     def _modified_error(self, link: Link | StateLink) -> RuntimeError:
         return RuntimeError(
             f"lowtide: '{link.name}' was modified in place after the forward had used it, so '{self.name}' cannot be "
-            "made again from it. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
+            "recomputed from it. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
             "into it before the backward pass."
         )
 

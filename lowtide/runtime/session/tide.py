@@ -97,7 +97,7 @@ class Tide:
 
     @property
     def failed_recipes(self) -> dict[str, str]:
-        """Sites that were to be made again and are kept, because their recipe did not hold: name, and why."""
+        """Sites that were to be recomputed and are kept, because their recipe did not hold: name, and why."""
         nodes = (self._context.nodes or {}).values()
         return {node.name: node.why_failed for node in nodes if node.has_failed}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -113,6 +114,33 @@ def test_elsewhere_malloc_is_left_alone(monkeypatch):
     assert (setup.changed, setup.mmap_threshold_bytes) == (False, None)
     assert setup.note == "not glibc: malloc left as it is"
     HeapTrimmer().check(0)  # does nothing, and says nothing
+
+
+_BY_APPLY = """
+import ctypes, os, torch
+import lowtide
+from lowtide.engines.tiers.host_buffers import HeapTrimmer, _glibc
+before = dict(os.environ)
+lowtide.apply(torch.nn.Linear(2, 2), {"swap": "all", "layers": [""]}, engine="host").remove()
+assert dict(os.environ) == before
+library = HeapTrimmer()._library
+library.malloc.restype = ctypes.c_void_p
+num_mapped = library.mallinfo2().hblks
+library.malloc(30 << 20)
+print(library.mallinfo2().hblks - num_mapped)
+"""
+
+
+@pytest.mark.parametrize(("said", "num_mapped"), [("1", 0), ("0", 1)])
+def test_a_host_engine_sets_malloc_unless_the_environment_says_no(said, num_mapped):
+    """Below the threshold a block of 30 MiB lies in the heap; malloc of itself maps it."""
+    if malloc._glibc() is None:
+        pytest.skip("not glibc")
+    environment = os.environ | {malloc.MALLOC_VARIABLE: said}
+    command = [sys.executable, "-c", _BY_APPLY]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) == num_mapped
 
 
 _FRAGMENTS = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import load
+from lowtide.mindformers.schema import read_sections
 
 UPSTREAM = """
 context:
@@ -35,7 +35,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
 
 
 def test_a_file_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = load(write(tmp_path, monkeypatch, UPSTREAM))
+    result = read_sections(write(tmp_path, monkeypatch, UPSTREAM)).resolve()
     assert result.num_layers_per_stage == [[2, 2], [2, 2]]
     assert result.normalized["layer_recompute"] == [[1, 1], [1, 0]]
     assert result.normalized["select_recompute"] == {
@@ -50,12 +50,14 @@ def test_a_file_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_arguments_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, monkeypatch, UPSTREAM)
-    result = load(path, num_layers=6, pipeline_stage=3, pp_interleave_num=1, offset=[1, 0, -1])
+    result = read_sections(path).resolve(num_layers=6, pipeline_stage=3, pp_interleave_num=1, offset=[1, 0, -1])
     assert result.num_layers_per_stage == [[3, 2, 1]]
 
 
 def test_chunks_count_only_with_interleaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = load(write(tmp_path, monkeypatch, UPSTREAM.replace("pipeline_interleave: True", "a: 1")))
+    result = read_sections(
+        write(tmp_path, monkeypatch, UPSTREAM.replace("pipeline_interleave: True", "a: 1"))
+    ).resolve()
     assert result.num_layers_per_stage == [[4, 4]]
     assert result.notes[1] == (
         "no effect: pp_interleave_num, because parallel.pipeline_config.pipeline_interleave is not true"
@@ -64,7 +66,7 @@ def test_chunks_count_only_with_interleaving(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_file_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "model: {model_type: llama, num_hidden_layers: 2}\nswap_config: {swap: true}\nmemory: {}\n"
-    result = load(write(tmp_path, monkeypatch, text), names={"self_attn": {"q_proj": {}}})
+    result = read_sections(write(tmp_path, monkeypatch, text)).resolve(names={"self_attn": {"q_proj": {}}})
     assert [layer.swap_ops for layer in result.layers] == [{"self_attn.sdpa": 1}] * 2
     assert result.notes == []
 
@@ -105,7 +107,7 @@ def test_a_run_file_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_errors_have_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     path = write(tmp_path, monkeypatch, text)
     with pytest.raises(ConfigError) as caught:
-        load(path, compat=False)
+        read_sections(path).resolve(compat=False)
     assert str(caught.value) == message
 
 
@@ -129,17 +131,17 @@ def test_files_of_ours_are_strict(
     path = write(tmp_path, monkeypatch, WRONG + around)
     problem = "run.yaml:1:72: 'swap_config.layer_swap[0].layers[0]' names layer 9, but layers are 0 to 3"
     if not is_strict:
-        assert load(path).warnings == [f"{problem}; ignored"]
+        assert read_sections(path).resolve().warnings == [f"{problem}; ignored"]
         return
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        read_sections(path).resolve()
     assert str(caught.value) == f"{problem}; remove it"
 
 
 def test_a_mistake_in_the_grid_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, monkeypatch, UPSTREAM.replace("offset: 0", "offset: [0, 1, 1]"))
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        read_sections(path).resolve()
     assert str(caught.value) == "run.yaml:9:55: 'offset' has 3 numbers; write one for each of the 2 stages"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import Resolution, Sections, load
+from lowtide.mindformers.schema import Resolution, Sections, read_sections
 from lowtide.mindformers.schema.aliases import layer_tree
 
 TREE = layer_tree("llama")
@@ -230,19 +230,19 @@ recompute: {mode: full, full_recompute_layer: ['0-3']}
 def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(FILE)
-    result = load("run.yaml")
+    result = read_sections("run.yaml").resolve()
     assert [layer.full_recompute for layer in result.layers] == [True] * 4 + [False] * 2
     assert result.layers[0].why == {"<layer>": "recompute.full_recompute_layer (run.yaml:3:47)"}
     assert result.notes == ["have no meaning here: parallelism"]
     Path("run.yaml").write_text(FILE.replace("'0-3'", "'0-9'"))
     with pytest.raises(ConfigError) as caught:
-        load("run.yaml")
+        read_sections("run.yaml").resolve()
     assert str(caught.value) == (
         "run.yaml:3:48: 'recompute.full_recompute_layer[0]' names layer 9, but layers are 0 to 5"
     )
     Path("run.yaml").write_text(FILE + "swap_config: {swap: True}\n")
     with pytest.raises(ConfigError) as caught:
-        load("run.yaml")
+        read_sections("run.yaml").resolve()
     assert str(caught.value) == (
         "run.yaml:3:1: 'recompute' belongs to the newer schema of MindSpore Transformers, and 'swap_config' to the "
         "older; write one of them"

@@ -181,6 +181,16 @@ def test_it_is_stable_within_three_planned_steps() -> None:
     assert tide.events == events
 
 
+def test_it_says_where_the_speeds_of_links_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, lines = net(), []
+    with optimize(model, budget_of(model, (rows(),)), say=lines.append):
+        step(model, rows())
+    kept = tmp_path / "lowtide" / "links.json"
+    assert kept.exists()
+    assert [line for line in lines if line.endswith(f"this machine's are kept in {kept}")]
+
+
 def test_dropout_draws_what_it_draws_without_a_plan() -> None:
     batches = [rows(seed=number) for number in range(4)]
     truth = plain_steps(net(), batches)

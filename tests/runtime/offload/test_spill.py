@@ -58,11 +58,12 @@ def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, memo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(zoo.CASES))
-def test_any_limit_on_any_machine_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize("numbers", [range(2), pytest.param(range(2, 5), marks=pytest.mark.extended)], ids=["", "more"])
+def test_any_limit_on_any_machine_changes_no_bit(name: str, numbers: range) -> None:
     case = zoo.CASES[name]
     truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
-    random = Random(name)
-    for number in range(4):
+    for number in numbers:
+        random = Random(f"{name}{number}")
         plan = random.choice([KEEP, BOTH, *({**plan} for plan in case.mixed_plans)])
         limit_bytes = random.randrange(200_000)
         try:
@@ -258,7 +259,7 @@ class Chosen(nn.Module):
 
 
 def test_where_recipes_do_not_hold_the_step_stays_within_its_budget() -> None:
-    """What was to be made again is sent away in place of that, as far as the budget has no room for it."""
+    """What was to be recomputed is sent away in place of that, as far as the budget has no room for it."""
     x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
     memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
     predicted = lowtide.plan(Chosen(), (x, 0), budget="1GiB", memory=memory).predicted

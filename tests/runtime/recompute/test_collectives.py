@@ -1,4 +1,4 @@
-"""Collectives made again in backward, on two ranks: the same bits, the bytes that go, and how often each is issued."""
+"""Collectives recomputed in backward, on two ranks: the same bits, the bytes that go, and how often each is issued."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
             "swapped": stats.swapped_bytes / 3,
             "anchors": stats.anchor_bytes / 3,
             "divergences": stats.num_divergences,
-            "rows": [(row.layer, row.part, row.fate, row.nbytes) for row in tide.source.written.rows],
-            "why": [row.why for row in tide.source.written.rows],
+            "rows": [(row.layer, row.part, row.fate, row.nbytes) for row in tide.source.file_plan.rows],
+            "why": [row.why for row in tide.source.file_plan.rows],
             "lines": lines,
             "again": [site.name for site in tide.plan.sites if site.recipe and site.recipe.collectives],
             "fates": {site.name: site.fate.value for site in tide.plan.sites},
@@ -173,7 +173,7 @@ def test_gathers_at_norms_are_made_again(ranks: Ranks, how: dict) -> None:
         assert found["rows"] == [
             (layer, part, "recompute", GATHERED) for layer in range(NUM_LAYERS) for part in BOTH_NORMS
         ]
-        assert set(found["why"]) == {"recompute_config.select_comm_recompute (its all-gather is made again)"}
+        assert set(found["why"]) == {"recompute_config.select_comm_recompute (its all-gather is recomputed)"}
         # What goes is what was gathered; the norms' shares, which autograd does not save, are held for it.
         assert found["recomputed"] == 2 * NUM_LAYERS * GATHERED
         assert found["anchors"] == 2 * NUM_LAYERS * SHARE

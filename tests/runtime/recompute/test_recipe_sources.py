@@ -314,7 +314,7 @@ def test_an_anchor_that_was_modified_is_named(fate: Fate) -> None:
         text = _message(loss.backward)
     assert re.fullmatch(
         r"lowtide: 'layers\.0\.add' was modified in place after the forward had used it, so 'layers\.1\.\w+' cannot be "
-        r"made again from it\. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
+        r"recomputed from it\. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
         r"into it before the backward pass\.",
         text,
     )
@@ -354,7 +354,7 @@ def test_a_parameter_that_autograd_does_not_save_is_watched() -> None:
         # By its version: a fingerprint would tell of other bytes, and need not see them.
         assert _message(loss.backward).startswith(
             "lowtide: 'layers.0.shift' was modified in place after the forward had used it, so 'layers.0.add' cannot "
-            "be made again from it."
+            "be recomputed from it."
         )
 
 

@@ -7,7 +7,7 @@ at 4 operators, drawn with a fixed seed. And in every call to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -89,9 +89,20 @@ EVERYWHERE = [
 EVERYWHERE_EXTENDED = [
     ("unet", "swap"), ("custom_function", "recompute"), ("stateful", "keep"), ("inplace_input", "mixed"),
 ]  # fmt: skip
-SOME = [(name, plan) for name in NAMES for plan in PLANS if (name, plan) not in EVERYWHERE]
 NUM_SOME = 4
 QUICK = ("mlp", "unet", "gpt2_dropout", "stateful", "tied", "checkpointed")
+QUICK_PLANS = ("swap", "recompute")
+SOME = [
+    (name, plan)
+    for name in NAMES
+    for plan in PLANS
+    if (name, plan) not in EVERYWHERE and not (name in QUICK and plan in QUICK_PLANS)
+]
+
+
+def first_half(pairs: Sequence[tuple[str, str]]) -> list[Any]:
+    """Every other one; the rest for `make test-extended`."""
+    return [*pairs[::2], *(pytest.param(*pair, marks=pytest.mark.extended) for pair in pairs[1::2])]
 
 
 def _plans(case: zoo.Case) -> dict[str, dict]:
@@ -127,9 +138,9 @@ def _fail(case: zoo.Case, memory: dict, *, num_places: int | None, observed: boo
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.parametrize("plan", ["swap", "recompute"])
+@pytest.mark.parametrize("plan", QUICK_PLANS)
 def test_out_of_memory_at_some_operators_changes_no_bit(name: str, plan: str) -> None:
-    _fail(zoo.CASES[name], _plans(zoo.CASES[name])[plan], num_places=4)
+    _fail(zoo.CASES[name], _plans(zoo.CASES[name])[plan], num_places=NUM_SOME)
 
 
 @pytest.mark.slow
@@ -145,15 +156,16 @@ def test_out_of_memory_at_every_operator_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "plan"), SOME)
+@pytest.mark.parametrize(("name", "plan"), first_half(SOME))
 def test_out_of_memory_at_a_sample_of_operators_changes_no_bit(name: str, plan: str) -> None:
     """All other pairs of a model and a plan: 4 operators of each."""
     _fail(zoo.CASES[name], _plans(zoo.CASES[name])[plan], num_places=NUM_SOME)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-@pytest.mark.parametrize("plan", ["swap", "recompute", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "plan"), first_half([(name, plan) for name in QUICK for plan in ("swap", "recompute", "mixed")])
+)
 def test_out_of_memory_in_the_observed_step_changes_no_bit(name: str, plan: str) -> None:
     _fail(zoo.CASES[name], _plans(zoo.CASES[name])[plan], num_places=NUM_SOME, observed=True)
 
