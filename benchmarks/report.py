@@ -35,11 +35,11 @@ QUESTIONS = {
     "planning_time": "How long does planning take as models grow?",
     "published_setting": "What does a plan gain over full recompute in the published setting?",
     "scaling": "How does DeepSeek-V3 scale from 1 to 16,384 devices?",
+    "optimizer": "What does it cost to have the optimizer's state elsewhere between steps?",
     "details": "What do hooks, copies and allocators cost?",
 }
 """In the order of the page; questions that are not named here follow."""
 NOT_BUILT = {
-    "optimizer_swap": "What does it cost to keep optimizer state on the host?",
     "pipeline_schedules": "How large are the bubbles of pipeline schedules, predicted and real?",
 }
 KINDS = {

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
     parser.add_argument("--budget", metavar="SIZE", help="peak bytes of the device, instead of memory.budget: 20GiB")
     parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
+    parser.add_argument("--optimizer", choices=("keep", "swap", "auto"), help="where its state is between steps")
     parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
     parser.add_argument("--curve", action="store_true", help="draw the memory of the step over its time")
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     settings = load_run(args.run)
     check_writable(args.out)
     memory = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
+    if args.optimizer is not None:
+        memory = dataclasses.replace(memory, optimizer=args.optimizer)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)

@@ -72,6 +72,8 @@ class Fitted(Protocol):
         """Of the played step, with what recipes cost to prove."""
 
     @property
+    def check_seconds(self) -> float: ...
+    @property
     def bound_seconds(self) -> float: ...
 
 
@@ -94,12 +96,14 @@ class Choice(Generic[F]):
     streamed_seconds: float
     """Of the played step's recomputes, what are none: shares that are streamed."""
     slowed_seconds: float
+    seconds: float
+    """What the state costs on its way, of one micro-batch; the played step is the only one that has all of it."""
     gap: float
     """No plan, with any placement that is allowed, is faster by more than this share of it."""
     floor_bytes: int
 
     @property
-    def seconds(self) -> float:
+    def played_seconds(self) -> float:
         """What of the played step the state costs on its way."""
         return self.stall_seconds + self.streamed_seconds + self.slowed_seconds
 
@@ -131,13 +135,13 @@ def choose_placement(
         if kept is None:
             raise
         return write.kept(kept, [kept], "moving it needs more than it frees")
-    moved = min(with_moves, key=lambda one: one.pass_seconds)
+    moved = min(with_moves, key=write.shared_seconds)
     if kept is None:
         return write.moved(moved, with_moves, f"{'memory.optimizer' if is_forced else 'the budget'} asks for it")
     tried = [kept, *with_moves]
     if kept.pass_seconds <= sum(profile.op_seconds) * _NO_TIME:
         return write.kept(kept, tried, "everything fits")
-    if moved.pass_seconds < kept.pass_seconds:
+    if write.shared_seconds(moved) < kept.pass_seconds:
         return write.moved(moved, tried, "activations gain more by its memory than its way costs")
     return write.kept(kept, tried, "on its way it would cost more than it frees")
 
@@ -238,7 +242,8 @@ class _Writer:
             stall_seconds=0.0,
             streamed_seconds=0.0,
             slowed_seconds=0.0,
-            gap=_gap(found, tried),
+            seconds=0.0,
+            gap=self._gap(found.solution.timeline.step_seconds, tried),
             floor_bytes=min(one.floor_bytes for one in tried),
         )
 
@@ -246,9 +251,9 @@ class _Writer:
         """What the solver moved of it, if anything."""
         assert self.shares is not None
         _, fates = split(found.problem, found.solution.fates)
-        sizes, seconds = self.shares.sizes, self.shares.streamed_seconds
-        nbytes = {fate: sum(size for size, own in zip(sizes, fates, strict=True) if own is fate) for fate in Fate}
-        streamed = sum(one for one, own in zip(seconds, fates, strict=True) if own is Fate.RECOMPUTE)
+        shares = list(zip(self.shares.sizes, fates, strict=True))
+        nbytes = {fate: sum(size for size, own in shares if own is fate) for fate in Fate}
+        streamed = self._streamed(found)
         moved_bytes = nbytes[Fate.SWAP] + nbytes[Fate.RECOMPUTE]
         if not moved_bytes:
             return self.kept(found, tried, reason)
@@ -274,9 +279,32 @@ class _Writer:
             stall_seconds=lanes.stall_seconds,
             streamed_seconds=streamed,
             slowed_seconds=lanes.slowed_seconds,
-            gap=_gap(found, tried),
+            seconds=self._shared(lanes, streamed),
+            gap=self._gap(self.shared_seconds(found) - found.check_seconds, tried),
             floor_bytes=min(one.floor_bytes for one in tried),
         )
+
+    def shared_seconds(self, found: Fitted) -> float:
+        """Of one micro-batch: what the state costs is of one step, and shared by its micro-batches."""
+        lanes, streamed = _Lanes.of(found, self.link), self._streamed(found)
+        played = lanes.stall_seconds + lanes.slowed_seconds + streamed
+        return found.pass_seconds - played + self._shared(lanes, streamed)
+
+    def _streamed(self, found: Fitted) -> float:
+        assert self.shares is not None
+        _, fates = split(found.problem, found.solution.fates)
+        seconds = self.shares.streamed_seconds
+        return sum(one for one, own in zip(seconds, fates, strict=True) if own is Fate.RECOMPUTE)
+
+    def _shared(self, lanes: _Lanes, streamed: float) -> float:
+        return (lanes.stall_seconds + lanes.slowed_seconds) / self.num_micro_batches + streamed
+
+    def _gap(self, seconds: float, tried: Sequence[Fitted]) -> float:
+        """With several micro-batches the solver has counted in each what one of them pays: it bounds nothing then."""
+        bound = min(one.bound_seconds for one in tried)
+        if self.num_micro_batches > 1:
+            bound = min(bound, sum(self.profile.op_seconds))
+        return max(0.0, 1.0 - bound / seconds) if seconds else 0.0
 
     def _free_from(self, moved_bytes: int, lanes: _Lanes) -> int | None:
         """By time alone: so many tokens make forward and backward long enough, at the rate of these activations."""
@@ -288,11 +316,6 @@ class _Writer:
             moved_bytes / self.link.out_bytes_per_second / lanes.free_out_seconds,
         )
         return math.ceil(share * tokens * self.num_micro_batches)
-
-
-def _gap(found: Fitted, tried: Sequence[Fitted]) -> float:
-    seconds = found.solution.timeline.step_seconds
-    return max(0.0, 1.0 - min(one.bound_seconds for one in tried) / seconds) if seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def test_the_page_says_what_the_records_say(tmp_path: Path) -> None:
     page = report.page([NEW, TIME], tmp_path)
     assert SECTION in page
     assert "- How long does planning take as models grow? `python -m benchmarks.planning_time`\n" in page
-    assert "## Not built yet\n\n- What does it cost to keep optimizer state on the host?\n" in page
+    assert "## Not built yet\n\n- How large are the bubbles of pipeline schedules, predicted and real?\n" in page
 
 
 def test_the_readme_has_the_table_of_time_against_memory() -> None:

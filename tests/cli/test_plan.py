@@ -126,6 +126,19 @@ def test_the_optimizer_and_the_precision_are_the_trainers(capsys: pytest.Capture
     assert whole["activations"] > mixed["activations"] > half["activations"]
 
 
+def test_the_command_line_says_where_the_state_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    write(RUN.replace("hidden_size: 32", "hidden_size: 256"))
+    keep = document(capsys, "--budget", "1GiB")["plan"]
+    swap = document(capsys, "--budget", "1GiB", "--optimizer", "swap")["plan"]
+    assert keep["optimizer"] is None and swap["optimizer"]["reason"] == "memory.optimizer asks for it"
+    moved = swap["optimizer"]["moved_bytes"]
+    assert 0 < moved <= {line["what"]: line["plain_bytes"] for line in swap["account"]}["optimizer state"]
+    assert swap["predicted"]["floor_bytes"] < keep["predicted"]["floor_bytes"]
+    assert swap["predicted"]["plain_peak_bytes"] == keep["predicted"]["plain_peak_bytes"]
+    write(RUN + "  optimizer: swap\n")
+    assert error_of(capsys, "train", "run.yaml").startswith("memory.optimizer: lowtide 0.1 plans for state that is ")
+
+
 def test_gradients_of_earlier_micro_batches_are_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     once = document(capsys, "--budget", "1GiB")["plan"]["predicted"]
     write(grad_accumulation=2)

@@ -1,0 +1,329 @@
+"""Question e: what does it cost to have the optimizer's state elsewhere between steps?
+
+    python -m benchmarks.optimizer [--device timeline | cpu] [--hardware h100] [--tokens 16384] [--micro-batches 4]
+
+Two answers, one after the other; `--device` asks for one of them.
+
+By the timeline (nothing runs): Llama-2-7B in bf16, 65,536 tokens a step in four micro-batches, on one device with
+PCIe 5 to the host. For 4, 8 and 12 bytes of state a parameter (bf16 moments; fp32 moments; these and fp32 master
+weights), whole or a shard of eight, the exposed time of each mode (optimizer_modes.py) beside a plan for the
+activations that has all of the state's memory; and what the planner makes of `optimizer: keep`, `swap` and `auto`.
+
+Measured on this machine's CPU: a small model's step with AdamW, plain, under `lowtide.swap_optimizer`, torchao's
+`CPUOffloadOptimizer` and bitsandbytes' paged AdamW. What cannot run here is a row with its error.
+
+Cost: two minutes. Not covered: host memory that is slower than the link, several devices on one host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from benchmarks.manners import Row, command_of, parser, run
+from benchmarks.optimizer_modes import StateTraffic, play_traffic
+from benchmarks.record import Record, hardware, read, versions
+from lowtide.core.decisions import OptimizerPlacement, Overlap
+from lowtide.errors import BudgetError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtide.core.profile import Profile
+    from lowtide.timeline.hardware import Hardware
+
+TITLE = "What does it cost to have the optimizer's state elsewhere between steps?"
+STATES = ((4, 1), (8, 1), (12, 1), (12, 8))
+"""Bytes a parameter, and over how many ranks they are spread."""
+TARGET_PERCENT, HIDDEN_PERCENT = 2.0, 0.2
+"""Of the step: what was aimed at, and what where backward can hide it."""
+_USABLE_SHARE = 0.92
+_LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+          "num_key_value_heads": 32, "vocab_size": 32000, "use_cache": False}  # fmt: skip
+_NUM_SLOTS = 2
+_STAYS = OptimizerPlacement(moved_bytes=0, reason="nobody asked")
+
+
+# -- by the timeline ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def traced(num_layers: int, tokens: int, hardware_name: str) -> Profile:
+    """One micro-batch of sequences of 4,096 tokens, AdamW with its moments in bf16."""
+    import torch
+    from transformers import LlamaConfig
+
+    from lowtide.profiling.fake.trace import trace_config
+    from lowtide.timeline.hardware import load_hardware
+
+    return trace_config(
+        LlamaConfig(**{**_LLAMA, "num_hidden_layers": num_layers}),
+        tokens=min(tokens, 4096),
+        samples=max(1, tokens // 4096),
+        hardware=load_hardware(hardware_name),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    )
+
+
+def with_state(profile: Profile, bytes_per_parameter: int, shards: int) -> Profile:
+    """The same step with another optimizer: the traced one has 4 bytes a parameter."""
+    state = profile.state
+    wanted = {
+        name: getattr(state, name) * bytes_per_parameter // 4 // shards for name in ("optimizer", "optimizer_movable")
+    }
+    return dataclasses.replace(profile, state=dataclasses.replace(state, **wanted))
+
+
+def planned(profile: Profile, kind: str, device: Hardware, budget: int, num_micro_batches: int) -> Row:
+    """What `memory.optimizer: kind` costs over everything kept."""
+    from lowtide.config.memory import load_memory
+    from lowtide.planner.plan_profile import plan_profile
+
+    title = {"keep": "state stays", "swap": "planner, swap", "auto": "planner, auto"}[kind]
+    memory = load_memory({"budget": budget, "optimizer": kind})
+    several: Any = {"has_gradients": num_micro_batches > 1, "num_micro_batches": num_micro_batches}
+    try:
+        plan = plan_profile(profile, memory, link=device.link, **several)
+    except BudgetError as error:
+        return {"title": title, "outcome": f"does not fit: needs {error.floor_bytes / 2**30:.1f} GiB"}
+    said, placement = plan.predicted, plan.optimizer or _STAYS
+    assert said is not None
+    step_seconds = num_micro_batches * said.step_seconds
+    return {
+        "title": title,
+        "peak_bytes": said.peak_bytes,
+        "floor_bytes": said.floor_bytes,
+        "step_seconds": step_seconds,
+        "over_plain_percent": 100 * (step_seconds / (num_micro_batches * said.plain_seconds) - 1),
+        "moved_bytes": placement.moved_bytes,
+        **_felt(placement.exposed_seconds, placement.slowed_seconds, step_seconds),
+    }  # fmt: skip
+
+
+def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: int) -> list[Row]:
+    """Each mode, all of the state moved, beside a plan for the activations that was made as if there were no state."""
+    from lowtide.config.memory import load_memory
+    from lowtide.planner.place_state import bucket_size
+    from lowtide.planner.plan_profile import problem_of
+    from lowtide.planner.solve import solve
+    from lowtide.timeline.events import run as play
+
+    state = profile.state
+    bucket_bytes = bucket_size(state, device.link)
+    moved_bytes = state.optimizer_movable
+    without = dataclasses.replace(
+        profile,
+        state=dataclasses.replace(
+            state,
+            optimizer=state.optimizer - moved_bytes,
+            optimizer_temporaries=min(_NUM_SLOTS * bucket_bytes, moved_bytes),
+        ),
+    )
+    step = problem_of(without, load_memory({"budget": budget}), has_gradients=num_micro_batches > 1).step
+    found = solve(step, device.link, budget).timeline
+    fates = solve(step, device.link, budget).fates
+    timeline = play(
+        step, fates, device.link, budget_bytes=budget, leave=found.leave, fetch=found.fetch, with_events=True
+    )
+    rows = []
+    for overlap in get_args(Overlap):
+        traffic = StateTraffic(
+            moved_bytes=moved_bytes, bucket_bytes=bucket_bytes, num_slots=_NUM_SLOTS, overlap=overlap
+        )
+        cost = play_traffic(step, timeline, device.link, traffic, budget)
+        step_seconds = num_micro_batches * timeline.step_seconds + cost.seconds
+        rows.append(
+            {
+                "title": f"mode {overlap}",
+                "peak_bytes": max(there + held for there, held in zip(timeline.curve, cost.held, strict=True))
+                if overlap in ("step", "backward") else None,
+                "step_seconds": step_seconds,
+                "over_plain_percent": 100 * (step_seconds / (num_micro_batches * step.compute_seconds) - 1),
+                "moved_bytes": moved_bytes,
+                **_felt(cost.exposed_seconds, cost.slowed_seconds, step_seconds),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _felt(exposed: float, slowed: float, step_seconds: float) -> Row:
+    percent = 100 * exposed / step_seconds
+    outcome = next((f"at most {most} %" for most in (HIDDEN_PERCENT, TARGET_PERCENT) if percent <= most), None)
+    return {
+        "exposed_seconds": exposed,
+        "exposed_percent": percent,
+        "slowed_percent": 100 * slowed / step_seconds,
+        "outcome": outcome or f"more than {TARGET_PERCENT} %",
+    }
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+def _plain(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=1e-3), lambda: None
+
+
+def _lowtide(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
+    import lowtide
+
+    optimizer, _ = _plain(model)
+    handle = lowtide.swap_optimizer(optimizer, model=model)  # type: ignore[attr-defined]
+    return optimizer, handle.detach
+
+
+def _torchao(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
+    import torch
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3), lambda: None
+
+
+def _bitsandbytes(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
+    from bitsandbytes.optim import PagedAdamW
+
+    return PagedAdamW(model.parameters(), lr=1e-3), lambda: None
+
+
+WAYS = {
+    "plain AdamW": _plain,
+    "lowtide.swap_optimizer": _lowtide,
+    "torchao CPUOffloadOptimizer": _torchao,
+    "bitsandbytes PagedAdamW": _bitsandbytes,
+}
+
+
+def measure(title: str, hidden: int, rounds: int, device_name: str) -> Row:
+    """Steps of one way beside plain's, in turns, from equal weights."""
+    import torch
+
+    from benchmarks.steps import timed
+
+    device = torch.device(device_name)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(layer for _ in range(4) for layer in (torch.nn.Linear(hidden, hidden), torch.nn.GELU()))
+    ).to(device)
+    other = copy.deepcopy(model)
+    batch = torch.randn(256, hidden, device=device)
+    plain, _ = _plain(model)
+    try:
+        optimizer, undo = WAYS[title](other)
+        seconds = []
+        for number in range(rounds + 1):
+            pair = (timed(_step(model, plain, batch), device), timed(_step(other, optimizer, batch), device))
+            seconds += [pair] if number else []  # the first steps make the state
+        undo()
+    except Exception as error:  # a package that is not here, or does not run here
+        return {"error": f"{type(error).__name__}: {error}"}
+    ratios = [own / beside for beside, own in seconds]
+    return {
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "seconds_median": statistics.median(own for _, own in seconds),
+        "is_equal": all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)),
+    }
+
+
+def _step(model: torch.nn.Module, optimizer: Any, batch: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser("optimizer", __doc__, device="both")
+    options.add_argument("--hardware", default="h100", help="whose memory, link and roofline")
+    options.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    options.add_argument("--micro-batches", type=int, default=4)
+    options.add_argument("--layers", type=int, default=_LLAMA["num_hidden_layers"])
+    options.add_argument("--hidden", type=int, default=1024, help="of the model that is measured")
+    options.add_argument("--rounds", type=int, default=12)
+    args = options.parse_args(argv)
+    status = 0
+    if args.device in ("both", "timeline"):
+        status = max(status, _by_timeline(args, argv))
+    if args.device != "timeline":
+        status = max(status, _by_clock(args, argv))
+    return status
+
+
+def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    from lowtide.timeline.hardware import load_hardware
+
+    device = load_hardware(args.hardware)
+    budget = int(_USABLE_SHARE * device.memory_bytes)
+    link = device.link
+    record = Record(
+        question="optimizer",
+        title=TITLE,
+        kind="computed",
+        command=command_of(args, "optimizer", argv),
+        settings={"hardware": args.hardware, "layers": args.layers, "micro_batch_tokens": args.tokens,
+                  "micro_batches": args.micro_batches, "budget_bytes": budget, "dtype": "bfloat16"},
+        rows=[],
+        notes=[
+            "Nothing ran. *exposed* is how long compute waits for state, and its share of the step; *slowed* what "
+            f"compute loses beside the state's copies, at the assumed {100 * link.compute_share:g} % of their time; "
+            "*over plain* has both, and what the plan of the activations costs, over a step with everything kept.",
+            f"Device: `{args.hardware}.toml`, link {link.out_bytes_per_second / 1e9:.0f} GB/s each way, budget "
+            f"{budget / 2**30:.1f} GiB ({100 * _USABLE_SHARE:g} % of it). The state of 8 and 12 bytes a parameter is "
+            "the traced one, larger; `shards` divides it, and nothing else.",
+            "The modes stand beside a plan that gives activations all of the state's memory; the planner's rows weigh "
+            f"one against the other. Aimed at: at most {TARGET_PERCENT:g} % exposed, and {HIDDEN_PERCENT:g} % where "
+            "backward can hide it. `deferred` and `in_backward` are counted without memory for what they hold longer.",
+        ],
+        hardware={"folder": "timeline", "name": f"{args.hardware.upper()}, {device.memory_bytes / 1e9:.0f} GB, "
+                  "by roofline"},
+        versions={key: value for key, value in versions().items() if key != "numpy"},
+    )  # fmt: skip
+    pieces = [{"bytes_per_parameter": nbytes, "shards": shards} for nbytes, shards in STATES]
+
+    def rows_of(piece: Mapping[str, Any]) -> list[Row]:
+        profile = traced(args.layers, args.tokens, args.hardware)
+        own = with_state(profile, piece["bytes_per_parameter"], piece["shards"])
+        rows = [planned(own, kind, device, budget, args.micro_batches) for kind in ("keep", "swap", "auto")]
+        return [*rows, *modes(own, device, budget, args.micro_batches)]
+
+    return run(record, pieces, rows_of, args)
+
+
+def _by_clock(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    device = "cpu" if args.device == "both" else args.device
+    record = Record(
+        question="optimizer",
+        title=TITLE,
+        kind="measured",
+        command=command_of(args, "optimizer", argv),
+        settings={"hidden": args.hidden, "layers": 4, "rounds": args.rounds, "dtype": "float32", "batch": 256},
+        rows=[],
+        notes=[
+            "Four linear layers and their AdamW, forward, backward and step; ratios to plain's step of the same round. "
+            "Packages that are not installed, or refuse this device, are rows with their error.",
+        ],
+        hardware=hardware(device),
+    )
+    pieces = [{"title": title} for title in WAYS]
+    status = run(record, pieces, lambda piece: measure(piece["title"], args.hidden, args.rounds, device), args)
+    written = read(args.out / record.hardware["folder"] / "optimizer.json")
+    failed = {row["title"] for row in written.rows if row.get("error")}
+    return 0 if status == 1 and failed <= set(list(WAYS)[1:]) else status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
