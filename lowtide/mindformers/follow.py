@@ -35,7 +35,7 @@ from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.autopilot.plan_source import Facts
 from lowtide.runtime.session.forward_patch import patched_module
-from lowtide.runtime.session.optimizer_state import refuse_moves
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import refuse_other_shards
@@ -75,11 +75,20 @@ def follow(
     if first_layer is not None and group is None:
         group = ALONE  # ranks of other stages have other layers, and wait for the output of this one
     bare = plan_from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
-    refuse_moves(bare.optimizer)
     chosen = choose_engine(engine, model, bare)
+    placed = PlacedState(model, optimizer, chosen, "lowtide.apply")
+    placed.check(bare.optimizer)
     slicing = slicing_for(model, sections, resolution, tp_group)
     source = FilePlans(model, resolution=resolution, layers=layers, memory=memory, slicing=slicing, say=say)
-    return Autopilot(model, source, optimizer, chosen, owns_engine=chosen is not engine, group=group, say=say)
+    tide = Autopilot(
+        model, source, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, group=group, say=say
+    )
+    try:
+        placed.follow(bare)
+    except BaseException:
+        tide.remove()
+        raise
+    return tide
 
 
 def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, group: Any) -> tuple[Any, list[str]]:

@@ -17,14 +17,13 @@ from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE
 from lowtide.tensors.private import is_wrapped_by_scheduler
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
 
 TIERS = ("host", "disk")
 OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
-ATTRIBUTE = "lowtide_swap"
-"""Attribute of an optimizer that holds its handle."""
 
 
 def check_words(tier: Any, overlap: Any) -> None:
@@ -63,7 +62,7 @@ def bucket_bytes_of(value: Any) -> int:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     """The device of all parameters. ConfigError for what cannot be swapped."""
     kind = type(optimizer).__name__
-    if hasattr(optimizer, ATTRIBUTE):
+    if hasattr(optimizer, SWAP_ATTRIBUTE):
         raise ConfigError(f"lowtide.swap_optimizer: this {kind} is swapped already; call detach() of its handle first")
     for flag in ("capturable", "differentiable"):
         if any(group.get(flag) for group in optimizer.param_groups):

@@ -29,7 +29,6 @@ from torch import nn
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.optimizer.asked import (
-    ATTRIBUTE,
     bucket_bytes_of,
     check_optimizer,
     check_words,
@@ -47,7 +46,7 @@ from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.trial import bare_step, why_not_in_parts
-from lowtide.tensors.optimizers import bare
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes
@@ -160,7 +159,7 @@ class OptimizerSwap:
         self._previous = vars(optimizer).get("step")
         self._original_state = optimizer.state
         optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
-        setattr(optimizer, ATTRIBUTE, self)
+        setattr(optimizer, SWAP_ATTRIBUTE, self)
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         self._checkpoints = Checkpoints(
@@ -228,7 +227,7 @@ class OptimizerSwap:
             self._original_state.clear()
             self._original_state.update(content)
             optimizer.state = self._original_state
-        delattr(optimizer, ATTRIBUTE)
+        delattr(optimizer, SWAP_ATTRIBUTE)
         if vars(optimizer).get("step") is self._step:
             del optimizer.step
             if self._previous is not None:
@@ -360,6 +359,10 @@ class OptimizerSwap:
         assert self._torn is not None
         way = "load a checkpoint" if self._torn.is_tainted else "call handle.resume() first"
         return f"lowtide: {call}: the last step stopped half-way ({self._torn_error}); {way}"
+
+    def ids_elsewhere(self) -> set[int]:
+        """Identities of the tensors in `optimizer.state` that take no memory of the device."""
+        return {id(host) for home in self._store.homes if home.resident is None for host in home.hosts}
 
     @property
     def stats(self) -> OptimizerStats:

@@ -29,8 +29,14 @@ from torch import nn
 from lowtide.core.profile import StateBytes
 from lowtide.tensors.fsdp import is_sharded, local_part
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
-from lowtide.tensors.optimizers import bare, treats_elements_alone
-from lowtide.tensors.private import OPTIMIZER_HOOKS, FakeTensorMode, tree_leaves, unset_fake_temporarily
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, treats_elements_alone
+from lowtide.tensors.private import (
+    OPTIMIZER_HOOKS,
+    OPTIMIZER_STATE_HOOKS,
+    FakeTensorMode,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from lowtide.tensors.remembered import slots_of
 from lowtide.tensors.snapshot import take
 
@@ -112,7 +118,7 @@ def _state_of(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
 
 def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
     """The state after one step of a copy on fake parameters, and the most that the step needed beyond."""
-    before = take(beside=(vars(optimizer), slots_of(optimizer)), process=False)
+    before = take(beside=(_own(optimizer), slots_of(optimizer)), process=False)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             twin, fakes = _twin(optimizer, is_accelerator)
@@ -142,12 +148,11 @@ def _twin(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[torch
     for name in ("param_groups", "state"):
         if inspect.isdatadescriptor(inspect.getattr_static(type(optimizer), name, None)):
             raise TypeError(f"{name} is a property")
-    if _leads_to_an_optimizer([*vars(optimizer).values(), *slots_of(optimizer).values()]):
+    if _leads_to_an_optimizer([*_own(optimizer).values(), *slots_of(optimizer).values()]):
         raise TypeError("it holds another optimizer")
     twin = type(optimizer).__new__(type(optimizer))
     own = twin.__dict__
-    own.update(optimizer.__dict__)
-    own.pop("step", None)  # schedulers wrap it on the instance, bound to the original
+    own.update(_own(optimizer))
     for name, value in slots_of(optimizer).items():
         object.__setattr__(twin, name, value)
     for hooks in OPTIMIZER_HOOKS:
@@ -162,6 +167,13 @@ def _twin(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[torch
         if id(parameter) in fakes:
             own["state"][fakes[id(parameter)]] = {key: _fake_like(value) for key, value in state.items()}
     return twin, list(fakes.values())
+
+
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its attributes, without those that a copy has not and that lead back to it: a step that schedulers or a swap of
+    its state put on the instance, the swap's handle, and hooks."""
+    left = {"step", SWAP_ATTRIBUTE, *OPTIMIZER_HOOKS, *OPTIMIZER_STATE_HOOKS}
+    return {name: value for name, value in vars(optimizer).items() if name not in left}
 
 
 def _leads_to_an_optimizer(values: Iterable[Any]) -> bool:

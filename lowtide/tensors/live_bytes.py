@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lowtide.tensors.fsdp import gathered_storages
-from lowtide.tensors.optimizers import bare
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
 from lowtide.tensors.private import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -140,9 +140,12 @@ def _sparse_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors in an optimizer's state."""
-    states = list(bare(optimizer).state.values())
-    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+    """The tensors in an optimizer's state, without those that are elsewhere between steps (optimizer/swap.py)."""
+    found = bare(optimizer)
+    swap = getattr(found, SWAP_ATTRIBUTE, None)
+    elsewhere = set() if swap is None else swap.ids_elsewhere()
+    states = list(found.state.values())
+    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor) and id(leaf) not in elsewhere]
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], device_type: str | None = None) -> int:

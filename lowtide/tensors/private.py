@@ -269,6 +269,13 @@ BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that hold the hooks of its `step` by number."""
+OPTIMIZER_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Attributes of an optimizer that hold the hooks of its `state_dict` and `load_state_dict` by number."""
 
 for _name in (*MODULE_TABLES, *FORWARD_HOOKS, *FORWARD_HOOK_FLAGS, *BACKWARD_HOOKS):
     if _name not in vars(nn.Module()):

@@ -501,7 +501,12 @@ def test_hooks_of_optimizers() -> None:
     optimizer = torch.optim.SGD([leaf()])
     optimizer.register_step_pre_hook(lambda *_: None)
     optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.register_state_dict_pre_hook(lambda *_: None)
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    optimizer.register_load_state_dict_post_hook(lambda *_: None)
     assert [len(vars(optimizer)[name]) for name in private.OPTIMIZER_HOOKS] == [1, 1]
+    assert [len(vars(optimizer)[name]) for name in private.OPTIMIZER_STATE_HOOKS] == [1, 1, 1, 1]
 
 
 def test_what_runs_after_a_step() -> None:

@@ -48,6 +48,7 @@ from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, RecomputeRefusedError
+from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
@@ -60,6 +61,7 @@ from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.checks import refuse_capture
 from lowtide.runtime.session.forward_patch import ForwardPatch
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.unseen import Unseen
@@ -104,6 +106,7 @@ class Autopilot:
         engine: Engine,
         *,
         owns_engine: bool,
+        placed: PlacedState,
         group: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -115,6 +118,7 @@ class Autopilot:
         """Where its plans come from."""
         self._consensus = PlanConsensus(group, source.budget_bytes)
         self._optimizer = optimizer
+        self._placed = placed
         self._lease = _Lease(engine) if owns_engine else None
         self._group = group
         self._say = say or _say_nothing
@@ -179,6 +183,11 @@ class Autopilot:
         return self._state.phase
 
     @property
+    def optimizer_swap(self) -> OptimizerSwap | None:
+        """The handle of the optimizer's state, once a plan has it elsewhere between steps."""
+        return self._placed.handle
+
+    @property
     def stats(self) -> Stats | None:
         """What happened under the plan in force; None before the first step."""
         return self.tide.stats if self.tide is not None else None
@@ -213,6 +222,7 @@ class Autopilot:
         for shape in self._shapes:
             shape.retire()
         self._lease = None
+        self._placed.remove()
         self.source.close()
 
     def _leave(self) -> None:
@@ -490,7 +500,10 @@ class Autopilot:
         self._enter(Phase.CHANGING, key)
         if shape.tide is None:
             # Ranks have agreed already, or cannot.
-            shape.tide = apply(self.model, shape.plan, optimizer=self._optimizer, engine=self.engine, group=ALONE)
+            how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
+            self._placed.follow(shape.plan, may_stay=False)
+            self._facts = dataclasses.replace(self._facts, has_moved_state=self._placed.handle is not None)
+            shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
             self.source.equip(shape.tide, shape, self._consensus.budget_bytes)
         else:

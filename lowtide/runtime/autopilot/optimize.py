@@ -18,7 +18,7 @@ from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.session.forward_patch import patched_module
-from lowtide.runtime.session.optimizer_state import refuse_moves
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import refuse_other_shards
 from lowtide.tensors.optimizers import optimizer_of
@@ -45,9 +45,12 @@ def optimize(
     refuse_other_shards(model, "lowtide.optimize")
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
-    refuse_moves(bare.optimizer)
-    if config.optimizer == "auto":  # it may stay, and nothing could move it
+    if config.optimizer == "auto" and optimizer is None:  # there is none to move
         config = dataclasses.replace(config, optimizer="keep")
     chosen = choose_engine(engine, model, bare)
+    placed = PlacedState(model, optimizer, chosen, "lowtide.optimize")
+    placed.check(bare.optimizer)
     source = BudgetSource(model, config, chosen)
-    return Autopilot(model, source, optimizer, chosen, owns_engine=chosen is not engine, group=group, say=say)
+    return Autopilot(
+        model, source, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, group=group, say=say
+    )

@@ -10,6 +10,7 @@ Not covered: when a plan is made, and that ranks agree on it; that is the autopi
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,8 @@ class Facts:
     """Sites whose recipe did not hold in some step: no plan makes them again."""
     refused: frozenset[str] = frozenset()
     """Layers that could not be run again in some step: no plan does."""
+    has_moved_state: bool = False
+    """The optimizer's state is elsewhere between steps by now, whatever the shape."""
 
 
 class PlanSource(Protocol):
@@ -94,9 +97,10 @@ class BudgetSource:
         """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits."""
         assert facts.link is not None
         steady = profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))
+        config = dataclasses.replace(self._config, optimizer="swap") if facts.has_moved_state else self._config
         return plan_profile(
             steady,
-            self._config,
+            config,
             link=facts.link,
             budget_bytes=budget_bytes,
             has_gradients=facts.has_gradients,

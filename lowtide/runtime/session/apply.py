@@ -22,7 +22,7 @@ from lowtide.runtime.session.checks import (
     warn_about_parts_of_recomputed_layers,
     warn_about_tiers,
 )
-from lowtide.runtime.session.optimizer_state import refuse_moves
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.optimizers import optimizer_of
 
@@ -34,15 +34,22 @@ def apply(
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
     group: Any = None,
+    moves_state: bool = True,
 ) -> Tide:
-    """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`."""
+    """Carry out `memory` on `model` until `tide.remove()`. See `lowtide.apply`.
+
+    `moves_state`: also of the optimizer, if the plan says so; False where the caller sees to that (runtime/autopilot).
+    """
     refuse_unsuitable(model)
     plan = plan_of(model, memory)
-    refuse_moves(plan.optimizer)
+    optimizer = optimizer_of(optimizer, "lowtide.apply")
     check_patterns(model, plan)
     agree_across_ranks(plan, group)
     warn_about_checkpointing(model)
     warn_about_parts_of_recomputed_layers(model, plan)
     chosen = choose_engine(engine, model, plan)
     warn_about_tiers(plan, chosen)
-    return Tide(model, plan, optimizer_of(optimizer, "lowtide.apply"), chosen, owns_engine=chosen is not engine)
+    placed = PlacedState(model, optimizer, chosen, "lowtide.apply") if moves_state else None
+    if placed is not None:
+        placed.check(plan.optimizer)
+    return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed)

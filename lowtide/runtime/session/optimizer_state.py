@@ -1,23 +1,93 @@
-"""Where a plan's placement of optimizer state would be carried out: the one place that knows it is not.
+"""The optimizer's state where a plan says it is: the way from a plan to `optimizer/`.
 
-What: `refuse_moves` is asked by every way in before anything is changed. Plans with `optimizer: swap | auto` can be
-made and read; a step with them is not taken.
-Cost: nothing. Not covered: moving the state.
+What: `PlacedState` attaches the swap of an optimizer's state (optimizer/swap.py) when a plan asks for it, once, and
+takes it off again. The plan says which tier, how large buckets are and when they travel; what it leaves open is chosen
+when the state is seen.
+Why an engine of its own: the scheduler of activations calls its engine from autograd's threads under a lock of its own.
+Cost: what optimizer/swap.py says. Not covered: plans that leave a part of the state on the device where the model is on
+autopilot: there all of it moves, since plans for other shapes must agree.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+from torch import nn
+
 from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.fate import Tier
+from lowtide.core.plan import Plan
+from lowtide.engines.base import Engine
+from lowtide.engines.choose import choose_engine
+from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
-from lowtide.version import __version__
-
-_VERSION = ".".join(__version__.split(".")[:2])
+from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 
 
-def refuse_moves(placement: OptimizerPlacement | None) -> None:
-    """Raises `ConfigError` where some of the optimizer's state would have to be elsewhere between steps."""
-    if placement is not None and placement.moves:
-        raise ConfigError(
-            f"memory.optimizer: lowtide {_VERSION} plans for state that is elsewhere between steps, and does not move "
-            "it yet: write optimizer: keep"
-        )
+class PlacedState:
+    """The state of one optimizer under plans. `call`: the function that the user called, for errors."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, engine: Engine, call: str) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._beside = engine
+        """The engine of the activations."""
+        self._call = call
+        self._engine: Engine | None = None
+        self.handle: OptimizerSwap | None = None
+        """The swap that is in force; None while the state is on the device."""
+
+    def check(self, placement: OptimizerPlacement | None) -> None:
+        """Raises `ConfigError` where a plan moves state and there is no optimizer."""
+        if placement is not None and placement.moves and self._optimizer is None:
+            raise ConfigError(
+                f"memory.optimizer: the state of an optimizer is to be elsewhere between steps, and {self._call} was "
+                "given none: pass optimizer=, or write optimizer: keep"
+            )
+
+    def follow(self, plan: Plan, *, may_stay: bool = True) -> None:
+        """Move the state if `plan` says so and it is not moved yet. `may_stay`: also leave there what the plan leaves.
+
+        Raises `ConfigError` where the optimizer cannot be stepped in parts.
+        """
+        placement = plan.optimizer
+        self.check(placement)
+        if placement is None or not placement.moves or self.handle is not None:
+            return
+        self._engine = choose_engine(self._beside.name, self._model, _plan_of_place(plan, placement))
+        total_bytes = (placement.moved_bytes or 0) + placement.resident_bytes
+        share = placement.resident_bytes / total_bytes if may_stay and total_bytes else 0.0
+        try:
+            self.handle = swap_optimizer(
+                self._optimizer,
+                tier=placement.tier.value,
+                overlap=placement.overlap or "auto",
+                resident=share,
+                bucket_bytes=placement.bucket_bytes or "auto",
+                engine=self._engine,
+            )
+        except BaseException:
+            self._engine.close()
+            self._engine = None
+            raise
+
+    def remove(self) -> None:
+        """Bring the state back to the device. Idempotent."""
+        if self.handle is not None:
+            self.handle.detach()
+            self.handle = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _plan_of_place(plan: Plan, placement: OptimizerPlacement) -> Plan:
+    """What an engine for the state alone is chosen by: tiers and their limits."""
+    path = plan.disk_path or (default_directory() if placement.tier is Tier.DISK else None)
+    return dataclasses.replace(
+        Plan(layers=(), min_bytes=0),
+        disk_path=path,
+        host_budget_bytes=plan.host_budget_bytes,
+        disk_budget_bytes=plan.disk_budget_bytes,
+    )

@@ -22,6 +22,7 @@ from torch import nn
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
+from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
 from lowtide.runtime.hooks.mismatch import with_bytes_seen
 from lowtide.runtime.offload.scheduler import OffloadScheduler
@@ -32,11 +33,13 @@ from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import rules_about_ops
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tighten import tighter
 from lowtide.runtime.session.unseen import Unseen
 from lowtide.runtime.session.wrap import PlannedForwards
 from lowtide.tensors.fsdp import local_part
+from lowtide.tensors.live_bytes import optimizer_tensors
 from lowtide.tensors.private import storage_key
 from lowtide.units import format_bytes
 
@@ -52,6 +55,7 @@ class Tide:
         engine: Engine,
         *,
         owns_engine: bool,
+        placed: PlacedState | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -82,6 +86,13 @@ class Tide:
             raise
         self._forwards.check_first(rules_about_ops(model, plan), checks_sites=plan.is_solved)
         self._is_removed = False
+        self._placed = placed
+        if placed is not None:
+            try:
+                placed.follow(plan)
+            except BaseException:
+                self.remove()
+                raise
 
     # -- what the user sees ----------------------------------------------------------------------------------------
 
@@ -100,6 +111,11 @@ class Tide:
         """Sites that were to be recomputed and are kept, because their recipe did not hold: name, and why."""
         nodes = (self._context.nodes or {}).values()
         return {node.name: node.why_failed for node in nodes if node.has_failed}
+
+    @property
+    def optimizer_swap(self) -> OptimizerSwap | None:
+        """The handle of the optimizer's state, if the plan has it elsewhere between steps."""
+        return self._placed.handle if self._placed is not None else None
 
     @property
     def refused_layers(self) -> dict[str, str]:
@@ -218,6 +234,8 @@ class Tide:
         self._unseen.close()
         self.suspend()
         self._scheduler.close()
+        if self._placed is not None:
+            self._placed.remove()
 
     def __enter__(self) -> Tide:
         return self
@@ -236,8 +254,8 @@ class Tide:
         tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
         tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self._optimizer is not None:
-            tensors += [value for state in self._optimizer.state.values() for value in state.values()]
-        parts = [local_part(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            tensors += optimizer_tensors(self._optimizer)
+        parts = [local_part(tensor) for tensor in tensors]
         storages = {
             storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
             for tensor in parts

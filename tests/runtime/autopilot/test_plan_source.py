@@ -17,6 +17,7 @@ from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.phases import Phase
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.ranks import ALONE
 
@@ -72,7 +73,8 @@ def test_a_source_of_ones_own_without_a_budget() -> None:
     checked: PlanSource = source
     x = torch.randn(8, 16)
     engine = VirtualEngine(seed=1)
-    tide = Autopilot(model, checked, None, engine, owns_engine=False, group=ALONE)
+    placed = PlacedState(model, None, engine, "lowtide.optimize")
+    tide = Autopilot(model, checked, None, engine, owns_engine=False, placed=placed, group=ALONE)
     for _ in range(4):  # gradients accumulate, and nothing is planned anew for that
         model(x).backward()
         plain(x).backward()

@@ -1,57 +1,194 @@
-"""Plans that move optimizer state are made and read; whoever would have to carry one out says that he does not."""
+"""Plans that have the optimizer's state elsewhere between steps, carried out: by rules, by a budget, beside a file."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.mindformers.follow import follow, sections_in
+from lowtide.profiling.state_bytes import state_bytes
+from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
+from tests.zoo import same_bits
 
-TEXT = (
-    "memory.optimizer: lowtide 0.1 plans for state that is elsewhere between steps, and does not move it yet: write "
-    "optimizer: keep"
-)
+WIDTH = 128
+STATE_BYTES = 2 * 3 * WIDTH * WIDTH * 4
+"""Both moments of three square matrices; what belongs to biases is too small to move."""
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
-        return x
+            x = x + layer(x)
+        return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda: lowtide.apply(Net(), {"optimizer": "swap"}),
-        lambda: lowtide.optimize(Net(), budget="1GiB", memory={"optimizer": "swap"}),
-        lambda: lowtide.apply(Net(), dataclasses.replace(
-            plan_from_rules(load_memory({}), ["layers.0", "layers.1"]),
-            optimizer=OptimizerPlacement(moved_bytes=1, reason=""),
-        )),
-        lambda: follow(Net(), sections_in({"recompute_config": {"recompute": True}}),
-                       memory=load_memory({"optimizer": "swap"})),
-    ],
-)  # fmt: skip
-def test_every_way_in_says_so(way: Any) -> None:
-    with pytest.raises(lowtide.ConfigError) as caught:
-        way()
-    assert str(caught.value) == TEXT
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def rows(seed: int, num_rows: int = 64) -> Tensor:
+    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, optimizer: Any, sizes: tuple[int, ...] = (64, 64, 64, 64)) -> list[Tensor]:
+    losses = []
+    for seed, num_rows in enumerate(sizes):
+        loss = model(rows(seed, num_rows))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def everything(losses: list[Tensor], model: nn.Module, optimizer: Any) -> list[Tensor]:
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [*losses, *(parameter.detach() for parameter in model.parameters()), *moments]
+
+
+def assert_plain(found: list[Tensor], sizes: tuple[int, ...] = (64, 64, 64, 64)) -> None:
+    model, optimizer = build()
+    expected = everything(train(model, optimizer, sizes), model, optimizer)
+    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+
+
+def by_rules(model: nn.Module, optimizer: Any, engine: str) -> Any:
+    memory = {"optimizer": "swap", "swap": ["layers.1"], "min_bytes": "1B"}
+    return lowtide.apply(model, memory, optimizer=optimizer, engine=engine)
+
+
+def by_a_budget(model: nn.Module, optimizer: Any, engine: str) -> Any:
+    memory = {"optimizer": "swap", "min_bytes": "1KiB"}
+    return lowtide.optimize(model, budget="64MiB", memory=memory, optimizer=optimizer, engine=engine)
+
+
+def beside_a_file(model: nn.Module, optimizer: Any, engine: str) -> Any:
+    sections = sections_in({"recompute_config": {"recompute": True}})
+    return follow(model, sections, memory=load_memory({"optimizer": "swap"}), optimizer=optimizer, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["virtual:3", "host"])
+@pytest.mark.parametrize("way", [by_rules, by_a_budget, beside_a_file])
+def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, optimizer = build()
+    with way(model, optimizer, engine) as tide:
+        losses = train(model, optimizer)
+        stats = tide.optimizer_swap.stats
+        assert (stats.num_steps, stats.swapped_bytes) == (4, STATE_BYTES)
+        assert unique_bytes(optimizer_tensors(optimizer)) == stats.resident_bytes < STATE_BYTES / 10
+        found = everything(losses, model, optimizer)
+        assert_plain(found)
+    assert tide.optimizer_swap is None
+    assert "step" not in vars(optimizer) and type(optimizer.state).__name__ == "defaultdict"
+    assert unique_bytes(optimizer_tensors(optimizer)) > STATE_BYTES
+    assert_plain(everything(losses, model, optimizer))
+
+
+def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any) -> None:
+    """Also for batches of other sizes, which get plans of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, optimizer = build()
+    sizes = (64, 64, 96, 64, 96)
+    memory = {"min_bytes": "1KiB", "optimizer": "keep"}
+    with pytest.raises(lowtide.BudgetError) as caught:
+        lowtide.plan(model, (rows(0, 96),), budget=1024, memory=memory, optimizer=optimizer)
+    floor_bytes = caught.value.floor_bytes
+    memory["optimizer"] = "auto"
+    budget = floor_bytes - STATE_BYTES // 4
+    with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1") as tide:
+        losses = []
+        for seed, num_rows in enumerate(sizes):
+            live = LiveBytes(model=model, optimizer=optimizer)
+            live.add_all([batch := rows(seed, num_rows)])
+            with live:
+                loss = model(batch)
+                loss.backward()
+            is_first = num_rows not in sizes[:seed]  # the first forward pass of a size is observed before it is planned
+            assert is_first or live.peak_bytes <= budget
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert tide.plan is not None and tide.plan.optimizer is not None and tide.plan.optimizer.moves
+        assert tide.optimizer_swap is not None and tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES
+        assert_plain(everything(losses, model, optimizer), sizes)
 
 
 def test_state_that_may_stay_stays() -> None:
-    with lowtide.optimize(Net(), budget="1GiB", memory={"optimizer": "auto"}) as tide:
-        assert tide is not None
+    model, optimizer = build()
+    memory = {"optimizer": "auto"}
+    with lowtide.optimize(model, budget="1GiB", memory=memory, optimizer=optimizer, engine="virtual:0") as tide:
+        assert_plain(everything(train(model, optimizer), model, optimizer))
+        assert tide.optimizer_swap is None
     rules = plan_from_rules(load_memory({"optimizer": "swap"}), [])
     assert rules.optimizer == OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
     assert plan_from_rules(load_memory({"optimizer": "auto"}), []).optimizer is None
+
+
+def test_a_plan_that_leaves_a_part_on_the_device() -> None:
+    model, optimizer = build()
+    half = OptimizerPlacement(moved_bytes=STATE_BYTES // 2, resident_bytes=STATE_BYTES // 2, reason="")
+    layers = [f"layers.{number}" for number in range(3)]
+    plan = dataclasses.replace(plan_from_rules(load_memory({}), layers), optimizer=half)
+    with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0") as tide:
+        losses = train(model, optimizer)
+        assert tide.optimizer_swap is not None
+        assert tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES * 2 // 3  # half of three matrices is one of them
+        assert_plain(everything(losses, model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("way", "call"), [(by_rules, "lowtide.apply"), (by_a_budget, "lowtide.optimize"), (beside_a_file, "lowtide.apply")]
+)
+def test_without_an_optimizer_every_way_in_says_so(way: Callable, call: str) -> None:
+    model = Net()
+    with pytest.raises(lowtide.ConfigError) as caught:
+        way(model, None, "virtual:0")
+    assert str(caught.value) == (
+        f"memory.optimizer: the state of an optimizer is to be elsewhere between steps, and {call} was given none: "
+        "pass optimizer=, or write optimizer: keep"
+    )
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("way", [by_rules, beside_a_file])
+def test_an_optimizer_that_cannot_leaves_the_model_as_it_was(way: Callable) -> None:
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(lowtide.ConfigError, match=r"^lowtide\.swap_optimizer: "):
+        way(model, optimizer, "virtual:0")
+    assert "forward" not in vars(model) and "step" not in vars(optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_swapped_state_is_counted_as_what_it_is(has_scheduler: bool) -> None:
+    """A copy of the optimizer steps for it, and must not reach the original."""
+    counts = []
+    for is_swapped in (False, True):
+        model, optimizer = build()
+        if has_scheduler:
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        train(model, optimizer, (64,))
+        handle = lowtide.swap_optimizer(optimizer, engine="virtual:0") if is_swapped else None
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        how: dict = {"inputs": 0, "device_type": "cpu", "is_accelerator": False}
+        counts.append(state_bytes(model, optimizer=optimizer, **how))
+        assert all(same_bits(*pair) for pair in zip(before, model.parameters(), strict=True))
+        if handle is not None:
+            handle.detach()
+    assert counts[0] == counts[1]

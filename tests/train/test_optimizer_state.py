@@ -1,0 +1,54 @@
+"""`memory.optimizer` in the trainer: the same bits, and checkpoints that fit runs of either kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowtide.train.loop import Summary, train
+from lowtide.train.run_file import load_run
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+SAME = ("losses_sha256", "weights_sha256")
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
+
+
+def go(folder: str, steps: int = 4, engine: str = "virtual:5", **memory: object) -> Summary:
+    sections: dict[str, dict] = {
+        "model": LLAMA,
+        "data": {"files": ["text"], "sequence_length": 64},
+        "train": {"steps": steps, "batch_size": 2, "device": "cpu", "output_dir": folder},
+    }
+    if memory:
+        sections["memory"] = {"min_bytes": 1024, **memory}
+        sections["train"] |= {"engine": engine}
+    Path("run.yaml").write_text("".join(f"{name}: {json.dumps(section)}\n" for name, section in sections.items()))
+    return train(load_run(Path("run.yaml")), wants_weights_hash=True)
+
+
+def same(one: Summary, other: Summary) -> bool:
+    return all(getattr(one, key) == getattr(other, key) for key in SAME)
+
+
+def test_swapped_state_trains_to_the_same_bits_and_resumes_either_way() -> None:
+    plain = go("plain")
+    assert same(go("rules", engine="host", optimizer="swap"), plain)
+    assert same(go("budget", optimizer="swap", budget="1GiB"), plain)
+    go("there", steps=2)
+    assert same(go("there", optimizer="swap"), plain)
+    go("back", steps=2, optimizer="swap", recompute="all")
+    assert same(go("back"), plain)
