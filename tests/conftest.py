@@ -67,7 +67,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _frozen(request: pytest.FixtureRequest) -> None:
     """Half a million objects of torch and transformers are not looked at in each collection of garbage."""
-    if "runtime" not in request.path.parts:
+    if not {"runtime", "attack"} & set(request.path.parts):
         return
     import zoo
 
