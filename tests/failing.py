@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,14 +25,3 @@ class Failing(TorchDispatchMode):
             self.num_raised += 1
             raise torch.OutOfMemoryError(f"made up, at {func}")
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def frozen() -> Iterator[None]:
-    """Every retry collects cycles; inside, what is there already (all that was imported) need not be looked at."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -76,6 +76,8 @@ _ACCUMULATES = "gradients stay"
 _VARIES = "shapes vary"
 _UNSTEADY = "recipes do not hold"
 _REFUSED = "layers cannot run again"
+_PLAIN = (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED)
+"""Whoever holds the lock in one of these observes at this moment, or came when all was over."""
 _NOT_CORRECTIONS = ("first step", "new shape", _ACCUMULATES, _VARIES, _UNSTEADY, _REFUSED)
 
 
@@ -251,8 +253,7 @@ class Autopilot:
             return forward(*args, **kwargs)
         refuse_capture(self.model, self.engine)
         with self._lock:
-            # Observed by this very thread, for the others wait for the lock; or over while it waited.
-            if self.phase in (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED):
+            if self.phase in _PLAIN:
                 return forward(*args, **kwargs)
             self._unseen.end()
             if self._entry is None:
@@ -275,7 +276,7 @@ class Autopilot:
         if not is_training():
             return
         with self._lock:
-            if self.phase is not Phase.OBSERVING:
+            if self.phase not in _PLAIN:
                 self._prepare(args, kwargs)
 
     def _prepare(self, args: tuple, kwargs: dict) -> None:
