@@ -1,18 +1,18 @@
 """Question e: what does it cost to have the optimizer's state elsewhere between steps?
 
-    python -m benchmarks.optimizer [--device timeline | cpu] [--hardware h100] [--tokens 16384] [--micro-batches 4]
+    python -m benchmarks.optimizer [--device timeline | cpu] [--hardware h100 ...] [--tokens 16384] [--micro-batches 4]
 
 Two answers, one after the other; `--device` asks for one of them.
 
-By the timeline (nothing runs): Llama-2-7B in bf16, 65,536 tokens a step in four micro-batches, on one device with
-PCIe 5 to the host. For 4, 8 and 12 bytes of state a parameter (bf16 moments; fp32 moments; these and fp32 master
-weights), whole or a shard of eight, the exposed time of each mode (optimizer_modes.py) beside a plan for the
+By the timeline (nothing runs): Llama-2-7B in bf16, 65,536 tokens a step in four micro-batches, on one device of 80 or
+141 GB with PCIe 5 to the host. For 4, 8 and 12 bytes of state a parameter (bf16 moments; fp32 moments; these and fp32
+master weights), whole or a shard of eight, the exposed time of each mode (optimizer_modes.py) beside a plan for the
 activations that has all of the state's memory; and what the planner makes of `optimizer: keep`, `swap` and `auto`.
 
 Measured on this machine's CPU: a small model's step with AdamW, plain, under `lowtide.swap_optimizer`, torchao's
 `CPUOffloadOptimizer` and bitsandbytes' paged AdamW. What cannot run here is a row with its error.
 
-Cost: two minutes. Not covered: host memory that is slower than the link, several devices on one host.
+Cost: five minutes. Not covered: host memory that is slower than the link, several devices on one host.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 TITLE = "What does it cost to have the optimizer's state elsewhere between steps?"
 STATES = ((4, 1), (8, 1), (12, 1), (12, 8))
 """Bytes a parameter, and over how many ranks they are spread."""
+HARDWARE = ("h100", "h200")
 TARGET_PERCENT, HIDDEN_PERCENT = 2.0, 0.2
 """Of the step: what was aimed at, and what where backward can hide it."""
 _USABLE_SHARE = 0.92
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
           "num_key_value_heads": 32, "vocab_size": 32000, "use_cache": False}  # fmt: skip
 _NUM_SLOTS = 2
+_TIME_LIMIT_SECONDS = 60.0
 _STAYS = OptimizerPlacement(moved_bytes=0, reason="nobody asked")
 
 
@@ -89,7 +91,7 @@ def planned(profile: Profile, kind: str, device: Hardware, budget: int, num_micr
     memory = load_memory({"budget": budget, "optimizer": kind})
     several: Any = {"has_gradients": num_micro_batches > 1, "num_micro_batches": num_micro_batches}
     try:
-        plan = plan_profile(profile, memory, link=device.link, **several)
+        plan = plan_profile(profile, memory, link=device.link, time_limit_seconds=_TIME_LIMIT_SECONDS, **several)
     except BudgetError as error:
         return {"title": title, "outcome": f"does not fit: needs {error.floor_bytes / 2**30:.1f} GiB"}
     said, placement = plan.predicted, plan.optimizer or _STAYS
@@ -126,11 +128,8 @@ def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: in
         ),
     )
     step = problem_of(without, load_memory({"budget": budget}), has_gradients=num_micro_batches > 1).step
-    found = solve(step, device.link, budget).timeline
-    fates = solve(step, device.link, budget).fates
-    timeline = play(
-        step, fates, device.link, budget_bytes=budget, leave=found.leave, fetch=found.fetch, with_events=True
-    )
+    found = solve(step, device.link, budget, time_limit_seconds=_TIME_LIMIT_SECONDS)
+    timeline = play(step, found.fates, device.link, budget_bytes=budget, with_events=True)
     rows = []
     for overlap in get_args(Overlap):
         traffic = StateTraffic(
@@ -248,7 +247,7 @@ def _step(model: torch.nn.Module, optimizer: Any, batch: torch.Tensor) -> Callab
 
 def main(argv: Sequence[str]) -> int:
     options = parser("optimizer", __doc__, device="both")
-    options.add_argument("--hardware", default="h100", help="whose memory, link and roofline")
+    options.add_argument("--hardware", nargs="+", default=list(HARDWARE), help="whose memory, link and roofline")
     options.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     options.add_argument("--micro-batches", type=int, default=4)
     options.add_argument("--layers", type=int, default=_LLAMA["num_hidden_layers"])
@@ -266,36 +265,44 @@ def main(argv: Sequence[str]) -> int:
 def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from lowtide.timeline.hardware import load_hardware
 
-    device = load_hardware(args.hardware)
-    budget = int(_USABLE_SHARE * device.memory_bytes)
-    link = device.link
+    devices = {name: load_hardware(name) for name in args.hardware}
+    budgets = {name: int(_USABLE_SHARE * device.memory_bytes) for name, device in devices.items()}
+    what = "; ".join(
+        f"`{name}.toml`, link {device.link.in_bytes_per_second / 1e9:.0f} GB/s each way, budget "
+        f"{budgets[name] / 2**30:.1f} GiB, copies slow compute by {100 * device.link.compute_share:g} % of their time"
+        for name, device in devices.items()
+    )
     record = Record(
         question="optimizer",
         title=TITLE,
         kind="computed",
         command=command_of(args, "optimizer", argv),
         settings={"hardware": args.hardware, "layers": args.layers, "micro_batch_tokens": args.tokens,
-                  "micro_batches": args.micro_batches, "budget_bytes": budget, "dtype": "bfloat16"},
+                  "micro_batches": args.micro_batches, "dtype": "bfloat16"},
         rows=[],
         notes=[
             "Nothing ran. *exposed* is how long compute waits for state, and its share of the step; *slowed* what "
-            f"compute loses beside the state's copies, at the assumed {100 * link.compute_share:g} % of their time; "
-            "*over plain* has both, and what the plan of the activations costs, over a step with everything kept.",
-            f"Device: `{args.hardware}.toml`, link {link.out_bytes_per_second / 1e9:.0f} GB/s each way, budget "
-            f"{budget / 2**30:.1f} GiB ({100 * _USABLE_SHARE:g} % of it). The state of 8 and 12 bytes a parameter is "
-            "the traced one, larger; `shards` divides it, and nothing else.",
+            "compute loses beside the state's copies; *over plain* has both, and what the plan of the activations "
+            "costs, over a step with everything kept.",
+            f"Devices: {what}. Rates have their sources in the files, most are assumed. The budget is "
+            f"{100 * _USABLE_SHARE:g} % of the device. The state of 8 and 12 bytes a parameter is the traced one, "
+            "larger; `shards` divides it, and nothing else.",
             "The modes stand beside a plan that gives activations all of the state's memory; the planner's rows weigh "
             f"one against the other. Aimed at: at most {TARGET_PERCENT:g} % exposed, and {HIDDEN_PERCENT:g} % where "
             "backward can hide it. `deferred` and `in_backward` are counted without memory for what they hold longer.",
         ],
-        hardware={"folder": "timeline", "name": f"{args.hardware.upper()}, {device.memory_bytes / 1e9:.0f} GB, "
-                  "by roofline"},
+        hardware={"folder": "timeline", "name": ", ".join(map(str.upper, devices)) + ", by roofline"},
         versions={key: value for key, value in versions().items() if key != "numpy"},
     )  # fmt: skip
-    pieces = [{"bytes_per_parameter": nbytes, "shards": shards} for nbytes, shards in STATES]
+    pieces = [
+        {"hardware": name, "bytes_per_parameter": nbytes, "shards": shards}
+        for name in devices
+        for nbytes, shards in STATES
+    ]
 
     def rows_of(piece: Mapping[str, Any]) -> list[Row]:
-        profile = traced(args.layers, args.tokens, args.hardware)
+        device, budget = devices[piece["hardware"]], budgets[piece["hardware"]]
+        profile = traced(args.layers, args.tokens, piece["hardware"])
         own = with_state(profile, piece["bytes_per_parameter"], piece["shards"])
         rows = [planned(own, kind, device, budget, args.micro_batches) for kind in ("keep", "swap", "auto")]
         return [*rows, *modes(own, device, budget, args.micro_batches)]

@@ -11,9 +11,9 @@ Why buckets: the step of the optimizer needs two of them and not all of the stat
 parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
 0.2 ms to step one; at most an eighth of the state; at least what cannot be cut (the largest parameter's state, where
 the optimizer is not known to treat every element alone).
-Cost: the solver's, once for `swap`, twice for `auto`, and once more where memory is so tight that shares are waited
-for. Not covered: updates in the next forward, or inside backward (both change what user code may do, so they are for
-the user to ask for); whether host memory takes what the link brings.
+Cost: the solver's, once for `swap`, twice for `auto`; once more where memory is so tight that shares are waited for,
+and once more where several micro-batches share a step. Not covered: updates in the next forward, or inside backward
+(both change what user code may do, so they are for the user to ask for); host memory slower than the link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -130,33 +130,32 @@ def choose_placement(
         with contextlib.suppress(BudgetError):
             kept = fit(None, False)
     try:
-        with_moves = _with_moves(shares, fit, with_ways_out=kept is None)
+        with_moves = [fit(shares, kept is None)]
     except BudgetError:
         if kept is None:
             raise
         return write.kept(kept, [kept], "moving it needs more than it frees")
+    if kept is not None and kept.pass_seconds <= sum(profile.op_seconds) * _NO_TIME:
+        return write.kept(kept, [kept, *with_moves], "everything fits")
+    for fates in _other_fates(shares, with_moves[0], num_micro_batches):
+        with contextlib.suppress(BudgetError):
+            with_moves.append(fit(dataclasses.replace(shares, fates=fates), False))
     moved = min(with_moves, key=write.shared_seconds)
     if kept is None:
         return write.moved(moved, with_moves, f"{'memory.optimizer' if is_forced else 'the budget'} asks for it")
     tried = [kept, *with_moves]
-    if kept.pass_seconds <= sum(profile.op_seconds) * _NO_TIME:
-        return write.kept(kept, tried, "everything fits")
     if write.shared_seconds(moved) < kept.pass_seconds:
         return write.moved(moved, tried, "activations gain more by its memory than its way costs")
     return write.kept(kept, tried, "on its way it would cost more than it frees")
 
 
-def _with_moves(shares: StateShares, fit: Fit[F], *, with_ways_out: bool) -> list[F]:
-    """Any fate for any share; and nothing beside compute, where shares are waited for anyway."""
-    found = fit(shares, with_ways_out)
-    problem, timeline = found.problem, found.solution.timeline
-    _, fates = split(problem, found.solution.fates)
-    if Fate.SWAP not in fates or timeline.stall_seconds <= 0.0:
-        return [found]
-    streamed = tuple(fate for fate in shares.fates if fate is not Fate.SWAP)
-    with contextlib.suppress(BudgetError):
-        return [found, fit(dataclasses.replace(shares, fates=streamed), False)]
-    return [found]
+def _other_fates(shares: StateShares, found: Fitted, num_micro_batches: int) -> Iterator[tuple[Fate, ...]]:
+    """What else may be better than `found`, in which any share may have any of its fates."""
+    _, fates = split(found.problem, found.solution.fates)
+    if Fate.SWAP in fates and found.solution.timeline.stall_seconds > 0.0:
+        yield tuple(fate for fate in shares.fates if fate is not Fate.SWAP)  # they are waited for anyway
+    if Fate.KEEP in fates and num_micro_batches > 1:
+        yield (Fate.SWAP, Fate.RECOMPUTE)  # the solver counts in each micro-batch what one of them pays
 
 
 def shares_of(

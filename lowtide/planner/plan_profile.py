@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,14 +22,15 @@ from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again, run_again
-from lowtide.planner.memory_breakdown import gradients_at, memory_breakdown
+from lowtide.planner.half_a_batch import with_half_a_batch
+from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.place_state import Choice, choose_placement
-from lowtide.planner.problem import Problem, decisions, make_problem, state_bytes
+from lowtide.planner.problem import Problem, decisions, make_problem
 from lowtide.planner.state_items import StateShares, in_order, split, state_curve, with_state
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
-from lowtide.timeline.step import Item, Link, Step
-from lowtide.units import format_bytes, format_seconds
+from lowtide.timeline.step import Item, Link
+from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
@@ -41,8 +41,6 @@ _CHECK_SHARE = 0.005
 # What eager PyTorch's host takes to launch an operator on an accelerator. An estimate.
 _LAUNCH_SECONDS = 8e-6
 _ALL = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
-_WORTHWHILE = 0.98
-"""What half a batch needs, as a share of the whole one's: above this, halving it is no way out."""
 
 
 def plan_profile(
@@ -155,7 +153,7 @@ class _Asked:
         assert refusal is not None
         if not self.with_ways_out:
             raise refusal
-        raise _with_half_a_batch(refusal, self.problem(forced), self.config, self.has_gradients) from None
+        raise with_half_a_batch(refusal, self.problem(forced), self.config, self.has_gradients) from None
 
     def problem(self, layers: tuple[str, ...]) -> Problem:
         kept = problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=layers)
@@ -304,47 +302,6 @@ def _allowed(
 
 def _is_about_layers(rule: Rule, layers: tuple[str, ...]) -> bool:
     return rule.fate is Fate.RECOMPUTE and any(rule.pattern.matches(name, is_site=False) for name in layers)
-
-
-def _with_half_a_batch(error: BudgetError, problem: Problem, config: MemoryConfig, has_gradients: bool) -> BudgetError:
-    """One more way out, where there is one: the batch can be halved, and that needs less."""
-    from lowtide.planner.min_peak import floor
-
-    rows = batch_rows(problem.profile)
-    if rows is None or rows < 2:
-        return error
-    half, _ = floor(half_a_batch(problem, has_gradients=has_gradients), config.host_budget)
-    if half > _WORTHWHILE * error.floor_bytes:
-        return error
-    hint = f"half the micro-batch: needs about {format_bytes(half)}"
-    suggestions = (*error.suggestions[:2], hint)
-    text = str(error).split("\n")[0]
-    lines = [text, *(f"  - {suggestion}" for suggestion in suggestions)]
-    return BudgetError("\n".join(lines), floor_bytes=error.floor_bytes, suggestions=suggestions)
-
-
-def batch_rows(profile: Profile) -> int | None:
-    """The least first dimension of the tensors of the batch; None where no tensor has one."""
-    rows = [int(count) for count in re.findall(r"\[(\d+)", profile.batch)]
-    return min(rows, default=None)
-
-
-def half_a_batch(problem: Problem, *, has_gradients: bool) -> Step:
-    """The step with half of all that grows with the batch: activations, temporaries and the batch itself.
-
-    Weights, gradients, optimizer state and the optimizer's step stay as they are. Not exact: a temporary may have the
-    size of a weight.
-    """
-    profile, step = problem.profile, problem.step
-    fixed = state_bytes(profile, has_gradients=has_gradients) - profile.state.inputs - problem.state_bytes
-    ticks = []
-    for number, tick in enumerate(step.ticks):
-        stays = fixed if has_gradients else fixed + gradients_at(problem, number, has_gradients)
-        grows = max(tick.base_bytes - stays, 0) if number < len(problem.starts) - 1 else 0  # not the optimizer's
-        ticks.append(dataclasses.replace(tick, base_bytes=tick.base_bytes - grows // 2))
-    own, state = step.items[: len(problem.nodes)], step.items[len(problem.nodes) :]
-    items = (*(dataclasses.replace(item, nbytes=item.nbytes // 2) for item in own), *state)
-    return dataclasses.replace(step, ticks=tuple(ticks), items=items)
 
 
 def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:

@@ -75,16 +75,23 @@ def test_free_from_so_many_of_these_steps() -> None:
 
 @pytest.mark.slow
 def test_the_command_by_the_timeline(tmp_path: Path) -> None:
-    words = ["--device=timeline", "--layers=2", "--tokens=4096", "--micro-batches=2", "--out", str(tmp_path)]
+    words = [
+        "--device=timeline",
+        "--hardware=h100",
+        "--layers=2",
+        "--tokens=4096",
+        "--micro-batches=2",
+        "--out",
+        str(tmp_path),
+    ]
     assert optimizer.main(words) == 0
     (record,) = read_all(tmp_path)
     assert (record.question, record.kind) == ("optimizer", "computed")
     titles = ["state stays", "planner, swap", "planner, auto", *(f"mode {mode}" for mode in get_args(Overlap))]
     assert [row["title"] for row in record.rows] == titles * len(optimizer.STATES)
-    budget = record.settings["budget_bytes"]
     for row in record.rows:
         assert 0.0 <= row["exposed_percent"] <= 100.0
-        assert row["peak_bytes"] is None or row["peak_bytes"] <= budget
+        assert row["peak_bytes"] is None or row["peak_bytes"] <= 0.92 * 80e9
     by_title = {row["title"]: row for row in record.rows[: len(titles)]}
     assert by_title["planner, auto"]["step_seconds"] <= by_title["state stays"]["step_seconds"]
     assert by_title["mode backward"]["exposed_seconds"] <= by_title["mode step"]["exposed_seconds"]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,13 @@ from profiles import decoder_profile
 
 from lowtide.cli import waiting
 from lowtide.cli.main import main
+from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.timeline.hardware import load_hardware
+from lowtide.train.profiling import trace_run
+from lowtide.train.run_file import load_run
 
 ROOT = Path(__file__).parents[2]
 RUN = """\
@@ -135,6 +141,26 @@ def test_the_command_line_says_where_the_state_may_be(capsys: pytest.CaptureFixt
     assert 0 < moved <= {line["what"]: line["plain_bytes"] for line in swap["account"]}["optimizer state"]
     assert swap["predicted"]["floor_bytes"] < keep["predicted"]["floor_bytes"]
     assert swap["predicted"]["plain_peak_bytes"] == keep["predicted"]["plain_peak_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "name", "least"), [("llama_8b", "h200", 0.17), ("deepseek_v3_slice", "h100", 0.33)]
+)
+def test_what_the_examples_save(example: str, name: str, least: float) -> None:
+    """With everything else kept: the peak by this share, and the floor by all that can move."""
+    run, device = load_run(ROOT / "examples" / f"{example}.yaml"), load_hardware(name)
+    profile = trace_run(run, device, say=lambda _: None)
+    how: Any = {"link": device.link, "has_gradients": run.train.grad_accumulation > 1}
+    found = {
+        optimizer: plan_profile(profile, load_memory({"budget": 1 << 40, "optimizer": optimizer}), **how).predicted
+        for optimizer in ("keep", "swap", "auto")
+    }
+    keep, swap, auto = (found[optimizer] for optimizer in ("keep", "swap", "auto"))
+    assert keep is not None and swap is not None and auto is not None
+    assert swap.plain_peak_bytes == keep.peak_bytes == auto.peak_bytes
+    assert 1 - swap.peak_bytes / keep.peak_bytes >= least
+    assert keep.floor_bytes - auto.floor_bytes == pytest.approx(profile.state.optimizer_movable, rel=0.05)
 
 
 def test_gradients_of_earlier_micro_batches_are_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -125,6 +126,40 @@ def test_the_memory_of_the_step_is_drawn_as_predicted(plans: dict[int, dict[str,
             assert max(curve.planned_bytes) == plan.predicted.peak_bytes
             assert max(curve.plain_bytes) == plan.predicted.plain_peak_bytes
             assert len(curve.planned_bytes) == len(curve.plain_bytes) == len(curve.seconds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_holds_for_random_states_links_and_micro_batches(seed: int) -> None:
+    draw = random.Random(seed)
+    nbytes = draw.choice((96, 256, 700)) * MIB
+    unit = draw.choice((0, 90 * MIB))
+    profile = profile_of(
+        draw.randint(1, 3), optimizer=nbytes, optimizer_movable=nbytes - 512, optimizer_unit=unit,
+        temporaries=draw.choice((0, 200 * MIB)),
+    )  # fmt: skip
+    rate = draw.choice((4e9, 20e9, 100e9))
+    link = Link(out_bytes_per_second=rate, in_bytes_per_second=rate, compute_share=draw.choice((0.0, 0.05)))
+    many = draw.choice((1, 4))
+
+    def found(optimizer: str, budget: int) -> Plan | None:
+        memory = load_memory({"budget": budget, "optimizer": optimizer})
+        try:
+            return plan_profile(profile, memory, link=link, has_gradients=many > 1, num_micro_batches=many)
+        except BudgetError:
+            return None
+
+    widest = found("auto", 1 << 40)
+    assert widest is not None and widest.predicted is not None and widest.does_nothing
+    low, high = widest.predicted.floor_bytes, widest.predicted.plain_peak_bytes
+    before: float | None = None
+    for share in (0.0, 0.4, 0.8):
+        budget = low + int((high - low) * share)
+        auto, keep = found("auto", budget), found("keep", budget)
+        assert auto is not None and auto.predicted is not None, "a floor can be reached"
+        assert auto.predicted.peak_bytes <= budget
+        assert keep is None or seconds_of(auto) <= seconds_of(keep)
+        assert before is None or seconds_of(auto) <= before * (1 + 1e-3)
+        before = seconds_of(auto)
 
 
 # -- what is decided -------------------------------------------------------------------------------------------------

@@ -211,3 +211,17 @@ def test_a_plan_runs_nothing_and_leaves_no_trace() -> None:
     assert said[0] == "tracing one step"
     assert found.is_solved and found.does_nothing and found.budget_bytes == 1 << 30
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_optimizers_state_is_placed_where_the_optimizer_is_known() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1))
+    model.forward = lambda x: nn.Sequential.forward(model, x).mean()  # type: ignore[method-assign]
+    batch = (rows(256),)
+    assert message(lambda: plan(model, batch, memory={"optimizer": "swap", "layers": ["0"]})) == (
+        "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, or "
+        "write optimizer: keep"
+    )
+    memory = {"optimizer": "swap", "layers": ["0"]}
+    placed = plan(model, batch, memory=memory, optimizer=torch.optim.AdamW(model.parameters())).optimizer
+    assert placed is not None and placed.moved_bytes == 2 * 4 * 256 * 256
+    assert placed.tier == "disk", "what plays the device on a CPU is its memory"
