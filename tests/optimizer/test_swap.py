@@ -41,6 +41,8 @@ def test_between_steps_the_state_is_valid_and_not_on_the_device() -> None:
             CASE.set_gradients(p, step)
             o.step()
         assert_same(result_of(parameters, optimizer), result_of(plain_parameters, plain))
+    saved = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in saved), "torch.save writes whole storages"
     stats = handle.stats
     moments = sum(8 * p.numel() for p in parameters if p in optimizer.state)
     steps = 4 * sum(p in optimizer.state for p in parameters)
