@@ -24,7 +24,7 @@ from lowtide.units import format_bytes, parse_bytes
 TIERS = ("host", "disk")
 OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
 ATTRIBUTE = "lowtide_swap"
-"""Attribute of an optimizer that holds its handle."""
+"""Attribute of an optimizer that gives its handle."""
 
 
 def check_words(tier: Any, overlap: Any) -> None:
@@ -79,6 +79,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
             f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        raise ConfigError(f"lowtide.swap_optimizer: {kind} has no parameters; attach when it has some")
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         raise ConfigError(

@@ -108,7 +108,8 @@ def _twin(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[torch
     for name in ("param_groups", "state"):
         if inspect.isdatadescriptor(inspect.getattr_static(type(optimizer), name, None)):
             raise TypeError(f"{name} is a property")
-    if _leads_to_an_optimizer([*vars(optimizer).values(), *slots_of(optimizer).values()]):
+    attributes = [value for name, value in vars(optimizer).items() if name != "step"]
+    if _leads_to_an_optimizer([*attributes, *slots_of(optimizer).values()]):
         raise TypeError("it holds another optimizer")
     twin = type(optimizer).__new__(type(optimizer))
     own = twin.__dict__
