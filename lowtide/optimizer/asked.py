@@ -78,6 +78,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
             f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        raise ConfigError(f"lowtide.swap_optimizer: {kind} has no parameters; attach when it has some")
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         raise ConfigError(

@@ -8,7 +8,7 @@ own `step` does the work, with `param_groups` that show it some of the parameter
 
 A part is a bucket's parameters that have a gradient; or parameters whose state stays on the device; or parameters
 that have no state yet, as many as will make about a bucket of it, so that the first step is bounded too. Parameters
-without a gradient are skipped, and a bucket without any gradient is not moved.
+without a gradient are skipped, and a bucket without any gradient is not moved; one with many of them is cut in two.
 One exception in torch's optimizers: SGD with momentum takes another way through all of a group when one momentum is
 still missing, with other bits in bfloat16. Such a group steps as one part, once.
 
@@ -113,6 +113,8 @@ class Stepper:
         number_of = {p: number for number, parameters in enumerate(active) for p in parameters}
         idle = [(number, list(group["params"])) for number, group in enumerate(groups) if not active[number]]
         together = {number for number, group in enumerate(groups) if self._steps_at_once(group, active[number])}
+        if not together:
+            self.store.part_company(number_of.keys())
         staying, fresh, at_once = self._sorted_out(number_of, together)
         parts = [Part(sorted([*idle, *_by_group(staying, number_of)], key=_number))]
         if at_once:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ from lowtide.optimizer.homes import Home, describe, movable, storages_of
 from lowtide.optimizer.transfers import Transfers
 from lowtide.tensors.private import storage_key
 from lowtide.tensors.wrappers import inside
+from lowtide.units import MIB
+
+CUT_FROM_BYTES = 8 * MIB
+"""Smaller buckets are moved whole, whichever of their parameters have a gradient: they cost a copy more than bytes."""
 
 Value = tuple[torch.Tensor, Hashable, torch.Tensor]
 """A parameter, a key of its state, and the tensor there."""
@@ -89,10 +93,13 @@ class StateStore:
                 found.append(values)
         return found
 
-    def adopt(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> None:
+    def adopt(
+        self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False, apart: Collection[torch.Tensor] = ()
+    ) -> None:
         """Give the state of these parameters homes, all of it: also what has one already moves to the new one.
 
         `anywhere`: also what is in main memory, as after loading; no copy to or from it may be unfinished then.
+        `apart`: parameters that share no home with the others.
         """
         parameters = list(dict.fromkeys(parameters))
         old = {id(home): home for p in parameters if (home := self.home_of.get(p)) is not None}
@@ -104,12 +111,13 @@ class StateStore:
             if home.resident is not None:
                 self.part_from(home, home.resident)
         found = self._alone(self.homeless(everyone, anywhere=anywhere))
-        sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in found]
-        if sizes:
-            seen = sum(inside(values[0][0].detach()).nbytes for values in found)
-            self.state_bytes_per_parameter_byte = max(sum(sizes) / max(seen, 1), 0.01)
-        for run in runs(sizes, self.bucket_bytes):
-            self._settle_in([value for values in found[run.start : run.stop] for value in values], anywhere)
+        for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
+            sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
+            if sizes:
+                seen = sum(inside(values[0][0].detach()).nbytes for values in together)
+                self.state_bytes_per_parameter_byte = max(sum(sizes) / max(seen, 1), 0.01)
+            for run in runs(sizes, self.bucket_bytes):
+                self._settle_in([value for values in together[run.start : run.stop] for value in values], anywhere)
         for home in old.values():
             self.transfers.free(home)
 
@@ -196,6 +204,19 @@ class StateStore:
         self.transfers.settle()
         for home in old:
             self.transfers.free(home)
+
+    def part_company(self, active: Collection[torch.Tensor]) -> None:
+        """Cut in two each bucket of which a good part has no gradient in this step, so that this part need not move."""
+        cut = []
+        for home in self.homes:
+            idle_bytes = sum(entry.nbytes for entry in home.entries if entry.parameter not in active)
+            is_worth_it = home.nbytes >= CUT_FROM_BYTES and home.nbytes > idle_bytes >= home.nbytes / 4
+            if is_worth_it and home.resident is None and any(p in active for p in home.parameters):
+                cut.append(home)
+        if cut:
+            self.transfers.settle()
+        for home in cut:
+            self.adopt(home.parameters, anywhere=True, apart=active)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 

@@ -159,7 +159,9 @@ class OptimizerSwap:
         self._previous = vars(optimizer).get("step")
         self._original_state = optimizer.state
         optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
-        setattr(optimizer, SWAP_ATTRIBUTE, self)
+        setattr(
+            optimizer, SWAP_ATTRIBUTE, lambda: self
+        )  # a function: who looks for optimizers in attributes passes it by
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         self._checkpoints = Checkpoints(

@@ -143,7 +143,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors in an optimizer's state, without those that are elsewhere between steps (optimizer/swap.py)."""
     found = bare(optimizer)
     swap = getattr(found, SWAP_ATTRIBUTE, None)
-    elsewhere = set() if swap is None else swap.ids_elsewhere()
+    elsewhere = set() if swap is None else swap().ids_elsewhere()
     states = list(found.state.values())
     return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor) and id(leaf) not in elsewhere]
 

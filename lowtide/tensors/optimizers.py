@@ -17,7 +17,7 @@ import torch
 from lowtide.errors import ConfigError
 
 SWAP_ATTRIBUTE = "lowtide_swap"
-"""Attribute of an optimizer that holds the handle of its swapped state."""
+"""Attribute of an optimizer that gives the handle of its swapped state."""
 _INSIDE = ("optimizer", "_optimizer")
 _MAX_WRAPPERS = 8
 _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad)

@@ -1759,7 +1759,7 @@ OPTIMIZER = [
         "    return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])\n",
         """    return entry.shape._replace(offset=start // entry.shape.dtype.itemsize).over(view.untyped_storage())
 """,
-        (f"{_OPTIMIZER_SWAP}::test_checkpoints_go_from_plain_to_swapped_and_back",),
+        (f"{_OPTIMIZER_SWAP}::test_between_steps_the_state_is_valid_and_not_on_the_device",),
         "a checkpoint holds whole buckets, and on a device all of the pinned memory",
     ),
     Mutant(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import two_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -112,7 +115,39 @@ def resumed(rank: int, way: str, saving: str, loading: str) -> dict[str, Any]:
     return {"same": same, "moved": moved > 0}
 
 
+def saved_in_the_background(rank: int) -> dict[str, Any]:
+    """`async_save` of a swapped optimizer that goes on stepping."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    truth = _plain("fsdp", rank)
+    model = _model("fsdp")
+    optimizer = _optimizer(model)
+    handle, _ = _swap(optimizer, "step")
+    _steps(model, optimizer, rank, range(3))
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    future = dcp.async_save(state, checkpoint_id=folder[0], process_group=dist.new_group(backend="gloo"))
+    parameters = [inside(p.detach()).clone() for p in model.parameters()]
+    _steps(model, optimizer, rank, range(3, STEPS))
+    went_on = _same(_left(model, optimizer), truth)
+    future.result()
+    handle.detach()
+    optimizer = _optimizer(model)
+    handle, _ = _swap(optimizer, "step")
+    optimizer.zero_grad()  # where there are gradients, torch makes no state to load into
+    loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(loaded, checkpoint_id=folder[0])
+    set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), parameters, strict=True):
+            inside(parameter.detach()).copy_(value)
+    _steps(model, optimizer, rank, range(3, STEPS))
+    same = _same(_left(model, optimizer), truth)
+    handle.detach()
+    return {"went on": went_on, "same": same}
+
+
 JOBS: list[two_ranks.Job] = [
+    ("saved_in_the_background", {}),
     *(("trained", {"way": way, "overlap": overlap}) for way in ("ddp", "fsdp") for overlap in ("step", "backward")),
     *(
         ("resumed", {"way": way, "saving": saving, "loading": loading})
@@ -127,10 +162,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
     return two_ranks.run(__name__, JOBS, Path(tmp_path_factory.mktemp("ranks")), seconds=200)
 
 
-@pytest.mark.parametrize("number", range(len(JOBS)), ids=lambda number: " ".join(JOBS[number][1].values()))
+def _name(number: int) -> str:
+    return " ".join([JOBS[number][0], *JOBS[number][1].values()])
+
+
+@pytest.mark.parametrize("number", range(len(JOBS)), ids=_name)
 def test_the_same_bits_on_two_ranks(number: int, answers: list[tuple[Any, Any]]) -> None:
     name, arguments = JOBS[number]
     for answer in answers[number]:
+        if name == "saved_in_the_background":
+            assert answer == {"went on": True, "same": True}
+            continue
         if name == "resumed":
             assert answer == {"same": True, "moved": True}
             continue

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from optimizer_zoo import STEPS, Case, assert_same, assert_same_value, result_of, swapped, train
 from torch import nn
 
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
+from lowtide.profiling.state_bytes import state_bytes
 
 CASE = Case("AdamW", "foreach", torch.float32, has_missing=True)
 
@@ -41,6 +43,8 @@ def test_between_steps_the_state_is_valid_and_not_on_the_device() -> None:
             CASE.set_gradients(p, step)
             o.step()
         assert_same(result_of(parameters, optimizer), result_of(plain_parameters, plain))
+    saved = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in saved), "torch.save writes whole storages"
     stats = handle.stats
     moments = sum(8 * p.numel() for p in parameters if p in optimizer.state)
     steps = 4 * sum(p in optimizer.state for p in parameters)
@@ -130,6 +134,51 @@ def test_groups_added_later_are_swapped_too() -> None:
             assert late in handle._store.home_of
             handle.detach()
     assert_same(results[1], results[0])
+
+
+def test_names_of_parameters_go_with_them() -> None:
+    results = []
+    for is_swapped in (False, True):
+        parameters, _ = CASE.build()
+        optimizer = Named([(f"p{number}", parameter) for number, parameter in enumerate(parameters)])
+        handle = swapped(optimizer, VirtualEngine(0)) if is_swapped else None
+        _steps(CASE, parameters, optimizer, range(4))
+        results.append(result_of(parameters, optimizer))
+        if handle:
+            handle.detach()
+    assert_same(results[1], results[0])
+    assert [results[1].state[number]["name"] for number in (0, 1, 3)] == ["p0", "p1", "p3"]
+
+
+class Named(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.grad is not None:
+                    self.state[parameter]["name"] = name
+                    self.state[parameter]["last"] = parameter.grad.clone()
+                    parameter.sub_(parameter.grad * group["lr"])
+
+
+def test_an_interrupted_step_says_so() -> None:
+    class Interrupted(VirtualEngine):
+        def copy_in(self, slot, target):
+            raise KeyboardInterrupt
+
+    parameters, optimizer = CASE.build()
+    handle = swapped(optimizer, Interrupted(0))
+    _steps(CASE, parameters, optimizer, range(1))
+    groups = optimizer.param_groups
+    with pytest.raises(KeyboardInterrupt):
+        _steps(CASE, parameters, optimizer, range(1, 2))
+    assert optimizer.param_groups is groups
+    with pytest.raises(RuntimeError, match=r"^lowtide: step: the last step stopped half-way .*call handle.resume\(\)"):
+        optimizer.step()
+    handle.detach()
 
 
 def test_closures_are_evaluated_once_with_gradients_enabled() -> None:
@@ -275,6 +324,44 @@ def test_who_kept_the_own_step_of_the_class_gets_the_same_bits() -> None:
     assert engine.violations == []
 
 
+@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+def test_activations_and_state_are_swapped_over_one_engine(overlap: str) -> None:
+    case = zoo.CASES["llama"]
+    results = []
+    for is_swapped in (False, True):
+        model = case.build(0)
+        optimizer = zoo.make_optimizer(model)
+        engine = VirtualEngine(6)
+        if is_swapped:
+            tide = lowtide.apply(model, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine=engine)
+            handle = swapped(optimizer, engine, overlap=overlap, model=model)
+        result = zoo.train(case, model, optimizer, 0, num_steps=4, accumulate=2)
+        if is_swapped:
+            handle.detach()
+            tide.remove()
+            assert engine.violations == []
+        results.append(result)
+    zoo.assert_same(results[1], results[0])
+
+
+def test_a_swapped_optimizer_is_planned_for_like_a_plain_one(recwarn: pytest.WarningsRecorder) -> None:
+    reports = []
+    for is_swapped in (False, True):
+        parameters, optimizer = CASE.build()
+        model = nn.ParameterList(parameters)
+        handle = swapped(optimizer, VirtualEngine(0)) if is_swapped else None
+        _steps(CASE, parameters, optimizer, range(3))
+        before = result_of(parameters, optimizer)
+        counted = state_bytes(model, inputs=0, optimizer=optimizer, device_type="cpu", is_accelerator=False)
+        assert_same(result_of(parameters, optimizer), before)
+        _steps(CASE, parameters, optimizer, range(3, 6))
+        reports.append((counted.optimizer, counted.optimizer_temporaries))
+        if handle:
+            handle.detach()
+    assert reports[1] == reports[0]
+    assert not recwarn.list
+
+
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
@@ -412,6 +499,10 @@ def _refusal(optimizer: Any, **options: Any) -> str:
     return text.removeprefix("lowtide.swap_optimizer: ")
 
 
+class WithoutDisk(VirtualEngine):
+    tiers = ("host",)
+
+
 def test_refusals() -> None:
     parameter = nn.Parameter(torch.ones(4))
     adam = torch.optim.Adam([parameter])
@@ -433,6 +524,10 @@ def test_refusals() -> None:
         assert _refusal(torch.optim.Adam([parameter], **{flag: True})) == (
             f"Adam with {flag}=True keeps its state where a graph has seen it; make it with {flag}=False"
         )
+    assert _refusal(torch.optim.Adam([{"params": []}])) == "Adam has no parameters; attach when it has some"
+    assert _refusal(adam, tier="disk", engine=WithoutDisk(0)) == (
+        "the engine 'virtual:0' has no tier 'disk'; it has host"
+    )
     elsewhere = nn.Parameter(torch.ones(4, device="meta"))
     assert _refusal(torch.optim.Adam([parameter, elsewhere])) == (
         "Adam has parameters on cpu and meta; make one optimizer for each device, and swap each"

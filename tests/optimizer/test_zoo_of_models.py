@@ -1,0 +1,34 @@
+"""Every model of the zoo trains to the same bits with its optimizer swapped, in each way of overlapping."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import zoo
+from optimizer_zoo import swapped
+
+from lowtide.engines.virtual import VirtualEngine
+
+OVERLAPS = ("step", "backward", "deferred", "in_backward")
+
+
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_same_bits(name: str) -> None:
+    case = zoo.CASES[name]
+    for seed, overlap in enumerate(OVERLAPS):
+        accumulate = 1 if overlap == "in_backward" else 2
+        truth = zoo.plain_result(name, 3, 3, accumulate)
+        model = case.build(3)
+        optimizer = zoo.make_optimizer(model)
+        engine = VirtualEngine(seed)
+        handle = swapped(optimizer, engine, overlap=overlap, model=model)
+        result = zoo.train(case, model, optimizer, 3, num_steps=3, accumulate=accumulate)
+        handle.detach()
+        if overlap == "deferred":  # `train` copies parameters by hand, before it looks at the optimizer's state
+            result.parameters.update({f"3:{k}": p.detach().clone() for k, p in model.named_parameters()})
+        if overlap == "in_backward":  # gradients are gone when `train` looks at them
+            result, truth = (dataclasses.replace(each, grads={}) for each in (result, truth))
+        zoo.assert_same(result, truth)
+        assert engine.violations == []
+        assert engine.num_slots == 0
