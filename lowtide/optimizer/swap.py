@@ -159,9 +159,8 @@ class OptimizerSwap:
         self._previous = vars(optimizer).get("step")
         self._original_state = optimizer.state
         optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
-        setattr(
-            optimizer, SWAP_ATTRIBUTE, lambda: self
-        )  # a function: who looks for optimizers in attributes passes it by
+        # A function: who looks for optimizers in attributes passes it by.
+        setattr(optimizer, SWAP_ATTRIBUTE, lambda: self)
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         self._checkpoints = Checkpoints(

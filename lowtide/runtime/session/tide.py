@@ -5,7 +5,7 @@ What: `apply` finds the layers, checks the rules against the model, and returns 
 
 Under several ranks `apply` is collective: the ranks compare what they were asked for, and refuse together.
 
-Not covered: budgets and optimizer state (later issues of the same engine), compiled models, `nn.DataParallel`.
+Not covered: budgets (runtime/autopilot), compiled models, `nn.DataParallel`.
 """
 
 from __future__ import annotations
