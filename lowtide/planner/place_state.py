@@ -172,7 +172,8 @@ def shares_of(
     size = -(-num_buckets // _MOST_SHARES) * bucket_bytes
     whole, rest = divmod(nbytes, size)
     sizes = (size,) * whole + (rest,) * (rest > 0)
-    seconds = (link.latency_seconds * size / bucket_bytes + nbytes / link.in_bytes_per_second for nbytes in sizes)
+    rate = min(link.in_bytes_per_second, link.out_bytes_per_second)
+    seconds = (link.latency_seconds * -(-nbytes // bucket_bytes) + nbytes / rate for nbytes in sizes)
     fates = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE) if may_stay else (Fate.SWAP, Fate.RECOMPUTE)
     return StateShares(
         sizes=sizes,

@@ -268,6 +268,16 @@ def test_shares_are_whole_buckets_and_few() -> None:
     assert shares_of(StateBytes(), LINK, None, may_stay=True) is None
 
 
+def test_streaming_takes_as_long_as_the_slower_direction() -> None:
+    state = StateBytes(optimizer=1024 * MIB, optimizer_movable=1024 * MIB)
+    link = Link(out_bytes_per_second=10e9, in_bytes_per_second=40e9, latency_seconds=1e-3)
+    shares = shares_of(state, link, None, num_micro_batches=4, may_stay=False)
+    assert shares is not None and shares.fates == (Fate.SWAP, Fate.RECOMPUTE)
+    num_buckets = -(-1024 * MIB // bucket_size(state, link))
+    expected = (1024 * MIB / 10e9 + 1e-3 * num_buckets) / 4
+    assert sum(shares.streamed_seconds) == pytest.approx(expected)
+
+
 def test_shares_that_stay_change_nothing_but_the_optimizers_tick() -> None:
     problem = problem_of(PROFILE, load_memory({"budget": 1}))
     shares = shares_of(PROFILE.state, LINK, None, may_stay=True)
