@@ -50,6 +50,11 @@ class InBackward:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether backward has updated some parameters and `step()` not yet the others."""
+        return self._run is not None
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(

@@ -260,6 +260,11 @@ class OptimizerSwap:
         if self._deferred is not None:
             self._deferred.flush()
         run = self._in_backward.take(self._parameters()) if self._in_backward is not None else None
+        if run is not None and hasattr(self.optimizer, "found_inf"):
+            raise RuntimeError(
+                "lowtide: GradScaler unscales gradients when the optimizer steps, and overlap='in_backward' has used "
+                "them before; use 'backward' or 'deferred'"
+            )
         if run is None:
             run = self._begin()
         run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
@@ -350,6 +355,10 @@ class OptimizerSwap:
 
     def _before_state_dict(self) -> None:
         self._settle()
+        if self._in_backward is not None and self._in_backward.is_under_way:
+            raise RuntimeError(
+                "lowtide: state_dict: the step that backward began is not done; call optimizer.step() first"
+            )
         if self._torn is not None:
             raise RuntimeError(self._words_of_torn("state_dict"))
 

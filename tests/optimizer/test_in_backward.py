@@ -87,6 +87,8 @@ def test_a_second_backward_pass_is_refused() -> None:
         model(torch.ones(3, 24)).sum().backward()
         optimizer.step()
     model(torch.ones(3, 24)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^lowtide: state_dict: the step that backward began is not done; call "):
+        optimizer.state_dict()
     with pytest.raises(
         RuntimeError, match=r"^lowtide: a second backward pass before optimizer.step\(\): with overlap="
     ):

@@ -1,0 +1,75 @@
+"""A swapped optimizer on a real device: same bits, none of the state there between steps, three buckets in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from zoo import same_bits
+
+import lowtide
+from lowtide.optimizer.swap import OptimizerSwap
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+NUM_PARAMETERS, SIDE, BUCKET_BYTES = 24, 1024, 16 * MIB
+
+
+def _device() -> torch.device:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def _make(flags: dict[str, Any], dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(SIDE, SIDE, generator=generator).to(dtype) for _ in range(NUM_PARAMETERS)]
+    parameters = [torch.nn.Parameter(value.to(_device())) for value in values]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters, torch.optim.AdamW(parameters, lr=0.01, **flags)
+
+
+def _steps(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, count: int) -> None:
+    for step in range(count):
+        for number, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            parameter.grad.copy_(parameter.detach().sin() * (0.1 * step + number))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_same_bits(flags: dict[str, Any], dtype: torch.dtype) -> None:
+    plain_parameters, plain = _make(flags, dtype)
+    _steps(plain_parameters, plain, 6)
+    for overlap in ("step", "backward"):
+        parameters, optimizer = _make(flags, dtype)
+        with lowtide.swap_optimizer(optimizer, bucket_bytes=BUCKET_BYTES, overlap=overlap):
+            _steps(parameters, optimizer, 6)
+            for parameter, twin in zip(parameters, plain_parameters, strict=True):
+                for key in ("exp_avg", "exp_avg_sq"):
+                    value = optimizer.state[parameter][key]
+                    assert value.device.type == "cpu"
+                    assert same_bits(value, plain.state[twin][key].cpu())
+        for parameter, twin in zip(parameters, plain_parameters, strict=True):
+            assert same_bits(parameter.detach(), twin.detach())
+            assert same_bits(optimizer.state[parameter]["exp_avg"], plain.state[twin]["exp_avg"])
+
+
+def test_the_device_holds_buckets_only() -> None:
+    device = _device()
+    module = torch.get_device_module(device)
+    _parameters, optimizer = _make({"fused": True}, torch.float32)
+    handle: OptimizerSwap = lowtide.swap_optimizer(optimizer, bucket_bytes=BUCKET_BYTES, overlap="step")
+    before = module.memory_allocated(device)
+    for _ in range(4):
+        module.reset_peak_memory_stats(device)
+        optimizer.step()
+        torch.accelerator.synchronize(device)
+        assert module.memory_allocated(device) - before <= NUM_PARAMETERS * 512, "a `step` for each parameter"
+        # The first step makes the state of one bucket beside the buckets.
+        assert module.max_memory_allocated(device) - before <= 4 * BUCKET_BYTES + MIB
+    assert handle.stats.swapped_bytes == 8 * NUM_PARAMETERS * SIDE * SIDE
+    handle.detach()
