@@ -276,7 +276,7 @@ def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
         question="optimizer",
         title=TITLE,
         kind="computed",
-        command=command_of(args, "optimizer", argv),
+        command=command_of("optimizer", argv),
         settings={"hardware": args.hardware, "layers": args.layers, "micro_batch_tokens": args.tokens,
                   "micro_batches": args.micro_batches, "dtype": "bfloat16"},
         rows=[],
@@ -316,7 +316,7 @@ def _by_clock(args: argparse.Namespace, argv: Sequence[str]) -> int:
         question="optimizer",
         title=TITLE,
         kind="measured",
-        command=command_of(args, "optimizer", argv),
+        command=command_of("optimizer", argv),
         settings={"hidden": args.hidden, "layers": 4, "rounds": args.rounds, "dtype": "float32", "batch": 256},
         rows=[],
         notes=[

@@ -24,7 +24,7 @@ import torch
 
 from lowtide.optimizer.homes import Home
 from lowtide.optimizer.store import StateStore
-from lowtide.optimizer.transfers import NUM_BUFFERS, Arrival
+from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.private import version_of
 from lowtide.tensors.wrappers import inside
 
@@ -76,7 +76,7 @@ class BackwardPrefetch:
         for home in self._store.homes:
             if id(home) in self._arrivals or home.resident is not None or home.was_idle:
                 continue
-            if in_use is None and (not is_late or len(self._arrivals) >= NUM_BUFFERS - 1):
+            if in_use is None and (not is_late or len(self._arrivals) >= self._transfers.num_buffers - 1):
                 return
             if in_use is not None:
                 in_use += home.nbytes

@@ -33,7 +33,7 @@ from lowtide.optimizer.buckets import runs
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
 from lowtide.optimizer.homes import Home
 from lowtide.optimizer.store import StateStore, entries_of
-from lowtide.optimizer.transfers import NUM_BUFFERS, Arrival
+from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.wrappers import inside
 
 
@@ -81,7 +81,7 @@ class Stepper:
 
         `own_tensors`: hyper-parameters that are tensors are copied, since others may write to them before it ends.
         """
-        self.transfers.most_held = max(NUM_BUFFERS, len(arrivals))
+        self.transfers.most_held = max(self.transfers.num_buffers, len(arrivals))
         return StepRun(GroupSnapshot(self.optimizer.param_groups, own_tensors=own_tensors), call, arrivals=arrivals)
 
     def add_all(self, run: StepRun) -> None:

@@ -50,11 +50,12 @@ class StateStore:
         tiers: tuple[str, ...],
         bucket_bytes: int | None,
         min_bytes: int,
+        num_buffers: int,
     ) -> None:
         self.optimizer = optimizer
         self.engine = engine
         self.device = device
-        self.transfers = Transfers(engine, device, self._stay)
+        self.transfers = Transfers(engine, device, self._stay, num_buffers)
         self.homes: list[Home] = []
         self.home_of: dict[torch.Tensor, Home] = {}
         self.residents: set[torch.Tensor] = set()

@@ -84,8 +84,9 @@ def swap_optimizer(
     model: nn.Module | None = None,
     engine: Engine | str | None = None,
     min_bytes: int | str = MIN_BYTES,
+    num_buffers: int = NUM_BUFFERS,
 ) -> OptimizerSwap:
-    """See `lowtide.swap_optimizer`."""
+    """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -107,7 +108,7 @@ def swap_optimizer(
     own_engine = engine is None or isinstance(engine, str)
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
-    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least)
+    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.residents.update(first_ones(found, share))
     return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
 

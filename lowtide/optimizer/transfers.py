@@ -44,7 +44,11 @@ class Transfers:
     """See the module's text. `on_lost(home, bucket)` is called when a bucket could not be written to its slot."""
 
     def __init__(
-        self, engine: Engine, device: torch.device, on_lost: Callable[[Home, torch.UntypedStorage, BaseException], None]
+        self,
+        engine: Engine,
+        device: torch.device,
+        on_lost: Callable[[Home, torch.UntypedStorage, BaseException], None],
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.engine = engine
         self.device = device
@@ -55,7 +59,9 @@ class Transfers:
         self.peak_bytes = 0
         """Most bytes of buckets on the device at a time."""
         self.held_bytes = 0
-        self.most_held = NUM_BUFFERS
+        self.num_buffers = num_buffers
+        """Buckets that a step has on the device at a time."""
+        self.most_held = num_buffers
         """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
         self._on_lost = on_lost
         self._leaving: deque[tuple[Home, torch.UntypedStorage, Event]] = deque()

@@ -47,6 +47,7 @@ _OPTIMIZER_SWAP = "optimizer/test_swap.py"
 _OPTIMIZER_ORDER = "optimizer/test_transfers.py"
 _OPTIMIZER_AHEAD = "optimizer/test_overlap.py"
 _DEFERRED = "optimizer/test_deferred.py"
+_PLACES = "planner/test_place_state.py"
 
 HOOKS = [
     Mutant(
@@ -1419,6 +1420,24 @@ BUDGETS = [
         "state.optimizer + state.gradients",
         ("planner/test_problem.py::test_the_step_of_the_optimizer_must_fit_too",),
         "AdamW's step needs more than the budget, after a forward and backward pass that kept it",
+    ),
+    Mutant(
+        "slots-are-free",
+        "budgets",
+        "planner/state_items.py",
+        "state.optimizer_temporaries + shares.temporaries + shares.slot_bytes\n",
+        "state.optimizer_temporaries + shares.temporaries\n",
+        (f"{_PLACES}::test_shares_that_stay_change_nothing_but_the_optimizers_tick",),
+        "streamed state passes the budget by two buckets while the optimizer steps",
+    ),
+    Mutant(
+        "every-micro-batch-pays-for-the-state",
+        "budgets",
+        "planner/place_state.py",
+        "        return (lanes.stall_seconds + lanes.slowed_seconds) / self.num_micro_batches + streamed\n",
+        "        return lanes.stall_seconds + lanes.slowed_seconds + streamed\n",
+        (f"{_PLACES}::test_micro_batches_share_what_the_state_costs",),
+        "a plan keeps state that it should move: what one micro-batch pays is counted in all",
     ),
     Mutant(
         "accumulated-gradients-are-free",

@@ -201,11 +201,16 @@ def test_state_without_memory_to_hide_in_is_streamed_and_paid_for() -> None:
     assert plan.optimizer.free_from_tokens is None
 
 
-def test_micro_batches_share_what_the_state_costs() -> None:
-    memory = load_memory({"budget": 350 * MIB, "optimizer": "swap", "recompute": "none"})
+@pytest.mark.parametrize(("budget", "is_beside"), [(1600, True), (340, False)])
+def test_micro_batches_share_what_the_state_costs(budget: int, is_beside: bool) -> None:
+    """All of it beside compute, and hardly any."""
+    memory = load_memory({"budget": budget * MIB, "optimizer": "swap", "recompute": "none"})
     one, eight = (plan_profile(PROFILE, memory, link=LINK, num_micro_batches=number) for number in (1, 8))
-    assert one.predicted is not None and eight.predicted is not None
-    assert eight.predicted.optimizer_seconds < one.predicted.optimizer_seconds
+    assert one.predicted is not None and eight.predicted is not None and one.optimizer is not None
+    assert (one.optimizer.beside_bytes == one.optimizer.moved_bytes) == is_beside
+    share = eight.predicted.optimizer_seconds / one.predicted.optimizer_seconds
+    assert share == pytest.approx(1 / 8) if is_beside else 0 < share < 1
+    assert eight.predicted.step_seconds < one.predicted.step_seconds
 
 
 def test_temporaries_are_those_of_one_bucket() -> None:

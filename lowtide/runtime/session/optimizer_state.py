@@ -66,6 +66,7 @@ class PlacedState:
                 resident=share,
                 bucket_bytes=placement.bucket_bytes or "auto",
                 engine=self._engine,
+                num_buffers=placement.num_slots,
             )
         except BaseException:
             self._engine.close()
