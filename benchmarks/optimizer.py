@@ -26,9 +26,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from benchmarks.manners import Row, command_of, parser, run
 from benchmarks.optimizer_modes import StateTraffic, play_traffic
 from benchmarks.record import Record, hardware, read, versions
+from benchmarks.rows import Row, command_of, parser, run
 from lowtide.core.decisions import OptimizerPlacement, Overlap
 from lowtide.errors import BudgetError
 

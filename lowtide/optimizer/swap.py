@@ -45,6 +45,7 @@ from lowtide.optimizer.overlap import Overlap
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
 from lowtide.optimizer.store import StateStore
+from lowtide.optimizer.transfers import NUM_BUFFERS
 from lowtide.optimizer.trial import bare_step, why_not_in_parts
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler

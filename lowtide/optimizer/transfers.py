@@ -8,7 +8,7 @@ The rules:
 - a buffer is released only after the compute lane was told to wait for its copy out, and after that copy is known not
   to have failed;
 - a slot is given back only when no copy from or to it is unfinished.
-Nothing waits for the whole device. At most `NUM_BUFFERS` buckets are on the device: one that is computed with, one
+Nothing waits for the whole device. At most `num_buffers` buckets are on the device: one that is computed with, one
 that arrives, one that leaves.
 
 Cost: about 30 us of Python a bucket. Not covered: what to fetch and when (step.py, overlap.py).
