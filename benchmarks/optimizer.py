@@ -47,7 +47,7 @@ TARGET_PERCENT, HIDDEN_PERCENT = 2.0, 0.2
 _USABLE_SHARE = 0.92
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
           "num_key_value_heads": 32, "vocab_size": 32000, "use_cache": False}  # fmt: skip
-_NUM_SLOTS = 2
+_NUM_SLOTS = 3
 _TIME_LIMIT_SECONDS = 60.0
 _STAYS = OptimizerPlacement(moved_bytes=0, reason="nobody asked")
 

@@ -57,7 +57,7 @@ class OptimizerPlacement:
     tier: Tier = Tier.HOST
     bucket_bytes: int | None = None
     """What is copied at once; None: chosen when the state is seen."""
-    num_slots: int = 2
+    num_slots: int = 3
     """Places for buckets that come and go while the optimizer steps."""
     overlap: Overlap | None = None
     """None: chosen when the state is seen."""

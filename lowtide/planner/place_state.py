@@ -7,7 +7,7 @@ budget, one link), and writes down what came of it.
   which while the optimizer steps.
 - auto: a share may stay too. Where everything fits, it does; and a plan is never slower than the one that keeps it all.
 
-Why buckets: the step of the optimizer needs two of them and not all of the state, and its temporaries (4 bytes a
+Why buckets: the step of the optimizer needs three of them and not all of the state, and its temporaries (4 bytes a
 parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
 0.2 ms to step one; at most an eighth of the state; at least what cannot be cut (the largest parameter's state, where
 the optimizer is not known to treat every element alone).
@@ -43,7 +43,7 @@ _BUCKET_SECONDS = 3e-3
 _LEAST_BUCKET, _MOST_BUCKET = 64 * MIB, 256 * MIB
 _LEAST_BUCKETS = 8
 _MOST_SHARES = 64
-_NUM_SLOTS = 2
+_NUM_SLOTS = 3
 _ALIGNMENT = 256
 _NO_TIME = 1.0 + 1e-9
 """Not slower than this, and nothing is to be gained."""

@@ -4,8 +4,8 @@ What: `with_state` adds shares of the state to a problem. Each has one of three 
 - keep: it stays on the device;
 - swap: it leaves while forward runs and comes back while backward runs, into memory that backward has freed, on the
   lanes that copy activations too. All such shares are on the device when the optimizer steps;
-- recompute, which here means *streamed*: it comes and goes while the optimizer steps, through two slots of one bucket
-  (as in Megatron-LM's chunked offload of optimizer state, #6244). Compute waits for it: the time of a copy in the
+- recompute, which here means *streamed*: it comes and goes while the optimizer steps, through three slots of one bucket
+  (Megatron-LM's chunked offload of optimizer state, #6244, has two). Compute waits for it: the time of a copy in the
   slower direction, since both run at once and the last copy out has the next forward to land in. That is s P / (N BW),
   with s bytes a parameter, P parameters, N shards and a link of BW bytes a second.
 

@@ -39,7 +39,7 @@ def profile_of(num_layers: int = 4, *, temporaries: int = 64 * MIB, **more: int)
 
 
 PROFILE = profile_of()
-KEEP_FLOOR, FLOOR = 576, 328  # MiB: with the state on the device, and without
+KEEP_FLOOR, FLOOR = 576, 360  # MiB: with the state on the device, and without
 
 
 def planned(optimizer: str, budget: int, profile: Profile = PROFILE, **more: Any) -> Plan:
@@ -59,7 +59,7 @@ def seconds_of(plan: Plan) -> float:
 def plans() -> dict[int, dict[str, Plan | None]]:
     """For a row of budgets in MiB the plan of each kind, None where none fits."""
     found: dict[int, dict[str, Plan | None]] = {}
-    for mib in (350, 500, 650, 1000, 1600):
+    for mib in (380, 500, 650, 1000, 1600):
         found[mib] = {}
         for optimizer in ("keep", "swap", "auto"):
             try:
@@ -201,7 +201,7 @@ def test_state_without_memory_to_hide_in_is_streamed_and_paid_for() -> None:
     assert plan.optimizer.free_from_tokens is None
 
 
-@pytest.mark.parametrize(("budget", "is_beside"), [(1600, True), (340, False)])
+@pytest.mark.parametrize(("budget", "is_beside"), [(1600, True), (372, False)])
 def test_micro_batches_share_what_the_state_costs(budget: int, is_beside: bool) -> None:
     """All of it beside compute, and hardly any."""
     memory = load_memory({"budget": budget * MIB, "optimizer": "swap", "recompute": "none"})
@@ -220,7 +220,7 @@ def test_temporaries_are_those_of_one_bucket() -> None:
     assert keep is not None and swap is not None
     assert keep.floor_bytes == (128 + 128 + 256 + 4096) * MIB
     bucket = bucket_size(large.state, LINK)
-    assert swap.floor_bytes == pytest.approx((128 + 128 + 512) * MIB + 2 * bucket, abs=1024)
+    assert swap.floor_bytes == pytest.approx((128 + 128 + 512) * MIB + 3 * bucket, abs=1024)
 
 
 def test_the_ladder_has_a_column_for_it() -> None:
