@@ -22,6 +22,7 @@ Not covered: splitting one parameter; optimizers that look at several parameters
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,8 @@ class Part:
 
     chosen: list[Chosen]
     homes: list[Home] = field(default_factory=list)
+    then: Part | None = None
+    """What else steps in this part's turn, where there was no memory for all of it at a time."""
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for _, parameters in self.chosen for parameter in parameters]
@@ -183,22 +186,30 @@ class Stepper:
 
     def step_part(self, run: StepRun, number: int) -> None:
         """Step one part; where it stops, say so and keep what can be kept."""
-        part = run.parts[number]
+        while True:
+            self._step_one(run, number)
+            then = run.parts[number].then
+            if then is None:
+                break
+            run.parts[number] = then
+        run.todo.remove(number)
+
+    def _step_one(self, run: StepRun, number: int) -> None:
         buckets: list[torch.UntypedStorage] = []
         try:
             self._fetch(run, number, buckets)
+            part = run.parts[number]
             state = self.optimizer.state
             shown = [home.bind_device(state, bucket) for home, bucket in zip(part.homes, buckets, strict=True)]
             run.is_tainted = True
             self._step(run, part)
         except BaseException as error:
-            self._stop(run, part, buckets)
+            self._stop(run, run.parts[number], buckets)
             if not isinstance(error, Exception):
                 raise  # of the user's making: Ctrl-C
             raise self._said(run, number, error) from error
         self._put_away(part, buckets, shown)
         run.is_tainted = False
-        run.todo.remove(number)
 
     def _step(self, run: StepRun, part: Part) -> None:
         optimizer = self.optimizer
@@ -213,8 +224,14 @@ class Stepper:
 
     def _fetch(self, run: StepRun, number: int, buckets: list[torch.UntypedStorage]) -> None:
         """Add the buckets of a part, on the device, to `buckets`; and the next part's are under way."""
-        for home in run.parts[number].homes:
-            self._start(run, home)
+        while True:
+            try:
+                for home in run.parts[number].homes:
+                    self._start(run, home)
+                break
+            except torch.OutOfMemoryError:
+                if not self._halve(run, number):
+                    raise
         following = run.todo.index(number) + 1
         if following < len(run.todo):
             for home in run.parts[run.todo[following]].homes:
@@ -222,6 +239,30 @@ class Stepper:
         for home in run.parts[number].homes:
             arrival = run.arrivals.pop(id(home), None)
             buckets.append(self.transfers.arrive(arrival) if arrival is not None else home.on_device())
+
+    def _halve(self, run: StepRun, number: int) -> bool:
+        """Cut the bucket of a part for which there is no memory in two, which step one after the other."""
+        part = run.parts[number]
+        if len(part.homes) != 1 or len(part.homes[0].parameters) < 2:
+            return False
+        home = part.homes[0]
+        warnings.warn(
+            f"lowtide: no memory on {self.store.device} for {home.nbytes} bytes of optimizer state at a time; this "
+            "bucket is cut in two",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self._give_up(run)
+        self.transfers.settle()
+        self.store.adopt(home.parameters, anywhere=True, apart=set(home.parameters[: len(home.parameters) // 2]))
+        number_of = {p: group for group, parameters in part.chosen for p in parameters}
+        halves = [self._part(half.parameters, number_of, [half]) for half in self._homes_of(home.parameters)]
+        then = part.then
+        for half in reversed([half for half in halves if half.chosen]):
+            half.then, then = then, half
+        assert then is not None
+        run.parts[number] = then
+        return True
 
     def _start(self, run: StepRun, home: Home) -> None:
         if home.resident is None and id(home) not in run.arrivals:

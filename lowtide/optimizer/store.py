@@ -142,10 +142,10 @@ class StateStore:
         try:
             self._fill(home, values, directly=anywhere and home.slot.tier == "host")
         except torch.OutOfMemoryError:
-            self.engine.free(home.slot)
-            if any(inside(value).device != self.device for _, _, value in values):
-                raise
-            return  # it stays where it is, and the next step tries again
+            if not anywhere:
+                self.engine.free(home.slot)
+                return  # it stays on the device, and the next step tries again
+            self._fill(home, values, directly=True)
         self.homes.append(home)
         self.home_of.update(dict.fromkeys(home.parameters, home))
         home.bind_host(self.optimizer.state)
