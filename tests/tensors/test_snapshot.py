@@ -164,7 +164,7 @@ def _facts(model: State) -> tuple:
         key: repr(value) for key, value in twin.items() if key not in ("slotted", "call", "_buffers", "_parameters")
     }
     slots = [getattr(model.slotted, name, None) for name in Slotted.__slots__]
-    state = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+    state = (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state(legacy=False)))
     versions = [model.small._version, model.hidden._version]
     own = (
         list(vars(model)),

@@ -151,6 +151,21 @@ def test_a_plan_that_leaves_a_part_on_the_device() -> None:
         assert_plain(everything(losses, model, optimizer))
 
 
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_step_has_as_many_buckets_on_the_device_as_the_plan_counts(num_slots: int) -> None:
+    model, optimizer = build()
+    matrix_bytes = STATE_BYTES // 3
+    all_of_it = OptimizerPlacement(moved_bytes=None, bucket_bytes=matrix_bytes, num_slots=num_slots, reason="")
+    layers = [f"layers.{number}" for number in range(3)]
+    plan = dataclasses.replace(plan_from_rules(load_memory({}), layers), optimizer=all_of_it)
+    with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0") as tide:
+        losses = train(model, optimizer)
+        assert tide.optimizer_swap is not None
+        stats = tide.optimizer_swap.stats
+        assert (stats.num_buckets, stats.bucket_peak_bytes) == (3, num_slots * matrix_bytes)
+        assert_plain(everything(losses, model, optimizer))
+
+
 @pytest.mark.parametrize(
     ("way", "call"), [(by_rules, "lowtide.apply"), (by_a_budget, "lowtide.optimize"), (beside_a_file, "lowtide.apply")]
 )
