@@ -42,6 +42,7 @@ RUNS: dict[str, dict[str, Any] | None] = {
     # a recompute would bring all of it back, so keeping it costs nothing at the peak.
     "mixed": {"swap": ["layers.0-3"], "recompute": ["layers.4-6"], "keep": ["layers.7"]},
     "swap": {"swap": "all"},
+    "swap, state": {"swap": "all", "optimizer": "swap"},
 }
 SIZES = {
     "demo": {"layers": 8, "hidden": 512, "heads": 8, "intermediate": 1408, "sequence": 512, "batch": 4},

@@ -74,8 +74,7 @@ class StateBytes:
     optimizer_movable: int = 0
     """The part of `optimizer` in tensors of 16,384 elements and more: it may be elsewhere between steps."""
     optimizer_unit: int = 0
-    """The most of `optimizer_movable` that cannot be copied in parts: the largest parameter's, where the optimizer is
-    not known to treat every element alone."""
+    """The most of `optimizer_movable` that one bucket must hold: a parameter is not stepped in parts."""
     optimizer_temporaries: int = 0
     """Most that `optimizer.step()` needs beyond everything else."""
     inputs: int = 0

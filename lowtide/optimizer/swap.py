@@ -114,6 +114,17 @@ def swap_optimizer(
     return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
 
 
+def why_not(optimizer: Any) -> str:
+    """Why the state of an optimizer cannot be swapped, in words for a user; empty where it can."""
+    found = bare(optimizer)
+    try:
+        check_optimizer(found)
+    except ConfigError as error:
+        return str(error)
+    refusal = why_not_in_parts(found)
+    return f"lowtide.swap_optimizer: {refusal}" if refusal else ""
+
+
 class OptimizerSwap:
     """The handle of one optimizer. Made by `swap_optimizer`."""
 

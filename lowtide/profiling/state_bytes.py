@@ -29,7 +29,7 @@ from torch import nn
 from lowtide.core.profile import StateBytes
 from lowtide.tensors.fsdp import is_sharded, local_part
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
-from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, treats_elements_alone
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
 from lowtide.tensors.private import (
     OPTIMIZER_HOOKS,
     OPTIMIZER_STATE_HOOKS,
@@ -98,21 +98,19 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bo
             "has now is counted; take one step first if it has none",
             stacklevel=4,
         )
-        return _state_of(optimizer, is_accelerator)
+        return _state_of(optimizer)
 
 
-def _state_of(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
+def _state_of(optimizer: torch.optim.Optimizer) -> _State:
     """The state that there is."""
     large = [
         [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.numel() >= MOVABLE_ELEMENTS]
         for state in optimizer.state.values()
     ]
-    # On the host a kernel's last elements are computed another way, so a cut would change bits.
-    is_split = is_accelerator and treats_elements_alone(optimizer)
     return _State(
         nbytes=unique_bytes(optimizer_tensors(optimizer)),
         movable=unique_bytes([tensor for tensors in large for tensor in tensors]),
-        unit=0 if is_split else max(map(unique_bytes, large), default=0),
+        unit=max(map(unique_bytes, large), default=0),
     )
 
 
@@ -127,7 +125,7 @@ def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
             live.add_all([*fakes, *(p.grad for p in fakes if p.grad is not None), *optimizer_tensors(twin)])
             with live:
                 _step_of(type(twin))(twin)
-            state = _state_of(twin, is_accelerator)
+            state = _state_of(twin)
             return dataclasses.replace(state, temporaries=max(0, live.peak_bytes - held - state.nbytes))
     finally:
         before.restore()  # what the copy shares with the original: objects of the optimizer's own class

@@ -20,7 +20,6 @@ SWAP_ATTRIBUTE = "lowtide_swap"
 """Attribute of an optimizer that gives the handle of its swapped state."""
 _INSIDE = ("optimizer", "_optimizer")
 _MAX_WRAPPERS = 8
-_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad)
 
 
 def optimizer_of(optimizer: Any, call: str) -> Any:
@@ -44,12 +43,6 @@ def bare(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
-
-
-def treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter may be stepped in parts, with the same bits: its kind is one that was tried. A class of
-    somebody's own is not, whatever it derives from."""
-    return type(optimizer) in _ELEMENTWISE
 
 
 def _is_optimizer(found: Any) -> bool:

@@ -145,10 +145,10 @@ def test_the_command_line_says_where_the_state_may_be(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "name", "least"), [("llama_8b", "h200", 0.17), ("deepseek_v3_slice", "h100", 0.33)]
+    ("example", "name", "least"), [("llama_8b", "h200", 0.17), ("deepseek_v3_slice", "h100", 0.25)]
 )
 def test_what_the_examples_save(example: str, name: str, least: float) -> None:
-    """With everything else kept: the peak by this share, and the floor by all that can move."""
+    """With everything else kept: the peak by this share, and the floor by what can move, but for three buckets."""
     run, device = load_run(ROOT / "examples" / f"{example}.yaml"), load_hardware(name)
     profile = trace_run(run, device, say=lambda _: None)
     how: Any = {"link": device.link, "has_gradients": run.train.grad_accumulation > 1}
@@ -160,7 +160,8 @@ def test_what_the_examples_save(example: str, name: str, least: float) -> None:
     assert keep is not None and swap is not None and auto is not None
     assert swap.plain_peak_bytes == keep.peak_bytes == auto.peak_bytes
     assert 1 - swap.peak_bytes / keep.peak_bytes >= least
-    assert keep.floor_bytes - auto.floor_bytes == pytest.approx(profile.state.optimizer_movable, rel=0.05)
+    movable, bucket_bytes = profile.state.optimizer_movable, profile.state.optimizer_unit
+    assert movable - 3 * bucket_bytes <= keep.floor_bytes - auto.floor_bytes <= 1.01 * movable
 
 
 def test_gradients_of_earlier_micro_batches_are_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:

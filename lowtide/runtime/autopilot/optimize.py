@@ -45,11 +45,13 @@ def optimize(
     refuse_other_shards(model, "lowtide.optimize")
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
-    if config.optimizer == "auto" and optimizer is None:  # there is none to move
-        config = dataclasses.replace(config, optimizer="keep")
     chosen = choose_engine(engine, model, bare)
     placed = PlacedState(model, optimizer, chosen, "lowtide.optimize")
     placed.check(bare.optimizer)
+    if config.optimizer == "auto" and (optimizer is None or (refusal := placed.why_not())):
+        if optimizer is not None and say is not None:
+            say(f"lowtide: the optimizer's state stays on the device: {refusal}")
+        config = dataclasses.replace(config, optimizer="keep")
     source = BudgetSource(model, config, chosen)
     return Autopilot(
         model, source, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, group=group, say=say

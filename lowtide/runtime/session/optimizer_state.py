@@ -22,7 +22,8 @@ from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
-from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
+from lowtide.optimizer.buckets import MOST_BYTES
+from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer, why_not
 
 
 class PlacedState:
@@ -38,9 +39,18 @@ class PlacedState:
         self.handle: OptimizerSwap | None = None
         """The swap that is in force; None while the state is on the device."""
 
+    def why_not(self) -> str:
+        """Why the state cannot move; empty where it can, and where there is no optimizer."""
+        return "" if self._optimizer is None else why_not(self._optimizer)
+
     def check(self, placement: OptimizerPlacement | None) -> None:
-        """Raises `ConfigError` where a plan moves state and there is no optimizer."""
-        if placement is not None and placement.moves and self._optimizer is None:
+        """Raises `ConfigError` where a plan moves state, and there is no optimizer or one that cannot be swapped."""
+        if placement is None or not placement.moves or self.handle is not None:
+            return
+        refusal = self.why_not()
+        if refusal:
+            raise ConfigError(refusal)
+        if self._optimizer is None:
             raise ConfigError(
                 f"memory.optimizer: the state of an optimizer is to be elsewhere between steps, and {self._call} was "
                 "given none: pass optimizer=, or write optimizer: keep"
@@ -52,7 +62,6 @@ class PlacedState:
         Raises `ConfigError` where the optimizer cannot be stepped in parts.
         """
         placement = plan.optimizer
-        self.check(placement)
         if placement is None or not placement.moves or self.handle is not None:
             return
         self._engine = choose_engine(self._beside.name, self._model, _plan_of_place(plan, placement))
@@ -64,7 +73,8 @@ class PlacedState:
                 tier=placement.tier.value,
                 overlap=placement.overlap or "auto",
                 resident=share,
-                bucket_bytes=placement.bucket_bytes or "auto",
+                # A larger parameter has a bucket of its own in any case.
+                bucket_bytes=min(placement.bucket_bytes, MOST_BYTES) if placement.bucket_bytes else "auto",
                 engine=self._engine,
                 num_buffers=placement.num_slots,
             )

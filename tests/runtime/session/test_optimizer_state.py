@@ -207,3 +207,41 @@ def test_swapped_state_is_counted_as_what_it_is(has_scheduler: bool) -> None:
         if handle is not None:
             handle.detach()
     assert counts[0] == counts[1]
+
+
+class OneNorm(torch.optim.AdamW):
+    """Scales all gradients by their common norm: not the same in parts."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(1.0 + norm)
+        return super().step(closure)
+
+
+def test_under_a_budget_an_optimizer_that_cannot_keeps_its_state_or_is_refused_at_once() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OneNorm(model.parameters(), lr=1e-2)
+    said: list[str] = []
+    memory = {"optimizer": "auto"}
+    with lowtide.optimize(
+        model, budget="64MiB", memory=memory, optimizer=optimizer, engine="virtual:0", say=said.append
+    ) as tide:
+        train(model, optimizer)
+        assert tide.optimizer_swap is None
+    assert said[0].startswith("lowtide: the optimizer's state stays on the device: lowtide.swap_optimizer: OneNorm ")
+    with pytest.raises(lowtide.ConfigError) as caught:
+        by_a_budget(model, optimizer, "virtual:0")
+    assert said[0].endswith(str(caught.value))
+    assert "forward" not in vars(model)
+
+
+def test_a_parameter_larger_than_any_bucket_can_be_asked_for() -> None:
+    model, optimizer = build()
+    huge = OptimizerPlacement(moved_bytes=None, bucket_bytes=1 << 32, reason="")
+    plan = dataclasses.replace(plan_from_rules(load_memory({}), ["layers.0", "layers.1", "layers.2"]), optimizer=huge)
+    with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0"):
+        assert_plain(everything(train(model, optimizer), model, optimizer))
