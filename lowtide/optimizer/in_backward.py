@@ -55,6 +55,11 @@ class InBackward:
         """Whether backward has updated some parameters and `step()` not yet the others."""
         return self._run is not None
 
+    def let_go(self) -> None:
+        """Drop what was fetched ahead; the step that backward began can go on."""
+        if self._run is not None:
+            self._stepper.give_up(self._run)
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(

@@ -209,16 +209,25 @@ class OptimizerSwap:
             self._adopt_all()
 
     def detach(self) -> None:
-        """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent."""
+        """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent.
+
+        Where memory runs out the swap stays in force, and a later call goes on from there.
+        """
         if not self._is_attached:
             return
         optimizer, state = self.optimizer, self.optimizer.state
+        if self._deferred is not None:
+            self._deferred.flush()
+        if self._in_backward is not None:
+            self._in_backward.let_go()
+        self._overlap.give_up()
+        self._store.bring_back()
+        # From here on nothing runs out of memory; before, all is in force and can be called again.
         if self._deferred is not None:
             self._deferred.remove()
         if self._in_backward is not None:
             self._in_backward.remove()
         self._overlap.close()
-        self._store.bring_back()
         self._transfers.close()
         self._is_attached = False
         self._torn = None
