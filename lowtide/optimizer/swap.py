@@ -149,7 +149,7 @@ class OptimizerSwap:
             assert model is not None
             self._deferred = DeferredUpdates(model, parameters, self._advance)
         if overlap == "in_backward":
-            self._in_backward = InBackward(self._stepper, parameters, self._begin, self._advance)
+            self._in_backward = InBackward(self._stepper, parameters, self._begin, self._advance, self._stepping)
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
