@@ -28,7 +28,9 @@ from lowtide.optimizer.step import Part, Stepper, StepRun
 
 
 class InBackward:
-    """See the module's text. `advance(run, numbers)` steps parts of a run; within `stepping()` nothing waits for copies."""
+    """See the module's text. `advance(run, numbers)` steps parts of a run; `refresh()` takes in replaced state; within
+    `stepping()` nothing waits for copies.
+    """
 
     def __init__(
         self,
@@ -36,8 +38,10 @@ class InBackward:
         parameters: list[torch.Tensor],
         begin: Callable[[], StepRun],
         advance: Callable[[StepRun, list[int] | None], None],
+        refresh: Callable[[], None],
         stepping: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._refresh = refresh
         self._stepper = stepper
         self._stepping = stepping
         self._begin = begin
@@ -67,6 +71,11 @@ class InBackward:
         if self._run is not None:
             self._stepper.give_up(self._run)
 
+    def end(self, parameters: list[torch.Tensor]) -> None:
+        """The step that backward began is over; what it has not updated is somebody else's to update."""
+        self.let_go()
+        self.take(parameters)
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(
@@ -76,17 +85,17 @@ class InBackward:
         if parameter in self._arrived:
             self._arrived.clear()  # another pass, before anything could step in the last one
         self._arrived.add(parameter)
-        store = self._stepper.store
         home = self._complete(parameter)
+        if home is not None and self._run is None:
+            self._refresh()
+            home = self._complete(parameter)
         if home is None:
             return
         with self._stepping():
-            if self._run is None:
-                store.refresh()
-                home = self._complete(parameter)
-            part = self._stepper.part_of(home) if home is not None and home.is_bound(store.optimizer.state) else None
-        if home is None or part is None:
-            return  # its state was replaced, or one of its groups must step at once
+            is_bound = home.is_bound(self._stepper.optimizer.state)
+            part = self._stepper.part_of(home) if is_bound else None
+        if part is None:
+            return  # its state was replaced since, or one of its groups must step at once
         if self._run is None:
             self._run = self._begin()
         self._step(self._run, home, part)

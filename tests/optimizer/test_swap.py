@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -545,6 +546,62 @@ def test_refusals() -> None:
         assert _refusal(adam) == "this Adam is swapped already; call detach() of its handle first"
     with swapped(adam, VirtualEngine(0)):
         pass
+
+
+def _clear(optimizer: Any, first: Any) -> None:
+    optimizer.state.clear()
+
+
+def _delete(optimizer: Any, first: Any) -> None:
+    del optimizer.state[first]
+
+
+def _set(optimizer: Any, first: Any) -> None:
+    optimizer.state[first] = {}
+
+
+def _update(optimizer: Any, first: Any) -> None:
+    optimizer.state |= {first: {}}
+
+
+def _popitem(optimizer: Any, first: Any) -> None:
+    optimizer.state.popitem()
+
+
+def _halve(optimizer: Any, first: Any) -> None:
+    optimizer.state.setdefault(first, {})["exp_avg"].mul_(0.5)
+
+
+def _put_copies(optimizer: Any, first: Any) -> None:
+    optimizer.state = defaultdict(dict, {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()})
+
+
+def _put_nothing(optimizer: Any, first: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+@pytest.mark.parametrize("change", [_clear, _delete, _set, _update, _popitem, _halve, _put_copies, _put_nothing])
+def test_writing_to_the_state_comes_after_what_was_put_off(overlap: str, change: Any) -> None:
+    results = []
+    for engine in (None, VirtualEngine(3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"model": model} if overlap == "deferred" else {}
+        handle = swapped(optimizer, engine, overlap=overlap, **options) if engine else None
+        for step in range(6):
+            model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (2, 5):
+                change(optimizer, next(model.parameters()))
+        if handle:
+            handle.detach()
+            assert (engine.violations, engine.num_slots) == ([], 0)
+            assert type(optimizer.state) is defaultdict
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
 
 
 # -- without memory for the way back -----------------------------------------------------------------------------------
