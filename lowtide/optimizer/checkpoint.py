@@ -34,7 +34,9 @@ class _Held:
 
 
 class Checkpoints:
-    """The hooks of one optimizer. `before_save` may raise; `after_load` is told that no earlier step matters now."""
+    """The hooks of one optimizer. `before_save` and `before_load` may raise; `after_load` is told that no earlier step
+    matters now.
+    """
 
     def __init__(
         self,
@@ -42,12 +44,14 @@ class Checkpoints:
         store: StateStore,
         *,
         before_save: Callable[[], None],
+        before_load: Callable[[], None],
         after_load: Callable[[], None],
         settle: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._store = store
         self._before_save = before_save
+        self._before_load = before_load
         self._after_load = after_load
         self._settle = settle
         self._hooks = (
@@ -61,7 +65,7 @@ class Checkpoints:
             hook.remove()
 
     def _take_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._settle()
+        self._before_load()
         parameter_of = dict(self._numbered(state_dict))
         state = {
             number: self._held(parameter_of[number], entries) if number in parameter_of else entries

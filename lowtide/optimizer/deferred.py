@@ -41,12 +41,20 @@ _ASKS_ONLY = frozenset(
 
 
 class DeferredUpdates:
-    """See the module's text. `advance(run, numbers)` steps parts of a run; None: all that are left."""
+    """See the module's text. `advance(run, numbers)` steps parts of a run; None: all that are left.
+
+    `take_over()` sees to it that `optimizer.state` is the mapping of when the step began, while parts of it step.
+    """
 
     def __init__(
-        self, model: nn.Module, parameters: Iterable[torch.Tensor], advance: Callable[[StepRun, list[int] | None], None]
+        self,
+        model: nn.Module,
+        parameters: Iterable[torch.Tensor],
+        advance: Callable[[StepRun, list[int] | None], None],
+        take_over: Callable[[], None],
     ) -> None:
         self._advance = advance
+        self._take_over = take_over
         self._run: StepRun | None = None
         self._versions: dict[torch.Tensor, int] = {}
         wanted = set(parameters)
@@ -100,10 +108,14 @@ class DeferredUpdates:
     def flush(self) -> None:
         """Step all that still waits."""
         if self._run is not None:
+            self._take_over()
+        if self._run is not None:
             self._step(list(self._run.todo))
 
     def _before_module(self, parameters: list[torch.Tensor]) -> None:
         self._watch.announced.update(parameters)
+        if self._run is not None:
+            self._take_over()
         if self._run is not None:
             numbers = {self._part_of[p] for p in parameters if p in self._part_of}
             if numbers:

@@ -8,8 +8,9 @@ Only for training in which each step has one backward pass, and nothing looks at
 between the two: no accumulation, no clipping by a norm over all, no `GradScaler`. A second backward pass before the
 step raises RuntimeError; the others cannot be seen from here. Several ranks are refused: gradients of the others are
 not there yet when a parameter's own is.
-Which gradients a bucket waits for is known from the step before; parameters whose state does not move, and state that
-is still to be made, wait for `step()`.
+Which gradients a bucket waits for is known from the step before, and a gradient that was kept (`set_to_none=False`)
+does not count as one of this pass. Parameters whose state does not move, and state that is still to be made or that
+somebody has replaced since the pass began, wait for `step()`. Gradients that were used are None afterwards.
 
 Cost: a few microseconds a parameter. Not covered: see above; that is why this way must be asked for.
 """
@@ -17,16 +18,19 @@ Cost: a few microseconds a parameter. Not covered: see above; that is why this w
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from lowtide.errors import ConfigError
 from lowtide.optimizer.homes import Home
-from lowtide.optimizer.step import Stepper, StepRun
+from lowtide.optimizer.step import Part, Stepper, StepRun
 
 
 class InBackward:
-    """See the module's text. `advance(run, numbers)` steps parts of a run."""
+    """See the module's text. `advance(run, numbers)` steps parts of a run; `refresh()` takes in replaced state; within
+    `stepping()` nothing waits for copies.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,12 @@ class InBackward:
         parameters: list[torch.Tensor],
         begin: Callable[[], StepRun],
         advance: Callable[[StepRun, list[int] | None], None],
+        refresh: Callable[[], None],
+        stepping: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._refresh = refresh
         self._stepper = stepper
+        self._stepping = stepping
         self._begin = begin
         self._advance = advance
         self._run: StepRun | None = None
@@ -44,6 +52,9 @@ class InBackward:
         """Buckets in the order in which they were complete, in this step and in the one before."""
         self._last_order: list[Home] = []
         self._had_gradient: set[torch.Tensor] = set()
+        """Parameters, in the step before."""
+        self._arrived: set[torch.Tensor] = set()
+        """Parameters whose gradient came in this backward pass."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters if p.requires_grad]
 
     def remove(self) -> None:
@@ -55,26 +66,49 @@ class InBackward:
         """Whether backward has updated some parameters and `step()` not yet the others."""
         return self._run is not None
 
+    def let_go(self) -> None:
+        """Drop what was fetched ahead; the step that backward began can go on."""
+        if self._run is not None:
+            self._stepper.give_up(self._run)
+
+    def end(self, parameters: list[torch.Tensor]) -> None:
+        """The step that backward began is over; what it has not updated is somebody else's to update."""
+        self.let_go()
+        self.take(parameters)
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(
                 "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "
                 "updated this parameter already; use 'backward' or 'deferred' to accumulate gradients"
             )
-        home = self._stepper.store.home_of.get(parameter)
-        if home is None or home.resident is not None or not self._had_gradient:
+        if parameter in self._arrived:
+            self._arrived.clear()  # another pass, before anything could step in the last one
+        self._arrived.add(parameter)
+        home = self._complete(parameter)
+        if home is not None and self._run is None:
+            self._refresh()
+            home = self._complete(parameter)
+        if home is None:
             return
-        expected = [p for p in home.parameters if p in self._had_gradient]
-        if parameter not in self._had_gradient or any(p.grad is None for p in expected):
-            return
+        with self._stepping():
+            is_bound = home.is_bound(self._stepper.optimizer.state)
+            part = self._stepper.part_of(home) if is_bound else None
+        if part is None:
+            return  # its state was replaced since, or one of its groups must step at once
         if self._run is None:
             self._run = self._begin()
-        self._step(self._run, home)
+        self._step(self._run, home, part)
 
-    def _step(self, run: StepRun, home: Home) -> None:
-        part = self._stepper.part_of(home)
-        if part is None:
-            return  # one of its groups must step at once
+    def _complete(self, parameter: torch.Tensor) -> Home | None:
+        """The bucket of this parameter, if all of its gradients are there."""
+        home = self._stepper.store.home_of.get(parameter)
+        if home is None or home.resident is not None or parameter not in self._had_gradient:
+            return None
+        expected = [p for p in home.parameters if p in self._had_gradient or p.grad is not None]
+        return home if all(p in self._arrived and p.grad is not None for p in expected) else None
+
+    def _step(self, run: StepRun, home: Home, part: Part) -> None:
         run.parts.append(part)
         run.todo.append(len(run.parts) - 1)
         self._order.append(home)
@@ -95,6 +129,7 @@ class InBackward:
         self._had_gradient = {p for p in parameters if p.grad is not None} | self._stepped
         self._last_order, self._order = self._order, []
         self._stepped = set()
+        self._arrived = set()
         return run
 
 

@@ -178,7 +178,7 @@ class Stepper:
         """Step what is left of `run`. Returns what the optimizer's step returned last."""
         while run.todo:
             self.step_part(run, run.todo[0])
-        self._give_up(run)
+        self.give_up(run)
         run.snapshot.commit()
         self.transfers.retire_all()
         self.transfers.forget_complete()
@@ -252,7 +252,7 @@ class Stepper:
             RuntimeWarning,
             stacklevel=2,
         )
-        self._give_up(run)
+        self.give_up(run)
         self.transfers.settle()
         self.store.adopt(home.parameters, anywhere=True, apart=set(home.parameters[: len(home.parameters) // 2]))
         number_of = {p: group for group, parameters in part.chosen for p in parameters}
@@ -275,9 +275,9 @@ class Stepper:
             if home.resident is None:
                 home.bind_host(self.optimizer.state)
                 self.transfers.drop(bucket)
-        self._give_up(run)
+        self.give_up(run)
 
-    def _give_up(self, run: StepRun) -> None:
+    def give_up(self, run: StepRun) -> None:
         """Let go of buckets that were fetched and not used."""
         for arrival in run.arrivals.values():
             self.transfers.give_up(arrival)

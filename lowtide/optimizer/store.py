@@ -105,12 +105,13 @@ class StateStore:
         parameters = list(dict.fromkeys(parameters))
         old = {id(home): home for p in parameters if (home := self.home_of.get(p)) is not None}
         everyone = dict.fromkeys([*parameters, *(p for home in old.values() for p in home.parameters)])
+        for home in old.values():
+            if home.resident is not None:
+                self.part_from(home, home.resident)
         for parameter in everyone:
             self.home_of.pop(parameter, None)
         for home in old.values():
             self.homes.remove(home)
-            if home.resident is not None:
-                self.part_from(home, home.resident)
         found = self._alone(self.homeless(everyone, anywhere=anywhere))
         for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
             sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
@@ -222,29 +223,40 @@ class StateStore:
     # -- back ----------------------------------------------------------------------------------------------------------
 
     def bring_back(self) -> None:
-        """All state is on the device again, in plain tensors of its own; no home is left."""
+        """All state is on the device again, in plain tensors of its own; no home is left.
+
+        Where memory runs out, the homes that are left are whole: call it again, or step on.
+        """
         self.transfers.settle()
-        for home in self.homes:
+        while self.homes:
+            home = self.homes[0]
             if home.resident is not None:
                 self.part_from(home, home.resident)
-            for entry, host in zip(home.entries, home.hosts, strict=True):
-                entries = entries_of(self.optimizer.state, entry.parameter)
-                if entries.get(entry.key) is host:
-                    entries[entry.key] = entry.dressed(_copy(inside(host), self.device))
+            self._to_device({id(host) for host in home.hosts}, home)
+            del self.homes[0]
+            for parameter in home.parameters:
+                if self.home_of.get(parameter) is home:
+                    del self.home_of[parameter]
             self.transfers.free(home)
-        self.homes.clear()
-        self.home_of.clear()
 
     def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
         """Give what `optimizer.state` shows of this bucket memory of its own, and let the bucket go."""
-        key = storage_key(bucket)
+        key = [storage_key(bucket)]
+        values = (entries_of(self.optimizer.state, entry.parameter).get(entry.key) for entry in home.entries)
+        self._to_device({id(v) for v in values if isinstance(v, torch.Tensor) and storages_of([v]) == key}, home)
+        home.resident = None
+        self.transfers.drop(bucket)
+
+    def _to_device(self, shown: set[int], home: Home) -> None:
+        """Copy these tensors of `optimizer.state`, by their identity, to memory of their own: all of a home or none."""
+        copies = []
         for entry in home.entries:
             entries = entries_of(self.optimizer.state, entry.parameter)
             value = entries.get(entry.key)
-            if isinstance(value, torch.Tensor) and storages_of([value]) == [key]:
-                entries[entry.key] = entry.dressed(_copy(inside(value), self.device))
-        home.resident = None
-        self.transfers.drop(bucket)
+            if id(value) in shown:
+                copies.append((entries, entry.key, entry.dressed(_copy(inside(value), self.device))))
+        for entries, name, copied in copies:
+            entries[name] = copied
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

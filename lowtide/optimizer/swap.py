@@ -158,9 +158,11 @@ class OptimizerSwap:
         parameters = self._parameters()
         if overlap == "deferred":
             assert model is not None
-            self._deferred = DeferredUpdates(model, parameters, self._advance)
+            self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over)
         if overlap == "in_backward":
-            self._in_backward = InBackward(self._stepper, parameters, self._begin, self._advance)
+            self._in_backward = InBackward(
+                self._stepper, parameters, self._begin, self._advance, self._refresh, self._stepping
+            )
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
@@ -171,7 +173,10 @@ class OptimizerSwap:
         self._takes_closure = "closure" in inspect.signature(self._bare_step).parameters
         self._previous = vars(optimizer).get("step")
         self._original_state = optimizer.state
-        optimizer.state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
+        self._state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
+        optimizer.state = self._state
+        self._begun_with: Any = None
+        """What was `optimizer.state` when the last step began."""
         # A function: who looks for optimizers in attributes passes it by.
         setattr(optimizer, SWAP_ATTRIBUTE, lambda: self)
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
@@ -180,6 +185,7 @@ class OptimizerSwap:
             optimizer,
             self._store,
             before_save=self._before_state_dict,
+            before_load=self._before_load,
             after_load=self._forget_torn,
             settle=self._settle,
         )
@@ -203,6 +209,9 @@ class OptimizerSwap:
         """Somebody who kept the class's own `step` calls it: all of the state comes to the device for it."""
         if self._is_ours:
             return
+        self.flush()
+        if self._in_backward is not None:
+            self._in_backward.end(self._parameters())
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -220,16 +229,24 @@ class OptimizerSwap:
             self._adopt_all()
 
     def detach(self) -> None:
-        """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent."""
+        """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent.
+
+        Where memory runs out the swap stays in force, and a later call goes on from there.
+        """
         if not self._is_attached:
             return
+        self.flush()
         optimizer, state = self.optimizer, self.optimizer.state
+        if self._in_backward is not None:
+            self._in_backward.let_go()
+        self._overlap.give_up()
+        self._store.bring_back()
+        # From here on nothing runs out of memory; before, all is in force and can be called again.
         if self._deferred is not None:
             self._deferred.remove()
         if self._in_backward is not None:
             self._in_backward.remove()
         self._overlap.close()
-        self._store.bring_back()
         self._transfers.close()
         self._is_attached = False
         self._torn = None
@@ -261,6 +278,12 @@ class OptimizerSwap:
         """One step, without its hooks."""
         if self._torn is not None:
             raise RuntimeError(self._words_of_torn("step"))
+        if self._is_under_way and self.optimizer.state is not self._begun_with:
+            raise RuntimeError(
+                "lowtide: step: optimizer.state was replaced after backward had begun this step; put the old one back, "
+                "and replace it after optimizer.step()"
+            )
+        self._take_over()
         closure, args, kwargs = self._closure_in(args, kwargs)
         loss = None
         if closure is not None:
@@ -294,6 +317,7 @@ class OptimizerSwap:
 
     def _begin(self) -> StepRun:
         """A step without any part yet."""
+        self._begun_with = self.optimizer.state
         with self._stepping():
             call = functools.partial(self._bare_step, self.optimizer)
             return self._stepper.begin(call, self._overlap.begin_step(), own_tensors=self._deferred is not None)
@@ -354,6 +378,7 @@ class OptimizerSwap:
 
     def flush(self) -> None:
         """Do what was put off (overlap 'deferred'), and block until main memory and files have all of the state."""
+        self._take_over()
         if self._deferred is not None:
             self._deferred.flush()
         self._transfers.settle()
@@ -366,17 +391,53 @@ class OptimizerSwap:
         if not self._transfers.is_settled:
             self._transfers.settle()
 
+    def _take_over(self) -> None:
+        """Where somebody has put another mapping in place of `optimizer.state`: what was put off, and what is on its
+        way, belongs to the old one; from then on the new one counts."""
+        optimizer, put = self.optimizer, self.optimizer.state
+        if put is self._state or self._is_stepping:
+            return
+        optimizer.state = self._state
+        try:
+            self._settle()
+        finally:
+            if not isinstance(put, SettledState):
+                self._original_state = put
+            self._state = SettledState(self._settle, getattr(put, "default_factory", None), put)
+            optimizer.state = self._state
+
+    def _refresh(self) -> None:
+        self._take_over()
+        with self._stepping():
+            self._store.refresh()
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._in_backward is not None and self._in_backward.is_under_way
+
     def _before_state_dict(self) -> None:
+        self._take_over()
         self._settle()
-        if self._in_backward is not None and self._in_backward.is_under_way:
-            raise RuntimeError(
-                "lowtide: state_dict: the step that backward began is not done; call optimizer.step() first"
-            )
+        self._refuse_under_way("state_dict")
         if self._torn is not None:
             raise RuntimeError(self._words_of_torn("state_dict"))
 
+    def _before_load(self) -> None:
+        if self._torn is None:  # else to load is the way out
+            self._refuse_under_way("load_state_dict")
+        self._take_over()
+        self._settle()
+
+    def _refuse_under_way(self, call: str) -> None:
+        if self._is_under_way:
+            raise RuntimeError(
+                f"lowtide: {call}: the step that backward began is not done; call optimizer.step() first"
+            )
+
     def _forget_torn(self) -> None:
         self._torn = self._torn_error = None
+        if self._in_backward is not None:
+            self._in_backward.end(self._parameters())
 
     def _words_of_torn(self, call: str) -> str:
         assert self._torn is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -89,8 +91,99 @@ def test_a_second_backward_pass_is_refused() -> None:
     model(torch.ones(3, 24)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^lowtide: state_dict: the step that backward began is not done; call "):
         optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"^lowtide: load_state_dict: the step that backward began is not done; "):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
     with pytest.raises(
         RuntimeError, match=r"^lowtide: a second backward pass before optimizer.step\(\): with overlap="
     ):
         model(torch.ones(3, 24)).sum().backward()
     del handle
+
+
+def _replace_moments(optimizer: Any, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 0.01)
+
+
+def _forget_one(optimizer: Any, model: nn.Module) -> None:
+    del optimizer.state[next(model.parameters())]
+
+
+def _forget_all(optimizer: Any, model: nn.Module) -> None:
+    optimizer.state.clear()
+
+
+def _put_another(optimizer: Any, model: nn.Module) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize("change", [_replace_moments, _forget_one, _forget_all, _put_another])
+def test_state_that_was_replaced_between_steps_counts(change: Any) -> None:
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        model = Tower()
+        optimizer = _make("AdamW", model)
+        handle = swapped(optimizer, engine, overlap="in_backward") if engine else None
+        for step in range(6):
+            model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                change(optimizer, model)
+        if engine:
+            handle.detach()
+            assert (engine.violations, engine.num_slots) == ([], 0)
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_gradients_that_were_kept_are_not_those_of_this_pass() -> None:
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        model = Tower()
+        optimizer = _make("AdamW", model)
+        if engine:
+            swapped(optimizer, engine, overlap="in_backward")
+        for step in range(6):
+            model(torch.full((3, 24), 0.1 * step), skip=2 if step == 0 else -1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_state_that_is_replaced_while_a_step_is_under_way_is_refused() -> None:
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    handle = swapped(optimizer, VirtualEngine(0), overlap="in_backward")
+    for _ in range(2):
+        model(torch.ones(3, 24)).sum().backward()
+        optimizer.step()
+    model(torch.ones(3, 24)).sum().backward()
+    before = optimizer.state
+    optimizer.state = defaultdict(dict)
+    handle.flush()
+    with pytest.raises(RuntimeError, match=r"^lowtide: step: optimizer.state was replaced after backward had begun"):
+        optimizer.step()
+    optimizer.state = before
+    optimizer.step()
+
+
+def test_a_step_past_the_swap_ends_what_backward_began() -> None:
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        model = Tower()
+        optimizer = _make("Counted", model)
+        if engine:
+            swapped(optimizer, engine, overlap="in_backward")
+        for step in range(6):
+            model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                _ = optimizer.step() if step != 3 else type(optimizer).step(optimizer)
+            optimizer.zero_grad()
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])

@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
+from lowtide.optimizer import store
 from lowtide.profiling.state_bytes import state_bytes
 
 CASE = Case("AdamW", "foreach", torch.float32, has_missing=True)
@@ -544,3 +546,129 @@ def test_refusals() -> None:
         assert _refusal(adam) == "this Adam is swapped already; call detach() of its handle first"
     with swapped(adam, VirtualEngine(0)):
         pass
+
+
+def _clear(optimizer: Any, first: Any) -> None:
+    optimizer.state.clear()
+
+
+def _delete(optimizer: Any, first: Any) -> None:
+    del optimizer.state[first]
+
+
+def _set(optimizer: Any, first: Any) -> None:
+    optimizer.state[first] = {}
+
+
+def _update(optimizer: Any, first: Any) -> None:
+    optimizer.state |= {first: {}}
+
+
+def _popitem(optimizer: Any, first: Any) -> None:
+    optimizer.state.popitem()
+
+
+def _halve(optimizer: Any, first: Any) -> None:
+    optimizer.state.setdefault(first, {})["exp_avg"].mul_(0.5)
+
+
+def _put_copies(optimizer: Any, first: Any) -> None:
+    optimizer.state = defaultdict(dict, {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()})
+
+
+def _put_nothing(optimizer: Any, first: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+@pytest.mark.parametrize("change", [_clear, _delete, _set, _update, _popitem, _halve, _put_copies, _put_nothing])
+def test_writing_to_the_state_comes_after_what_was_put_off(overlap: str, change: Any) -> None:
+    results = []
+    for engine in (None, VirtualEngine(3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"model": model} if overlap == "deferred" else {}
+        handle = swapped(optimizer, engine, overlap=overlap, **options) if engine else None
+        for step in range(6):
+            model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (2, 5):
+                change(optimizer, next(model.parameters()))
+        if handle:
+            handle.detach()
+            assert (engine.violations, engine.num_slots) == ([], 0)
+            assert type(optimizer.state) is defaultdict
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
+
+
+# -- without memory for the way back -----------------------------------------------------------------------------------
+
+
+class _NoMemoryAt:
+    """Stands as the copy to the device, and fails once."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return tensor.to(device, copy=True)
+
+
+@pytest.mark.parametrize("call", [1, 4, 7])
+@pytest.mark.parametrize("steps_between", [0, 2])
+def test_detach_goes_on_where_memory_ran_out(call: int, steps_between: int, monkeypatch: Any) -> None:
+    results = []
+    for is_swapped in (False, True):
+        parameters, optimizer = CASE.build()
+        engine = VirtualEngine(4)
+        handle = swapped(optimizer, engine) if is_swapped else None
+        late = nn.Parameter(torch.ones(30, 40))
+        _steps(CASE, parameters, optimizer, range(3))
+        if handle:
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "_copy", _NoMemoryAt(call))
+                with pytest.raises(torch.OutOfMemoryError):
+                    handle.detach()
+        for step in range(3, 3 + steps_between):
+            if step == 3:
+                optimizer.add_param_group({"params": [late], "lr": 0.5})
+            late.grad = torch.full_like(late, 0.1 * step)
+            _steps(CASE, parameters, optimizer, [step])
+        if handle:
+            handle.detach()
+            assert (engine.violations, engine.num_slots) == ([], 0)
+        _steps(CASE, parameters, optimizer, range(5, 7))
+        results.append(result_of([*parameters, late], optimizer))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("overlap", ["backward", "deferred", "in_backward"])
+def test_the_swap_stays_in_force_where_detach_has_no_memory(overlap: str, monkeypatch: Any) -> None:
+    results = []
+    for is_swapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = VirtualEngine(1)
+        options = {"model": model} if overlap == "deferred" else {}
+        handle = swapped(optimizer, engine, overlap=overlap, **options) if is_swapped else None
+        for step in range(6):
+            model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
+            if handle and step == 3:
+                with monkeypatch.context() as patch:
+                    patch.setattr(store, "_copy", _NoMemoryAt(3))
+                    with pytest.raises(torch.OutOfMemoryError):
+                        handle.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle:
+            handle.detach()
+            assert (engine.violations, engine.num_slots) == ([], 0)
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])

@@ -216,16 +216,22 @@ class Autopilot:
         return self._rollback.run(closure, is_local=is_local)
 
     def remove(self) -> None:
-        """Restore the model exactly. Idempotent."""
+        """Restore the model exactly. Idempotent.
+
+        Where there is no memory for the optimizer's state, the model is restored all the same; call it again.
+        """
         if self.phase is Phase.REMOVED:
+            self._placed.remove()
             return
         self._enter(Phase.REMOVED, self._state.key, self.tide)
         self._leave()
         for shape in self._shapes:
             shape.retire()
         self._lease = None
-        self._placed.remove()
-        self.source.close()
+        try:
+            self._placed.remove()
+        finally:
+            self.source.close()
 
     def _leave(self) -> None:
         self._unseen.close()

@@ -227,13 +227,15 @@ class Tide:
         self._forwards.put_on_again()
 
     def remove(self) -> None:
-        """Restore the model exactly. Graphs that are still alive keep working. Idempotent."""
-        if self._is_removed:
-            return
-        self._is_removed = True
-        self._unseen.close()
-        self.suspend()
-        self._scheduler.close()
+        """Restore the model exactly. Graphs that are still alive keep working. Idempotent.
+
+        Where there is no memory for the optimizer's state, the model is restored all the same; call it again.
+        """
+        if not self._is_removed:
+            self._is_removed = True
+            self._unseen.close()
+            self.suspend()
+            self._scheduler.close()
         if self._placed is not None:
             self._placed.remove()
 

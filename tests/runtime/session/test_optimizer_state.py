@@ -14,6 +14,7 @@ import lowtide
 from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.mindformers.follow import follow, sections_in
+from lowtide.optimizer import store
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
 from tests.zoo import same_bits
@@ -245,3 +246,23 @@ def test_a_parameter_larger_than_any_bucket_can_be_asked_for() -> None:
     plan = dataclasses.replace(plan_from_rules(load_memory({}), ["layers.0", "layers.1", "layers.2"]), optimizer=huge)
     with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0"):
         assert_plain(everything(train(model, optimizer), model, optimizer))
+
+
+@pytest.mark.parametrize("way", [by_rules, by_a_budget])
+def test_remove_again_after_memory_ran_out(way: Callable, monkeypatch: Any) -> None:
+    model, optimizer = build()
+    applied = way(model, optimizer, "virtual:1")
+    losses = train(model, optimizer)
+
+    def no_memory(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_copy", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            applied.remove()
+    assert applied.optimizer_swap is not None
+    applied.remove()
+    assert applied.optimizer_swap is None
+    assert "step" not in vars(optimizer)
+    assert_plain(everything(losses, model, optimizer))
