@@ -75,6 +75,9 @@ class SettledState(defaultdict):
         self._settle()
         super().update(*args, **kwargs)
 
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
     def __ior__(self, other: Any) -> Any:
         self.update(other)
         return self
