@@ -29,6 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError
+from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.step import Part, StepRun
 from lowtide.tensors.private import is_compiled_module, version_of
 from lowtide.tensors.wrappers import is_distributed
@@ -56,6 +57,9 @@ class DeferredUpdates:
         self._advance = advance
         self._take_over = take_over
         self._run: StepRun | None = None
+        self._waiting: list[DeferredUpdates] = []
+        """Itself while updates wait: the model's hooks hold this list, so that an optimizer that is dropped now is
+        dropped after they are done."""
         self._versions: dict[torch.Tensor, int] = {}
         wanted = set(parameters)
         self._watch = _Watch(wanted)
@@ -66,14 +70,17 @@ class DeferredUpdates:
             own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p in wanted]
             if own:
                 self._hooks += [
-                    module.register_forward_pre_hook(_hook(self._before_module, own), prepend=True),
-                    module.register_state_dict_pre_hook(lambda *_: self.flush()),
-                    module.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+                    self._hook(_before(own)).put_on(module.register_forward_pre_hook, prepend=True),
+                    self._hook(DeferredUpdates.flush).put_on(module.register_state_dict_pre_hook),
+                    self._hook(DeferredUpdates.flush).put_on(module.register_load_state_dict_pre_hook),
                 ]
         self._hooks += [
-            model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True),
-            model.register_forward_hook(lambda *_: self._end_forward(), always_call=True),
+            self._hook(DeferredUpdates._begin_forward).put_on(model.register_forward_pre_hook, prepend=True),
+            self._hook(DeferredUpdates._end_forward).put_on(model.register_forward_hook, always_call=True),
         ]
+
+    def _hook(self, call: Callable[[DeferredUpdates], None]) -> OwnedHook:
+        return OwnedHook(self, lambda updates, *_: call(updates), holds=self._waiting)
 
     def remove(self) -> None:
         self.flush()
@@ -102,6 +109,7 @@ class DeferredUpdates:
         if not run.todo:
             return
         self._run = run
+        self._waiting.append(self)
         self._part_of = {p: number for number in run.todo for p in run.parts[number].parameters()}
         self._versions = {p: version_of(run.gradients[p]) for p in self._part_of}
 
@@ -128,15 +136,19 @@ class DeferredUpdates:
             part = run.parts[number]
             self._check(part)
             if len(run.todo) == 1:
-                self._run = None  # whatever comes of it
+                self._forget()  # whatever comes of it
             try:
                 with _as_outside_of_forward(), _gradients_of(part, run):
                     self._advance(run, [number])
             except BaseException:
-                self._run = None
+                self._forget()
                 raise
             for parameter in part.parameters():
                 del self._part_of[parameter], run.gradients[parameter]
+
+    def _forget(self) -> None:
+        self._run = None
+        self._waiting.clear()
 
     def _check(self, part: Part) -> None:
         assert self._run is not None
@@ -147,11 +159,8 @@ class DeferredUpdates:
             )
 
 
-def _hook(call: Callable[[list[torch.Tensor]], None], parameters: list[torch.Tensor]) -> Callable[..., None]:
-    def before(*_: Any) -> None:
-        call(parameters)
-
-    return before
+def _before(parameters: list[torch.Tensor]) -> Callable[[DeferredUpdates], None]:
+    return lambda updates: updates._before_module(parameters)
 
 
 @contextlib.contextmanager

@@ -19,33 +19,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
 from lowtide.errors import ConfigError
 from lowtide.optimizer.homes import Home
+from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.step import Part, Stepper, StepRun
 
 
-class InBackward:
-    """See the module's text. `advance(run, numbers)` steps parts of a run; `refresh()` takes in replaced state; within
-    `stepping()` nothing waits for copies.
-    """
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """What a step is made of, by the handle that owns it."""
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        parameters: list[torch.Tensor],
-        begin: Callable[[], StepRun],
-        advance: Callable[[StepRun, list[int] | None], None],
-        refresh: Callable[[], None],
-        stepping: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._refresh = refresh
+    begin: Callable[[], StepRun]
+    advance: Callable[[StepRun, list[int] | None], None]
+    """Step these parts of a run."""
+    refresh: Callable[[], None]
+    """Take in state that was replaced."""
+    stepping: Callable[[], AbstractContextManager[None]]
+    """Within, nothing waits for copies."""
+
+
+class InBackward:
+    """See the module's text."""
+
+    def __init__(self, stepper: Stepper, parameters: list[torch.Tensor], calls: StepCalls) -> None:
         self._stepper = stepper
-        self._stepping = stepping
-        self._begin = begin
-        self._advance = advance
+        self._calls = calls
         self._run: StepRun | None = None
         self._stepped: set[torch.Tensor] = set()
         self._order: list[Home] = []
@@ -55,7 +57,11 @@ class InBackward:
         """Parameters, in the step before."""
         self._arrived: set[torch.Tensor] = set()
         """Parameters whose gradient came in this backward pass."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters if p.requires_grad]
+        self._hooks = [
+            OwnedHook(self, InBackward._on_gradient).put_on(p.register_post_accumulate_grad_hook)
+            for p in parameters
+            if p.requires_grad
+        ]
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -87,17 +93,17 @@ class InBackward:
         self._arrived.add(parameter)
         home = self._complete(parameter)
         if home is not None and self._run is None:
-            self._refresh()
+            self._calls.refresh()
             home = self._complete(parameter)
         if home is None:
             return
-        with self._stepping():
+        with self._calls.stepping():
             is_bound = home.is_bound(self._stepper.optimizer.state)
             part = self._stepper.part_of(home) if is_bound else None
         if part is None:
             return  # its state was replaced since, or one of its groups must step at once
         if self._run is None:
-            self._run = self._begin()
+            self._run = self._calls.begin()
         self._step(self._run, home, part)
 
     def _complete(self, parameter: torch.Tensor) -> Home | None:
@@ -113,7 +119,7 @@ class InBackward:
         run.todo.append(len(run.parts) - 1)
         self._order.append(home)
         self._stepped.update(part.parameters())
-        self._advance(run, [len(run.parts) - 1])
+        self._calls.advance(run, [len(run.parts) - 1])
         for parameter in part.parameters():
             parameter.grad = None
         self._fetch_next(run, home)

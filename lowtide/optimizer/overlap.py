@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 
 from lowtide.optimizer.homes import Home
+from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.private import version_of
@@ -51,7 +52,8 @@ class BackwardPrefetch:
         """The stream of the last step."""
         parameters = [p for group in store.optimizer.param_groups for p in group["params"] if p.requires_grad]
         marks = parameters[:: -(-len(parameters) // NUM_MARKS)] if parameters else []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in marks]
+        hook = BackwardPrefetch._on_gradient
+        self._hooks = [OwnedHook(self, hook).put_on(p.register_post_accumulate_grad_hook) for p in marks]
 
     def remove(self) -> None:
         self.give_up()

@@ -75,7 +75,10 @@ class SettledState(defaultdict):
         self._settle()
         super().update(*args, **kwargs)
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ior__(self, other: Any) -> Any:
         self.update(other)
         return self
 

@@ -84,8 +84,20 @@ class Stepper:
 
         `own_tensors`: hyper-parameters that are tensors are copied, since others may write to them before it ends.
         """
+        self._check_devices()
         self.transfers.most_held = max(self.transfers.num_buffers, len(arrivals))
         return StepRun(GroupSnapshot(self.optimizer.param_groups, own_tensors=own_tensors), call, arrivals=arrivals)
+
+    def _check_devices(self) -> None:
+        device = self.store.device
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.device != device:
+                    raise RuntimeError(
+                        f"lowtide: a parameter is on {parameter.device}, and its optimizer was swapped for parameters "
+                        f"on {device}; call handle.detach(), move the model, and swap the optimizer again (with "
+                        "Accelerate: model.to(accelerator.device) first)"
+                    )
 
     def add_all(self, run: StepRun) -> None:
         """Parts for all parameters that have a gradient now."""

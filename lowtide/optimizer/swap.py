@@ -40,7 +40,7 @@ from lowtide.optimizer.asked import (
 )
 from lowtide.optimizer.checkpoint import Checkpoints
 from lowtide.optimizer.deferred import DeferredUpdates, check_model
-from lowtide.optimizer.in_backward import InBackward, check_alone
+from lowtide.optimizer.in_backward import InBackward, StepCalls, check_alone
 from lowtide.optimizer.overlap import Overlap
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
@@ -160,9 +160,8 @@ class OptimizerSwap:
             assert model is not None
             self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over)
         if overlap == "in_backward":
-            self._in_backward = InBackward(
-                self._stepper, parameters, self._begin, self._advance, self._refresh, self._stepping
-            )
+            calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)
+            self._in_backward = InBackward(self._stepper, parameters, calls)
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ groups and attributes.
 Why: an optimizer may look at all parameters in one step (a norm over the whole model, a second evaluation, a counter in
 `self`). Stepped in parts it would go on without a word, to other numbers.
 
-The twins have parameters of their own and copies of what the optimizer keeps in plain values and containers; random
-state is put back. What else it holds (a module, a process group) is shared with them.
+The twins have parameters of their own, another learning rate in each group, and copies of what the optimizer keeps in
+plain values and containers; random state is put back. What else it holds (a module, a process group) is shared with
+them.
 Cost: some milliseconds, for unknown classes only. Not covered: what an optimizer does from its fourth step on, or for
 large parameters only.
 """
@@ -37,6 +38,7 @@ KNOWN = frozenset(
 NUM_STEPS = 3
 _PER_GROUP = 3
 _LONGEST = 6
+_SOME_RATE = 1e-3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -105,6 +107,9 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     small: dict[int, torch.Tensor] = {}
     groups = [_small_group(group, small, generator) for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        if isinstance(group.get("lr"), float):  # rates that are equal now may differ later
+            group["lr"] = (group["lr"] or _SOME_RATE) * (1 + number / 4)
     twin: torch.optim.Optimizer = kind.__new__(kind)
     everyone = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():

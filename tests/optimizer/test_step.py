@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from optimizer_zoo import Case, assert_same, result_of, swapped, train
+from torch import nn
 
 import lowtide
 from lowtide.engines.base import Lane
@@ -188,3 +189,20 @@ def test_what_no_tier_has_room_for_stays_on_the_device() -> None:
     with pytest.warns(RuntimeWarning, match=r"bytes of optimizer state stay on cpu: host: .* more wanted; disk: "):
         assert_same(train(case, swap), truth)
     assert engine.violations == []
+
+
+def test_a_parameter_on_another_device_is_refused_by_name() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(8, 8))])
+    handle = swapped(optimizer, VirtualEngine(0))
+    moved = nn.Parameter(torch.ones(8, 8, device="meta"))
+    moved.grad = torch.ones_like(moved)
+    optimizer.param_groups[0]["params"].append(moved)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert str(caught.value) == (
+        "lowtide: a parameter is on meta, and its optimizer was swapped for parameters on cpu; call handle.detach(), "
+        "move the model, and swap the optimizer again (with Accelerate: model.to(accelerator.device) first)"
+    )
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    handle.detach()

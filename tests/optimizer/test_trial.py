@@ -105,3 +105,12 @@ def test_unknown_optimizers_are_tried(kind: Any, refusal: str) -> None:
     assert all(p.grad is None and bool((p == 1).all()) for p in parameters)
     assert len(optimizer.state) == 0
     assert set(vars(optimizer)) == keys
+
+
+def test_the_rate_of_the_first_group_for_all_is_refused_though_rates_are_equal_now() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(8, 8))]} for _ in range(2)]
+    assert why_not_in_parts(_Custom(groups)) == PREFIX.format("_Custom", "a parameter of param_groups[1]")
+    assert why_not_in_parts(_Custom(groups[0]["params"])) == ""
+    groups = [{"params": [nn.Parameter(torch.ones(8, 8))], "lr": lr} for lr in (0.0, 0.0)]
+    assert why_not_in_parts(_Custom(groups)) == PREFIX.format("_Custom", "a parameter of param_groups[1]")
+    assert why_not_in_parts(Counted(groups)) == ""
