@@ -67,6 +67,12 @@ class StepRun:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     """Buckets under way, by the identity of their home."""
     is_tainted: bool = False
+    """Its last part stopped inside the optimizer's own step."""
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether it can go on: all of its gradients are known, and no part is half done."""
+        return bool(self.gradients) and not self.is_tainted
 
 
 class Stepper:
@@ -337,12 +343,17 @@ class Stepper:
                 f"{kind}.step failed inside part {number} of {count} ({type(error).__name__}: {error}); some of its "
                 "parameters may be updated and others not, so it cannot be resumed: load a checkpoint"
             )
+        elif not run.can_resume:
+            text = (
+                f"{kind}.step stopped before part {number} ({type(error).__name__}: {error}) within the backward pass, "
+                "whose other gradients will not come: load a checkpoint"
+            )
         else:
             text = (
                 f"{kind}.step stopped before part {number} of {count} ({type(error).__name__}: {error}); the parts "
                 "before it are updated and nothing is lost: call handle.resume() to go on with the same gradients"
             )
-        return PartialStepError(text, bucket=number, can_resume=not run.is_tainted)
+        return PartialStepError(text, bucket=number, can_resume=run.can_resume)
 
 
 def _by_group(parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]) -> list[Chosen]:

@@ -359,7 +359,7 @@ class OptimizerSwap:
         run = self._torn
         if run is None:
             raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
-        if run.is_tainted:
+        if not run.can_resume:
             raise RuntimeError(self._words_of_torn("resume"))
         if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
             raise RuntimeError(
@@ -440,7 +440,7 @@ class OptimizerSwap:
 
     def _words_of_torn(self, call: str) -> str:
         assert self._torn is not None
-        way = "load a checkpoint" if self._torn.is_tainted else "call handle.resume() first"
+        way = "call handle.resume() first" if self._torn.can_resume else "load a checkpoint"
         return f"lowtide: {call}: the last step stopped half-way ({self._torn_error}); {way}"
 
     def ids_elsewhere(self) -> set[int]:

@@ -11,6 +11,7 @@ import torch
 from optimizer_zoo import Counted, assert_same, result_of, swapped
 from torch import Tensor, nn
 
+import lowtide
 from lowtide.engines.virtual import VirtualEngine
 
 
@@ -187,3 +188,32 @@ def test_a_step_past_the_swap_ends_what_backward_began() -> None:
             optimizer.zero_grad()
         results.append(result_of(list(model.parameters()), optimizer))
     assert_same(results[1], results[0])
+
+
+def test_a_bucket_that_fails_within_the_backward_pass_cannot_be_resumed() -> None:
+    """The gradients of the other buckets were not there yet, and who caught the error has no backward to go on with."""
+    torch.manual_seed(3)
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    engine = VirtualEngine(1)
+    handle = swapped(optimizer, engine, overlap="in_backward")
+    for _ in range(2):
+        model(torch.ones(3, 24)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def no_copy(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    engine.copy_in = no_copy  # type: ignore[method-assign]
+    with pytest.raises(lowtide.PartialStepError) as caught:
+        model(torch.ones(3, 24)).square().mean().backward()
+        optimizer.step()
+    del engine.copy_in
+    assert not caught.value.can_resume
+    assert str(caught.value).endswith(
+        "(OSError: the disk is gone) within the backward pass, whose other gradients will not come: load a checkpoint"
+    )
+    with pytest.raises(RuntimeError, match="^lowtide: resume: the last step stopped half-way .*; load a checkpoint$"):
+        handle.resume()
+    handle.detach()
