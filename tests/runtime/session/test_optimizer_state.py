@@ -13,10 +13,15 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
+from lowtide.engines.virtual import VirtualEngine
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.optimizer import store
+from lowtide.profiling.observe_step import observe
 from lowtide.profiling.state_bytes import state_bytes
+from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
+from lowtide.timeline.step import Link
 from tests.zoo import same_bits
 
 WIDTH = 128
@@ -266,3 +271,28 @@ def test_remove_again_after_memory_ran_out(way: Callable, monkeypatch: Any) -> N
     assert applied.optimizer_swap is None
     assert "step" not in vars(optimizer)
     assert_plain(everything(losses, model, optimizer))
+
+
+@pytest.mark.parametrize(("may_stay", "swapped_bytes"), [(True, STATE_BYTES * 2 // 3), (False, STATE_BYTES)])
+def test_on_autopilot_all_of_the_state_moves_or_none(may_stay: bool, swapped_bytes: int) -> None:
+    """Plans for other shapes must agree on where it is."""
+    model, optimizer = build()
+    train(model, optimizer, (64,))
+    half = OptimizerPlacement(moved_bytes=STATE_BYTES // 2, resident_bytes=STATE_BYTES // 2, reason="")
+    plan = dataclasses.replace(plan_from_rules(load_memory({}), []), optimizer=half)
+    placed = PlacedState(model, optimizer, VirtualEngine(0), "lowtide.optimize")
+    placed.follow(plan, may_stay=may_stay)
+    assert placed.handle is not None
+    assert placed.handle.stats.swapped_bytes == swapped_bytes
+    placed.remove()
+
+
+def test_once_state_has_moved_plans_for_all_shapes_count_it_as_moved() -> None:
+    model, optimizer = build()
+    profile = observe(model, (rows(0),), optimizer=optimizer)
+    source = BudgetSource(model, load_memory({"budget": "1GiB", "optimizer": "auto"}), VirtualEngine(0))
+    facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
+    for has_moved in (False, True):  # there is room for all of it
+        plan = source.make_plan(profile, dataclasses.replace(facts, has_moved_state=has_moved), 1 << 30)
+        assert plan.optimizer is not None
+        assert plan.optimizer.moves is has_moved
