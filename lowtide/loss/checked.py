@@ -31,15 +31,11 @@ def cross_entropy(
     """See `lowtide.cross_entropy`."""
     check(logits, labels, reduction)
     upcast = upcast or torch.is_autocast_enabled(logits.device.type)
-    if not isinstance(logits, FakeTensor):
-        covered = is_plain(logits) and is_plain(labels) and not are_transforms_active()
-        dtype = torch.float32 if upcast else logits.dtype
-        covered = covered and saves_memory(logits.shape[0], logits.shape[1], dtype)
-        if not covered or not _keeps_bits(logits.device, logits.dtype, logits.shape[1], upcast, label_smoothing > 0):
-            whole = logits.float() if upcast and logits.dtype.itemsize < 4 else logits
-            return F.cross_entropy(
-                whole, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-            )
+    if not _is_covered(logits, labels, upcast, is_smooth=label_smoothing > 0):
+        whole = logits.float() if upcast and logits.dtype.itemsize < 4 else logits
+        return F.cross_entropy(
+            whole, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
     return sliced_cross_entropy(
         logits,
         labels,
@@ -48,6 +44,19 @@ def cross_entropy(
         label_smoothing=label_smoothing,
         upcast=upcast,
     )
+
+
+def _is_covered(logits: torch.Tensor, labels: torch.Tensor, upcast: bool, *, is_smooth: bool) -> bool:
+    if torch.compiler.is_compiling():
+        return False  # a compiler that fuses the whole loss has other slices of its own
+    num_rows, num_words = logits.shape
+    if not saves_memory(num_rows, num_words, torch.float32 if upcast else logits.dtype):
+        return False
+    if isinstance(logits, FakeTensor):
+        return True  # a trace without a device, which has no bits to compare
+    if not is_plain(logits) or not is_plain(labels) or are_transforms_active():
+        return False
+    return _keeps_bits(logits.device, logits.dtype, num_words, upcast, is_smooth)
 
 
 @functools.cache

@@ -142,6 +142,21 @@ def test_on_autopilot() -> None:
     assert set(vars(model)) == before
 
 
+def test_beside_a_file_of_mindspore_transformers() -> None:
+    from lowtide.config.memory import MemoryConfig
+    from lowtide.mindformers.follow import follow, sections_in
+
+    model = MODELS["llama"]()
+    want, before = _step(model), set(vars(model))
+    sections = sections_in({"recompute_config": {"recompute": True}})
+    assert sections is not None
+    for memory, loss in ((MemoryConfig(loss="sliced"), "sliced"), (None, "plain")):
+        with follow(model, sections, memory=memory):
+            _assert_same(want, _step(model))
+            assert loss_of(model) == loss
+    assert set(vars(model)) == before
+
+
 def test_plain_stays_plain() -> None:
     model = MODELS["llama"]()
     with lowtide.optimize(model, budget="1GiB", memory={"loss": "plain"}) as tide:

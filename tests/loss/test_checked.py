@@ -68,6 +68,12 @@ def test_where_the_self_test_fails_the_loss_is_plain_and_says_so(monkeypatch: py
     assert "NllLoss" in loss.grad_fn.name() and "LogSoftmax" in loss.grad_fn.next_functions[0][0].name()  # type: ignore[union-attr]
 
 
+def test_a_compiler_gets_the_whole_loss() -> None:
+    numbers, labels = _numbers()
+    compiled = torch.compile(lambda logits: lowtide.cross_entropy(logits, labels), backend="eager", fullgraph=True)
+    assert same_bits(compiled(numbers), F.cross_entropy(numbers, labels))
+
+
 def test_the_self_test_sees_another_loss() -> None:
     def plain(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.view(-1, 37), labels.view(-1))
