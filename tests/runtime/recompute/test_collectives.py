@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import multiprocessing
 import os
 import traceback
 from collections import Counter
@@ -17,6 +16,7 @@ import pytest
 import tensor_parallel_llama
 import torch
 import torch.distributed as dist
+import two_ranks
 from parallel_llama import BATCH, TOKENS, WIDTH
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,17 +51,11 @@ class Ranks:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         store = str(self._folder / f"store{self._num_starts}")
         self._num_starts += 1
-        self._answers = context.Queue()
-        self._tasks = [context.Queue() for _ in range(2)]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, store, self._tasks[rank], self._answers), daemon=True)
-            for rank in range(2)
-        ]
-        for process in self._processes:
-            process.start()
+        self._answers = two_ranks.queue()
+        self._tasks = [two_ranks.queue() for _ in range(2)]
+        self._processes = two_ranks.fork(_serve, [(r, store, self._tasks[r], self._answers) for r in range(2)])
 
     def run(self, task: Callable, *args: Any) -> list[Any]:
         """What `task(rank, *args)`, a function of this file, gives on both ranks."""
@@ -88,7 +82,6 @@ class Ranks:
 
 
 def _serve(rank: int, store: str, tasks: Any, answers: Any) -> None:
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
