@@ -138,8 +138,8 @@ def _storage_bytes() -> int:
 
 
 MOST_GROWTH_BLOCKS, MOST_GROWTH_BYTES = 80, 40_000
-"""In a thousand steps each of LIVES is lived 90 times, so a block that one of them leaves is noticed. Lists and the like
-may also grow by what exists elsewhere; these breathe by some 20 kB."""
+"""In a thousand steps each of LIVES is lived 90 times, so a block that one of them leaves is noticed. Lists and the
+like may also grow by what exists elsewhere; these breathe by some 20 kB."""
 
 
 def _blocks() -> tuple[int, int]:
@@ -236,8 +236,8 @@ def _assert_nothing_open(tide: lowtide.Tide) -> None:
 @pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
 @pytest.mark.parametrize("engine", ["virtual:0", "host"])
 def test_nothing_is_left_of_micro_batches_that_ran_again(engine: str, tmp_path: Path) -> None:
-    """Memory runs out at each operator, twice in a tide: everything is swapped after the first, and recomputed after the
-    second."""
+    """Memory runs out at each operator, twice in a tide: after the first everything is swapped, after the second
+    everything is recomputed."""
     model = zoo.Stack(*(Block() for _ in range(3)))
     memory = {"swap": "none", "min_bytes": 0, **({"disk_path": str(tmp_path)} if engine == "host" else {})}
 

@@ -16,7 +16,6 @@ import pytest
 import tensor_parallel_llama
 import torch
 import torch.distributed as dist
-import two_ranks
 from parallel_llama import BATCH, TOKENS, WIDTH
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +32,7 @@ from lowtide.mindformers.schema import resolve
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.live_bytes import plain_parts
 from lowtide.tensors.wrappers import is_desugared
+from tests import processes
 
 NUM_LAYERS = 3
 GATHERED = TOKENS * BATCH * WIDTH * 4
@@ -53,9 +53,9 @@ class Ranks:
     def _start(self) -> None:
         store = str(self._folder / f"store{self._num_starts}")
         self._num_starts += 1
-        self._answers = two_ranks.queue()
-        self._tasks = [two_ranks.queue() for _ in range(2)]
-        self._processes = two_ranks.fork(_serve, [(r, store, self._tasks[r], self._answers) for r in range(2)])
+        self._answers = processes.queue()
+        self._tasks = [processes.queue() for _ in range(2)]
+        self._processes = processes.fork(_serve, [(r, store, self._tasks[r], self._answers) for r in range(2)])
 
     def run(self, task: Callable, *args: Any) -> list[Any]:
         """What `task(rank, *args)`, a function of this file, gives on both ranks."""
