@@ -27,7 +27,7 @@ from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
 
-NUM_BUDGETS = 3
+NUM_BUDGETS = 2
 MIN_BYTES = 4096
 # Of the tiny steps below, the first link carries a good part in time and the second next to nothing.
 LINKS = (

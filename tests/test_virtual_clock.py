@@ -89,8 +89,12 @@ def random_plans(profile: Profile, seed: int) -> list[Plan]:
     draw = random.Random(seed)
     problem = problem_of(profile, load_memory({"budget": 1, "min_bytes": MIN_BYTES}))
     plain_bytes = int(plain_curve(problem.step).max())
+    solved = plan_profile(
+        profile, load_memory({"budget": plain_bytes, "min_bytes": MIN_BYTES}), link=LINK
+    )  # for everything but the sites
+    assert solved.predicted is not None
     plans = []
-    for index in range(NUM_PLANS):
+    for _ in range(NUM_PLANS):
         share_kept, share_swapped = draw.random(), draw.random()
         fates = []
         for item in problem.step.items:
@@ -102,15 +106,10 @@ def random_plans(profile: Profile, seed: int) -> list[Plan]:
         budget = least + int((plain_bytes - least) * draw.random())
         timeline = run(problem.step, fates, LINK, budget_bytes=budget)
         sites = decisions(problem, fates, timeline.leave, timeline.fetch, dict.fromkeys(range(len(fates)), "random"))
-        solved = plan_profile(
-            profile, load_memory({"budget": plain_bytes, "min_bytes": MIN_BYTES}), link=LINK
-        )  # for everything but the sites
-        assert solved.predicted is not None
         predicted = dataclasses.replace(
             solved.predicted, step_seconds=timeline.step_seconds, peak_bytes=timeline.peak_bytes
         )
         plans.append(dataclasses.replace(solved, sites=sites, predicted=predicted))
-        assert index < NUM_PLANS
     return plans
 
 

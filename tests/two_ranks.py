@@ -1,5 +1,5 @@
-"""Two real ranks on this machine, of a gloo group: `run` has them run the same functions one after the other, `start`
-the same program."""
+"""Two real ranks on this machine: `run` has two processes of a gloo group run the same functions one after the other,
+`start` the same program."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ import contextlib
 import datetime
 import importlib
 import json
-import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests import processes
+from tests.processes import Process
+
 Job = tuple[str, dict[str, Any]]
 """Name of a function of the module, and keyword arguments beside `rank`. It gives back what can be pickled."""
 
 
 def run(module: str, jobs: list[Job], folder: Path, seconds: float = 120) -> list[tuple[Any, Any]]:
     """What each job gave on rank 0 and on rank 1. Whatever happens, no process outlives this call."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, str(folder), module, jobs, answers), daemon=True) for r in (0, 1)]
+    answers = processes.queue()
     collected: dict[tuple[int, int], Any] = {}
+    ranks = processes.fork(_rank, [(rank, str(folder), module, jobs, answers) for rank in (0, 1)])
     try:
-        for process in ranks:
-            process.start()
         while len(collected) < 2 * len(jobs):
             rank, number, answer, error = answers.get(timeout=seconds)
             assert error is None, f"rank {rank}, {jobs[number]}:\n{error}"
@@ -44,9 +40,8 @@ def run(module: str, jobs: list[Job], folder: Path, seconds: float = 120) -> lis
 def _rank(rank: int, folder: str, module: str, jobs: list[Job], answers: Any) -> None:
     import torch
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["XDG_CACHE_HOME"] = folder
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
@@ -61,8 +56,9 @@ def _rank(rank: int, folder: str, module: str, jobs: list[Job], answers: Any) ->
         torch.distributed.destroy_process_group()
 
 
-def start(words: list[str], folder: Path = ROOT) -> list[subprocess.Popen[str]]:
-    """Python with these words, twice, in `folder`. `MORE_PORTS` has six ports for groups that follow one another."""
+def start(code: str, folder: Path) -> list[Process]:
+    """A program, twice, in `folder`, with the environment that torch.distributed reads; `finish` tells what it said.
+    `MORE_PORTS` has six ports for groups that follow one another."""
     with contextlib.ExitStack() as stack:
         # All are asked for before the first is given back, so they differ.
         sockets = [stack.enter_context(socket.socket()) for _ in range(7)]
@@ -70,31 +66,18 @@ def start(words: list[str], folder: Path = ROOT) -> list[subprocess.Popen[str]]:
             each.bind(("127.0.0.1", 0))
         port, *more_ports = [str(each.getsockname()[1]) for each in sockets]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MORE_PORTS": " ".join(more_ports)}
-    group |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        processes.start(code, folder, name=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank in (0, 1)
     ]
 
 
-def finish(ranks: list[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
-    """Exit status and what was said, on stdout and on stderr, of each. No process outlives this call."""
-    try:
-        return [(rank.returncode, *said) for rank in ranks for said in [rank.communicate(timeout=seconds)]]
-    finally:
-        for rank in ranks:
-            rank.kill()
+def finish(ranks: list[Process], folder: Path, seconds: float = 120) -> list[processes.End]:
+    """How each ended. No process outlives this call."""
+    return [processes.finish(process, folder, seconds, str(rank)) for rank, process in enumerate(ranks)]
 
 
-def answers(words: list[str], folder: Path = ROOT, seconds: float = 240) -> list[Any]:
+def answers(code: str, folder: Path, seconds: float = 240) -> list[Any]:
     """The JSON in the last line that each of the two printed; both must end well."""
-    ends = finish(start(words, folder), seconds)
+    ends = finish(start(code, folder), folder, seconds)
     assert [status for status, _, _ in ends] == [0, 0], ends
     return [json.loads(out.splitlines()[-1]) for _, out, _ in ends]

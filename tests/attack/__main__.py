@@ -115,7 +115,7 @@ def _broken(name: str, num_draws: int) -> int:
     names = list(CHECKS) if name == "all" else [name]
     num_unnoticed = 0
     for each in names:
-        draw = prove(each, num_draws)
+        draw = prove(each, range(num_draws))
         found = "NO DRAW NOTICES" if draw is None else f"noticed by draw {draw.seed}: {draw.describe()}"
         print(f"{each}, switched off: {found}", flush=True)
         num_unnoticed += draw is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from random import Random
@@ -114,10 +114,10 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def prove(name: str, num_draws: int) -> Draw | None:
-    """The first draw that goes wrong without the check, and only without it; None if there is none."""
+def prove(name: str, seeds: Iterable[int]) -> Draw | None:
+    """The first of these draws that goes wrong without the check, and only without it; None if there is none."""
     check = CHECKS[name]
-    for seed in range(num_draws):
+    for seed in seeds:
         draw = check.draw(seed)
         with check.is_off():
             verdict = judge(draw)

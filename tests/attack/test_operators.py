@@ -29,10 +29,10 @@ def test_only_rrelu_saves_what_it_fills_afterwards() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["swap", "recompute", "solved"])
 def test_operators_under_a_plan_are_the_same_to_the_bit(way: str) -> None:
-    # Every fourth; `make attack` tries all of them.
-    found = sweep(ways=(way,), part=slice(None, None, 4))
+    # Every eighth; `make attack` tries all of them.
+    found = sweep(ways=(way,), part=slice(None, None, 8))
     assert found.unexpected == []
-    assert found.counts[way, "equal"] > 150
+    assert found.counts[way, "equal"] > 75
 
 
 def test_hooks_that_change_a_byte_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

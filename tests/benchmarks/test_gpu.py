@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import processes
+
 TINY = ["--layers=2", "--hidden=128", "--vocab=256", "--sequence=64", "--batch=2", "--rounds=1"]
 
 
 @pytest.mark.slow
 def test_every_variant_runs_and_equals_plain(tmp_path: Path) -> None:
-    out = tmp_path / "first_table.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", *TINY, f"--out={out}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
+    path = tmp_path / "first_table.json"
+    run = "import runpy; runpy.run_module('benchmarks.gpu', run_name='__main__')"
+    status, _, err = processes.program(run, tmp_path, "--device=cpu", *TINY, f"--out={path}", seconds=200)
+    assert status == 0, err
+    result = json.loads(path.read_text())
     assert result["errors"] == {}
     assert set(result["rows"]) >= {"plain", "layer checkpointing", "save_on_cpu", "lowtide: keep", "lowtide: swap"}
     assert all(row["is_equal"] for row in result["rows"].values())

@@ -101,7 +101,7 @@ def test_a_checksum_sees_a_bit_of_loss_and_gradients() -> None:
     assert checksum(loss, model) != before
 
 
-@pytest.mark.parametrize("policy", ["late", "early", 1, 2])
+@pytest.mark.parametrize("policy", ["late", "early", 1, pytest.param(2, marks=pytest.mark.extended)])
 def test_padding_keeps_the_order_of_an_accelerator(policy: str | int) -> None:
     """Streams that run as late, as early, or as unevenly as they may."""
     from lowtide.engines.accelerator import AcceleratorEngine

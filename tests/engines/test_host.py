@@ -6,8 +6,6 @@ import errno
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +20,7 @@ from lowtide.engines.base import Engine, Lane, Slot
 from lowtide.engines.host import HostEngine
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
+from tests import processes
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -373,9 +372,8 @@ print(os.getpid())
 
 
 def test_a_fork_refuses_the_parents_engine_and_the_parent_goes_on(tmp_path):
-    command = [sys.executable, "-c", _FORK, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    refused, values, parent = result.stdout.splitlines()
+    _, out, _ = processes.program(_FORK, tmp_path, str(tmp_path))
+    refused, values, parent = out.splitlines()
     assert refused.startswith(f"refused: this swap engine belongs to process {parent} and this is its fork ")
     assert refused.endswith(": apply lowtide after forking, or start the child with the 'spawn' method")
     assert values == "262144.0 {'disk': 1048576}"
@@ -411,10 +409,9 @@ print(peak)
 
 
 def test_256_mib_go_through_little_resident_memory(tmp_path):
-    command = [sys.executable, "-c", _RESIDENT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) < 72  # slack, a chunk of bounce buffer per lane, and torch's own
+    status, out, err = processes.program(_RESIDENT, tmp_path, str(tmp_path))
+    assert status == 0, err
+    assert int(out) < 72  # slack, a chunk of bounce buffer per lane, and torch's own
 
 
 def test_bandwidth_is_measured_both_ways(engine):

@@ -65,7 +65,7 @@ def _train(path: Path, callback: Lowtide | None, **more: Any) -> tuple[dict[str,
     model = _llama(dropout=0.1)
     arguments: dict[str, Any] = {
         "output_dir": str(path),
-        "max_steps": 20,
+        "max_steps": 8,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
         "logging_steps": 1,
@@ -88,9 +88,9 @@ def _train(path: Path, callback: Lowtide | None, **more: Any) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["", "two", "bf16"])
-def test_twenty_steps_of_the_trainer(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_eight_steps_of_the_trainer(tmp_path: Path, more: dict[str, Any]) -> None:
     plain, losses = _train(tmp_path, None, **more)
-    assert len(losses) == 20
+    assert len(losses) == 8
     assert losses[-1] != losses[0]
     small = {"budget": BUDGET, "memory": SMALL}
     for how in (small,) if more else (small, {"budget": "1GiB"}):

@@ -186,8 +186,8 @@ def test_another_split_than_the_file_says_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_and_the_schedules_of_torch() -> None:
-    runs = two_ranks.answers([str(Path(__file__).parent / "pipeline_rank.py")])
+def test_two_ranks_and_the_schedules_of_torch(tmp_path: Path) -> None:
+    runs = two_ranks.run("pipeline_rank", [("all_schedules", {})], tmp_path)[0]
     for rank, of_rank in enumerate(runs):
         assert len(of_rank) == 13
         for name, run in of_rank.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def _left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return [inside(tensor.detach()).clone() for tensor in tensors]
 
 
+@functools.cache
 def _plain(way: str, rank: int) -> list[torch.Tensor]:
     model = _model(way)
     optimizer = _optimizer(model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from tests import processes
 
 PROGRAM = """
 import gc, torch, lowtide
@@ -35,11 +36,10 @@ print(state_mib, swapped - before, resident_mib() - before)
 """
 
 
-def test_nine_tenths_of_the_state_leave_main_memory() -> None:
-    output = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    state_mib, swapped_mib, plain_mib = map(float, output.split())
+def test_nine_tenths_of_the_state_leave_main_memory(tmp_path: Path) -> None:
+    status, out, err = processes.program(PROGRAM, tmp_path)
+    assert status == 0, err
+    state_mib, swapped_mib, plain_mib = map(float, out.split())
     assert state_mib == 384
     assert plain_mib >= state_mib
     assert plain_mib - swapped_mib >= 0.9 * state_mib

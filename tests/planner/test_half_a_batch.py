@@ -24,7 +24,7 @@ def profile_of(num_rows: int, num_tokens: int = 256, hidden: int = 64) -> Profil
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=3, num_attention_heads=4
+        vocab_size=128, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, num_attention_heads=4
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

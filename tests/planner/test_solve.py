@@ -46,9 +46,9 @@ def _compare(seed: int, max_items: int) -> float | None:
 
 
 def test_small_random_steps_are_as_fast_as_exhaustive_search() -> None:
-    slower = [_compare(seed, max_items=4) for seed in range(60)]
+    slower = [_compare(seed, max_items=4) for seed in range(30)]
     found = [share for share in slower if share is not None]
-    assert len(found) > 40
+    assert len(found) > 20
     assert max(found) <= 0.01
     assert len(slower) - len(found) > 2, "some cases must have no solution"
 
@@ -56,7 +56,7 @@ def test_small_random_steps_are_as_fast_as_exhaustive_search() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(3))
 def test_random_steps_are_as_fast_as_exhaustive_search(block: int) -> None:
-    slower = [_compare(10_000 + 12 * block + number, max_items=7) for number in range(12)]
+    slower = [_compare(10_000 + 12 * block + number, max_items=7) for number in range(8)]
     found = [share for share in slower if share is not None]
     assert max(found) <= 0.01
 
@@ -162,7 +162,7 @@ def _two_item_step(**changes: object) -> Step:
 
 
 def test_the_floor_is_reached_by_its_fates() -> None:
-    for seed in range(30):
+    for seed in range(12):
         case = random_case(seed, max_items=6)
         floor_bytes, fates = floor(case.step, case.host_bytes)
         arrays = StepArrays.of(case.step)
@@ -230,7 +230,7 @@ def test_forced_swaps_that_the_host_cannot_take() -> None:
 
 def test_the_floor_does_not_depend_on_times() -> None:
     """Two observations of one step have other times; what one was told must be enough for the other."""
-    for seed in range(12):
+    for seed in range(6):
         step, host_bytes = random_case(seed, 9).step, random_case(seed, 9).host_bytes
         draw = random.Random(seed)
         ticks = tuple(dataclasses.replace(tick, seconds=tick.seconds * draw.uniform(0.2, 5)) for tick in step.ticks)

@@ -7,11 +7,10 @@ and after: bytes on the slower tiers, the runtime's objects, threads, open files
 from __future__ import annotations
 
 import gc
+import sys
 import threading
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -138,17 +137,16 @@ def _storage_bytes() -> int:
     return sum(storages.values())
 
 
-MOST_GROWTH_BYTES, MOST_GROWTH_BLOCKS = 40_000, 300
-TABLE_BYTES = 65_536
-"""A single block of this size is a table of the interpreter (of interned strings, say), which is now and then made anew
-as one block: 7.7 MB for 2^19 entries. What leaks leaves a block for each step or more, however large."""
+MOST_GROWTH_BLOCKS, MOST_GROWTH_BYTES = 80, 40_000
+"""In a thousand steps each of LIVES is lived 90 times, so a block that one of them leaves is noticed. Lists and the
+like may also grow by what exists elsewhere; these breathe by some 20 kB."""
 
 
 def _blocks() -> tuple[int, int]:
-    """What Python allocated since tracing began: blocks, and the bytes of those that are no large tables."""
+    """Blocks that Python has allocated, and the bytes of lists, dictionaries and other containers."""
     gc.collect()
-    sizes = [trace.size for trace in tracemalloc.take_snapshot().traces]
-    return len(sizes), sum(size for size in sizes if size < TABLE_BYTES)
+    num_blocks = sys.getallocatedblocks()
+    return num_blocks, sum(map(sys.getsizeof, gc.get_objects()))
 
 
 def _blocks_after_a_thousand_steps(model: nn.Module, tide: lowtide.Tide) -> tuple[int, int]:
@@ -175,18 +173,13 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
     _run(model, WARM_UP_STEPS)
     tide.settle()
     before = _left()
-    tracemalloc.start()
-    _run(model, 5 * len(LIVES))
-    tide.settle()
     blocks = _blocks()
     for _ in range(3):
         older, blocks = blocks, _blocks_after_a_thousand_steps(model, tide)
         num_more, bytes_more = blocks[0] - older[0], blocks[1] - older[1]
-        # Dictionaries and free lists breathe by some 20 kB, and now and then one is made anew at twice its size; a leak
-        # of one small object a step is 60 kB and more in every thousand steps.
+        # Now and then one dictionary is made anew at twice its size.
         if bytes_more < MOST_GROWTH_BYTES and num_more < MOST_GROWTH_BLOCKS:
             break
-    tracemalloc.stop()
     assert _left() == before
     assert bytes_more < MOST_GROWTH_BYTES
     assert num_more < MOST_GROWTH_BLOCKS
@@ -200,7 +193,9 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["virtual:0", "host"])
-def test_nothing_is_left_of_two_hundred_tides(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_rounds", [10, pytest.param(50, marks=pytest.mark.extended)])
+def test_nothing_is_left_of_many_tides(engine: str, num_rounds: int, tmp_path: Path) -> None:
+    """Each leaves nothing at all, so a few of them would show what one leaves."""
     model = zoo.Stack(*(Block() for _ in range(3)))
 
     def one(plan: str) -> None:
@@ -211,15 +206,15 @@ def test_nothing_is_left_of_two_hundred_tides(engine: str, tmp_path: Path) -> No
     for plan in MEMORY:
         one(plan)
     before = _left()
-    for _ in range(50):
+    for _ in range(num_rounds):
         for plan in MEMORY:
             one(plan)
     assert _left() == before
 
 
-def _step_without_memory(tide: lowtide.Tide, seed: int, *, for_ever: bool) -> None:
+def _step_without_memory(tide: lowtide.Tide, place: int, *, for_ever: bool) -> None:
     """A micro-batch that runs out of memory at one operator of its forward or backward, or from there on for ever."""
-    mode = Failing(Random(seed).randrange(_NUM_OPS), for_ever=for_ever)
+    mode = Failing(place, for_ever=for_ever)
     try:
         with mode:
             tide.step(lambda: _ordinary(tide.model))
@@ -240,22 +235,23 @@ def _assert_nothing_open(tide: lowtide.Tide) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
 @pytest.mark.parametrize("engine", ["virtual:0", "host"])
-def test_nothing_is_left_of_two_hundred_micro_batches_that_ran_again(engine: str, tmp_path: Path) -> None:
-    """Each tide takes two: everything is swapped after the first, and recomputed after the second."""
+def test_nothing_is_left_of_micro_batches_that_ran_again(engine: str, tmp_path: Path) -> None:
+    """Memory runs out at each operator, twice in a tide: after the first everything is swapped, after the second
+    everything is recomputed."""
     model = zoo.Stack(*(Block() for _ in range(3)))
     memory = {"swap": "none", "min_bytes": 0, **({"disk_path": str(tmp_path)} if engine == "host" else {})}
 
     def one(number: int) -> None:
         with lowtide.apply(model, memory, engine=engine) as tide:
-            for seed in (2 * number, 2 * number + 1):
-                _step_without_memory(tide, seed, for_ever=False)
+            for place in (number, _NUM_OPS - 1 - number):
+                _step_without_memory(tide, place, for_ever=False)
             assert tide.stats.num_retries == 2
             _assert_nothing_open(tide)
 
     for number in range(5):
         one(number)
     before = _left()
-    for number in range(100):
+    for number in range(_NUM_OPS):
         one(number)
     assert _left() == before
     assert list(tmp_path.iterdir()) == []
@@ -264,14 +260,14 @@ def test_nothing_is_left_of_two_hundred_micro_batches_that_ran_again(engine: str
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
 @pytest.mark.parametrize("plan", ["swap", "mixed"])
-def test_nothing_is_left_of_two_hundred_micro_batches_that_failed_for_good(plan: str) -> None:
+def test_nothing_is_left_of_micro_batches_that_failed_for_good(plan: str) -> None:
     model = zoo.Stack(*(Block() for _ in range(3)))
     with lowtide.apply(model, MEMORY[plan], engine="virtual:0") as tide:
-        for seed in range(20):
-            _step_without_memory(tide, seed, for_ever=True)
-        before = _left()
-        for seed in range(200):
-            _step_without_memory(tide, seed, for_ever=True)
+        before = None
+        for _ in range(3):  # what the tide learns when a forward first ends stays, so the first round only warms up
+            for place in range(_NUM_OPS):
+                _step_without_memory(tide, place, for_ever=True)
+            before = before or _left()
         assert _left() == before
         _assert_nothing_open(tide)
 

@@ -40,7 +40,12 @@ from tests.solved import plan_with, random_plan
 SHARES = ((0.5, 0.3), (1.0, 0.3), (0.8, 0.8), (0.3, 1.0))
 """Of nodes that are made and of those that are swapped, by seed."""
 
-SEEDS = (0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow))
+EVERY_PLAN = [
+    # Two kinds of plans a model; the other two are `make test-extended`'s.
+    pytest.param(name, seed, marks=[pytest.mark.extended] if (number + seed) % 2 else [])
+    for number, name in enumerate(zoo.CASES)
+    for seed in range(len(SHARES))
+]
 
 
 @functools.cache
@@ -59,8 +64,7 @@ def plan_of(name: str, seed: int) -> Plan:
 
 
 @pytest.mark.filterwarnings("ignore:lowtide")
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize(("name", "seed"), EVERY_PLAN)
 def test_random_plans_are_the_same_to_the_bit(name: str, seed: int) -> None:
     engine = VirtualEngine(seed)
     steps = {"num_steps": 3, "accumulate": 2}
@@ -117,7 +121,7 @@ def _lives(case: zoo.Case, model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:lowtide")
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(len(SHARES)))
 @pytest.mark.parametrize(
     "name", ["llama_eager", "mlp", "strided_views", "shared_layer", "tied", "keyword_inputs", "structured_outputs"]
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import gc
 import logging
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.errors import ConfigError
 from lowtide.tensors import private
 from lowtide.tensors.versions import TESTED, missing
+from tests import processes
 
 _HERE = Path(__file__)
 _ROOT = _HERE.parents[2]
@@ -105,7 +105,7 @@ def test_find_names_what_is_missing() -> None:
         ("import torch.nn as nn; nn.Module.__init__ = lambda self: None", "_parameters of torch.nn.Module"),
     ],
 )
-def test_a_torch_without_one_is_refused_at_import(without: str, named: str) -> None:
+def test_a_torch_without_one_is_refused_at_import(without: str, named: str, tmp_path: Path) -> None:
     code = f"""
 import torch
 {without}
@@ -114,9 +114,10 @@ try:
 except ValueError as error:
     print(type(error).__name__, error)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.startswith(f"ConfigError lowtide: torch {torch.__version__} does not have")
-    assert named in result.stdout
+    status, out, err = processes.program(code, tmp_path)
+    assert status == 0, err
+    assert out.startswith(f"ConfigError lowtide: torch {torch.__version__} does not have")
+    assert named in out
 
 
 def test_the_versions_are_those_of_the_package() -> None:

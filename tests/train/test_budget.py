@@ -141,10 +141,9 @@ def test_bits_on_two_ranks(tmp_path: Path) -> None:
         write(output_dir=name, budget=budget, grad_accumulation=2)
         Path("run.yaml").rename(f"{name}.yaml")
     code = """
-    import json, os, torch
+    import json, os
     from lowtide.train.run_file import load_run
     from lowtide.train.loop import train
-    torch.set_num_threads(1)
     said = []
     for name, port in zip(("plain", "saving"), os.environ["MORE_PORTS"].split()):
         os.environ["MASTER_PORT"] = port
@@ -153,7 +152,7 @@ def test_bits_on_two_ranks(tmp_path: Path) -> None:
         said.append({"weights": found.weights_sha256, "losses": found.losses_sha256, "digest": digest})
     print(json.dumps(said))
     """
-    plain, saving = zip(*two_ranks.answers(["-c", textwrap.dedent(code)], tmp_path), strict=True)
+    plain, saving = zip(*two_ranks.answers(textwrap.dedent(code), tmp_path), strict=True)
     assert [rank["weights"] for rank in saving] == [rank["weights"] for rank in plain]
     assert saving[0]["losses"] == plain[0]["losses"]
     assert saving[0]["digest"] == saving[1]["digest"] is not None

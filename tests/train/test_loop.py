@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
 import textwrap
 import time
 from collections.abc import Callable
@@ -308,11 +307,11 @@ def test_file_that_does_not_exist() -> None:
 # ---- several ranks
 
 
-def start_ranks(tmp_path: Path, code: str) -> list[subprocess.Popen[str]]:
+def start_ranks(tmp_path: Path, code: str) -> list[two_ranks.Process]:
     """Two processes that run `code` with `train` and `run` at hand, in a gloo group."""
     script = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
     script += "run = load_run('run.yaml')\n"
-    return two_ranks.start(["-c", script + textwrap.dedent(code)], tmp_path)
+    return two_ranks.start(script + textwrap.dedent(code), tmp_path)
 
 
 @pytest.mark.slow
@@ -326,7 +325,7 @@ def test_two_ranks_train_as_one_and_resume(tmp_path: Path) -> None:
         train(dataclasses.replace(run, train=dataclasses.replace(run.train, steps=steps)))
         os.environ["MASTER_PORT"] = port
     """
-    first, second = two_ranks.finish(start_ranks(tmp_path, code))
+    first, second = two_ranks.finish(start_ranks(tmp_path, code), tmp_path)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert losses("together") == pytest.approx(losses("alone"), rel=1e-4)
     assert "step 6/6" in first[2]
@@ -344,9 +343,9 @@ def test_failure_of_one_rank_ends_both_with_one_message(tmp_path: Path) -> None:
     train(run, on_step=on_step)
     """
     ranks = start_ranks(tmp_path, code)
-    ranks[1].wait(timeout=60)
+    ranks[1].join(60)
     failed = time.monotonic()
-    (status_0, _, err_0), (status_1, _, err_1) = two_ranks.finish(ranks, 20)
+    (status_0, _, err_0), (status_1, _, err_1) = two_ranks.finish(ranks, tmp_path, 20)
     assert time.monotonic() - failed < 20
     assert status_0 != 0
     assert status_1 != 0
@@ -371,8 +370,8 @@ def test_a_rank_that_runs_out_of_memory_ends_both_and_is_not_run_again(tmp_path:
     train(run)
     """
     ranks = start_ranks(tmp_path, code)
-    ranks[1].wait(timeout=60)
-    (status_0, _, err_0), (status_1, _, err_1) = two_ranks.finish(ranks, 20)
+    ranks[1].join(60)
+    (status_0, _, err_0), (status_1, _, err_1) = two_ranks.finish(ranks, tmp_path, 20)
     assert status_0 != 0
     assert status_1 != 0
     assert "lowtide: this micro-batch was not run again: this process is one of 2 ranks" in err_1
@@ -391,8 +390,8 @@ def test_rank_that_dies_without_a_word_does_not_leave_the_other_waiting(tmp_path
     train(run, on_step=on_step)
     """
     ranks = start_ranks(tmp_path, code)
-    ranks[0].wait(timeout=60)
-    (status_0, _, _), (status_1, _, err_1) = two_ranks.finish(ranks, 20)
+    ranks[0].join(60)
+    (status_0, _, _), (status_1, _, err_1) = two_ranks.finish(ranks, tmp_path, 20)
     assert status_0 == -signal.SIGKILL
     assert status_1 == 1
     assert "lowtide: rank 1" in err_1

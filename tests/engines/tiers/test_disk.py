@@ -8,8 +8,6 @@ import gc
 import mmap
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from hypothesis import strategies as st
 from lowtide.engines.tiers import disk as disk_module
 from lowtide.engines.tiers.disk import BLOCK_BYTES, CHUNK_BYTES, DiskTier, RangeAllocator, default_directory, padded
 from lowtide.errors import ConfigError, TierFull
+from tests import processes
 
 
 def _memory(nbytes: int, shift: int = 0) -> tuple[mmap.mmap, int]:
@@ -211,9 +210,8 @@ for direct in (True, False):
 
 
 def test_a_limit_of_the_system_fails_the_allocation_or_the_write(tmp_path):
-    command = [sys.executable, "-c", _FILE_SIZE_LIMIT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert result.stdout.strip() == "EFBIG\nEFBIG", result.stderr
+    _, out, err = processes.program(_FILE_SIZE_LIMIT, tmp_path, str(tmp_path))
+    assert out.strip() == "EFBIG\nEFBIG", err
 
 
 def test_padding():

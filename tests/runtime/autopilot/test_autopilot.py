@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -564,47 +563,34 @@ def test_a_profile_that_was_too_slow_is_corrected() -> None:
 # Ranks
 
 
-RANK = """
-import json, os, sys, torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-sys.path.insert(0, "tests/runtime/autopilot"), sys.path.insert(0, "tests")
-from test_autopilot import Boastful, ClockedEngine, net, rows, optimize, step, budget_of
-import lowtide
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
-model, x = net(), rows()
-budget = budget_of(model, (x,), 0.4)
-found = {}
-with optimize(model, budget + 100_000 * (1 - rank)) as tide:
-    for _ in range(4):
-        step(model, x)
-    found |= {"digest": tide.plan.digest(), "budget": tide.plan.budget_bytes, "mine": budget}
-    found["whys"] = [event.why for event in tide.events]
-    found["budgets"] = [event.budget_bytes for event in tide.events]
-    found["fates"] = [site.fate.value for site in tide.tide.plan.sites]
-    found["moved"] = tide.stats.swapped_bytes + tide.stats.recomputed_bytes
-# A link that only the second rank finds slower than it was told.
-kind, rate = (ClockedEngine, 1e13) if rank == 0 else (Boastful, 1e5)
-model = net(num_layers=8)
-engine = kind(out_bytes_per_second=rate, in_bytes_per_second=rate)
-with optimize(model, budget_of(net(num_layers=8), (rows(256),), 0.3), engine=engine) as tide:
-    for _ in range(5):
-        step(model, rows(256))
-    found["corrected"] = [event.why for event in tide.events]
-    found["after"] = tide.plan.digest()
-with optimize(model, 1000) as tide:
-    try:
+def plans_with_another(rank: int) -> dict[str, Any]:
+    model, x = net(), rows()
+    budget = budget_of(model, (x,), 0.4)
+    found: dict[str, Any] = {}
+    with optimize(model, budget + 100_000 * (1 - rank)) as tide:
+        for _ in range(4):
+            step(model, x)
+        found |= {"digest": tide.plan.digest(), "budget": tide.plan.budget_bytes, "mine": budget}
+        found["whys"] = [event.why for event in tide.events]
+        found["budgets"] = [event.budget_bytes for event in tide.events]
+        found["fates"] = [site.fate.value for site in tide.tide.plan.sites]
+        found["moved"] = tide.stats.swapped_bytes + tide.stats.recomputed_bytes
+    # A link that only the second rank finds slower than it was told.
+    kind, rate = (ClockedEngine, 1e13) if rank == 0 else (Boastful, 1e5)
+    model = net(num_layers=8)
+    engine = kind(out_bytes_per_second=rate, in_bytes_per_second=rate)
+    with optimize(model, budget_of(net(num_layers=8), (rows(256),), 0.3), engine=engine) as tide:
+        for _ in range(5):
+            step(model, rows(256))
+        found["corrected"] = [event.why for event in tide.events]
+        found["after"] = tide.plan.digest()
+    with optimize(model, 1000) as tide, pytest.raises(lowtide.BudgetError) as caught:
         model(rows(64 * (1 + rank)))
-    except lowtide.BudgetError as error:
-        found |= {"floor": error.floor_bytes, "text": str(error)}
-dist.destroy_process_group()
-print(json.dumps(found))
-"""
+    return found | {"floor": caught.value.floor_bytes, "text": str(caught.value)}
 
 
-def test_two_ranks_follow_one_plan_and_fail_together() -> None:
-    first, second = two_ranks.answers(["-c", textwrap.dedent(RANK)])
+def test_two_ranks_follow_one_plan_and_fail_together(tmp_path: Path) -> None:
+    first, second = two_ranks.run(__name__, [("plans_with_another", {})], tmp_path)[0]
     assert first["digest"] == second["digest"]
     assert first["whys"] == second["whys"]
     # The smaller one, which is the second rank's; and each rank did what the plan says, and says so for itself.

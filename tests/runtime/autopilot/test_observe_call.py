@@ -135,7 +135,11 @@ def _state(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
             layer.norm.training,
         ]
     found += [random.getstate(), str(np.random.get_state()), dict(Base.shared), list(optimizer.state_dict()["state"])]
-    return copy.deepcopy([part.tolist() if isinstance(part, Tensor) else part for part in found])
+    return copy.deepcopy([_bytes_of(part) if isinstance(part, Tensor) else part for part in found])
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _train(habit: Callable[[Base, Tensor], Tensor], budget: str | None) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import multiprocessing
 import os
 import traceback
 from collections import Counter
@@ -33,6 +32,7 @@ from lowtide.mindformers.schema import resolve
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.live_bytes import plain_parts
 from lowtide.tensors.wrappers import is_desugared
+from tests import processes
 
 NUM_LAYERS = 3
 GATHERED = TOKENS * BATCH * WIDTH * 4
@@ -51,17 +51,11 @@ class Ranks:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         store = str(self._folder / f"store{self._num_starts}")
         self._num_starts += 1
-        self._answers = context.Queue()
-        self._tasks = [context.Queue() for _ in range(2)]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, store, self._tasks[rank], self._answers), daemon=True)
-            for rank in range(2)
-        ]
-        for process in self._processes:
-            process.start()
+        self._answers = processes.queue()
+        self._tasks = [processes.queue() for _ in range(2)]
+        self._processes = processes.fork(_serve, [(r, store, self._tasks[r], self._answers) for r in range(2)])
 
     def run(self, task: Callable, *args: Any) -> list[Any]:
         """What `task(rank, *args)`, a function of this file, gives on both ranks."""
@@ -88,7 +82,6 @@ class Ranks:
 
 
 def _serve(rank: int, store: str, tasks: Any, answers: Any) -> None:
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)

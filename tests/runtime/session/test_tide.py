@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from lowtide.core.fate import Fate
 from lowtide.engines.host import HostEngine
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
+from tests import processes
 
 SWAP = {"swap": "all", "min_bytes": 0}
 
@@ -316,7 +314,6 @@ _FULL_DISK = """
 import resource, signal, sys, warnings
 import torch, zoo, lowtide
 
-torch.set_num_threads(1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 case = zoo.CASES["llama"]
 model = case.build(0)
@@ -351,11 +348,10 @@ print(texts[0])
     ],
 )
 def test_nothing_is_lost_when_the_disk_is_full(tmp_path: Path, when: str, text: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{Path(zoo.__file__).parent}"}
-    command = [sys.executable, "-c", _FULL_DISK, str(tmp_path), when]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(text)
+    (tmp_path / "disk").mkdir()
+    status, out, err = processes.program(_FULL_DISK, tmp_path, str(tmp_path / "disk"), when)
+    assert status == 0, err
+    assert out.startswith(text)
 
 
 def test_a_read_that_fails_is_an_error_with_the_tier(
