@@ -68,8 +68,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def together(model: Any, batches: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Loss of each batch, and the gradients of their mean: sums in the order of the batches, division last."""
+def together(model: Any, batches: list[list[Tensor]]) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """For each rank its batches, one after the other. The losses, and the gradients of the mean over ranks of the sum
+    over batches: sums in the order of the ranks, division last."""
     meeting = _Meeting(len(batches))
     models = [copy.deepcopy(model) for _ in batches]
     blocks = [name for name, _ in model.named_modules() if name.endswith(".experts")]
@@ -82,7 +83,7 @@ def together(model: Any, batches: list[Tensor]) -> tuple[list[Tensor], dict[str,
 
     def run(number: int) -> None:
         try:
-            losses[number] = run_step(models[number], batches[number])
+            losses[number] = [run_step(models[number], batch) for batch in batches[number]]
         except BaseException:
             meeting.barrier.abort()
             raise

@@ -46,6 +46,7 @@ def hardware_of_run(run: RunConfig) -> Hardware:
 
 def observe_run(run: RunConfig, *, say: Say) -> Profile:
     """A real step on the device of the run. Raises ConfigError for mistakes that show only there."""
+    _refuse_split_experts(run)
     device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
@@ -71,6 +72,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
     from lowtide.profiling.fake.trace import trace
 
+    _refuse_split_experts(run)
     say("building the model without weights")
     config = model_config(run)
     with torch.device("meta"):
@@ -82,6 +84,15 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     say("tracing one step")
     with _as_trained(run, model, "cpu"):
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
+
+
+def _refuse_split_experts(run: RunConfig) -> None:
+    if run.train.expert_parallel > 1:
+        run.fail(
+            "train.expert_parallel",
+            f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; take "
+            "it out to see the step of a rank that has all experts",
+        )
 
 
 @contextlib.contextmanager
