@@ -1,13 +1,14 @@
 """Small MoE models of `transformers`, and two of them taken through their layers together, as the truth for two ranks.
 
-`Together` is what expert parallelism on two ranks must equal to the bit, in one process and from plain torch: each batch
-has its own model and thread; at each block the two threads meet, and one computes the experts for both, with the rows of
-both batches concatenated for each expert in the order of the batches.
+`together` is what expert parallelism on two ranks must equal to the bit, in one process and from plain torch: each
+batch has its own model and thread; at each block the two threads meet, and one computes the experts for both, with the
+rows of both batches concatenated for each expert in the order of the batches.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from typing import Any
 
@@ -95,12 +96,11 @@ def together(model: Any, batches: list[list[Tensor]]) -> tuple[list[list[Tensor]
         thread.join()
     assert all(loss is not None for loss in losses)
     found = [{name.replace("experts.inside.", "experts."): g for name, g in gradients_of(m).items()} for m in models]
-    for name, gradient in found[0].items():
-        for other in found[1:]:
-            if name in other and ".mlp.experts." not in name:
-                gradient += other[name]
-        gradient /= len(batches)
-    return losses, found[0]
+    gradients = {}
+    for name, first in found[0].items():
+        others = [other[name] for other in found[1:] if name in other]
+        gradients[name] = sum(others, start=first) / len(batches)
+    return losses, gradients
 
 
 class _Meeting:
@@ -126,26 +126,26 @@ class _Together(nn.Module):
         super().__init__()
         if number == 0:
             self.inside = experts  # the others' gradients of the experts would only be those again
-        self.__dict__["all"] = experts
-        self.meeting, self.number = meeting, number
+        self.__dict__["shared"] = experts
+        self.meet = functools.partial(meeting.meet, number)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return _Run.apply(hidden_states, top_k_index, top_k_weights, self.__dict__["all"], self.meeting, self.number)
+        return _Run.apply(hidden_states, top_k_index, top_k_weights, self)
 
 
 class _Run(torch.autograd.Function):
     """Forward and backward of the experts, for both batches at once, by the first thread."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor, experts: Any, meeting: _Meeting, number: int) -> Any:
+    def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor, block: _Together) -> Any:
         def work(given: list[Any]) -> list[Any]:
             with torch.enable_grad():
                 leaves = [(x.detach().requires_grad_(), w.detach().requires_grad_()) for x, _, w in given]
-                outputs = _experts(experts, leaves, [index for _, index, _ in given])
+                outputs = _experts(block.shared, leaves, [index for _, index, _ in given])
             return [(output.detach(), leaves, outputs) for output in outputs]
 
-        output, ctx.leaves, ctx.outputs = meeting.meet(number, (x, index, weights), work)
-        ctx.meeting, ctx.number = meeting, number
+        output, ctx.leaves, ctx.outputs = block.meet((x, index, weights), work)
+        ctx.block = block
         return output
 
     @staticmethod
@@ -154,8 +154,8 @@ class _Run(torch.autograd.Function):
             torch.autograd.backward(ctx.outputs, given)
             return [(x.grad, w.grad) for x, w in ctx.leaves]
 
-        x, weights = ctx.meeting.meet(ctx.number, gradient, work)
-        return x, None, weights, None, None, None
+        x, weights = ctx.block.meet(gradient, work)
+        return x, None, weights, None
 
 
 def _experts(experts: Any, leaves: list[tuple[Tensor, Tensor]], indices: list[Tensor]) -> list[Tensor]:
@@ -166,7 +166,8 @@ def _experts(experts: Any, leaves: list[tuple[Tensor, Tensor]], indices: list[Te
     counts = [sum(sizes[i : i + len(leaves)]) for i in range(0, len(sizes), len(leaves))]
     if is_grouped:
         ends = torch.tensor(counts).cumsum(0).int()
-        gate, up = functional.grouped_mm(torch.cat(rows), experts.gate_up_proj.transpose(-2, -1), offs=ends).chunk(2, -1)
+        gate_up = functional.grouped_mm(torch.cat(rows), experts.gate_up_proj.transpose(-2, -1), offs=ends)
+        gate, up = gate_up.chunk(2, dim=-1)
         made = functional.grouped_mm(experts.act_fn(gate) * up, experts.down_proj.transpose(-2, -1), offs=ends)
     else:
         parts = []

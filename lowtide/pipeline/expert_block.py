@@ -1,9 +1,9 @@
 """The experts of one block, a share of them on each rank: rows go to the experts that a router chose, and come back.
 
-What: `SplitExperts` stands where a block of `transformers` has its experts, and is called like them. Each pair of a token
-and a chosen expert is a row. Rows are sorted by expert, and so by rank; the ranks tell each other how many rows each
-expert gets (one small collective), exchange rows (`exchange.all_to_all`), run their experts and send the rows back. No
-row is dropped or padded. A rank, or an expert, may get none: its gradients are then zeros, not absent.
+What: `SplitExperts` stands where a block of `transformers` has its experts, and is called like them. Each pair of a
+token and a chosen expert is a row. Rows are sorted by expert, and so by rank. The ranks tell each other how many rows
+each expert gets (one small collective), exchange the rows (`exchange.all_to_all`), run their experts and send the rows
+back. No row is dropped or padded. A rank, or an expert, may get none: its gradients are then zeros, not absent.
 Why these orders: a sum of floats depends on its order. Rows of one expert stand by rank, and within a rank as the block
 of `transformers` has them; what a token gets from its experts, and what these give to its gradient, is added in the
 block's order. So on one rank every bit is that of the block. On several, one matrix product has the rows of all ranks.
@@ -22,11 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from lowtide.pipeline.exchange import all_to_all
-
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """The parameters of a block's experts; the first dimension counts the experts."""
@@ -107,7 +106,8 @@ class SplitExperts(nn.Module):
             return functional.grouped_mm(rows.to(self.down_proj.dtype), self.down_proj.transpose(-2, -1), offs=ends)
         experts = zip(rows.split(num_rows.tolist()), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         # Also an expert without rows has its turn: so its weights have a gradient, which is zeros.
-        return torch.cat([functional.linear(self._gated(functional.linear(own, up)), down) for own, up, down in experts])
+        parts = [functional.linear(self._gated(functional.linear(own, up)), down) for own, up, down in experts]
+        return torch.cat(parts)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -142,9 +142,7 @@ class _Spread(torch.autograd.Function):
     `is_rising`, else the other way round, in which autograd goes through a loop over experts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, token: torch.Tensor, place: torch.Tensor, is_rising: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, place: torch.Tensor, is_rising: bool) -> torch.Tensor:
         ctx.save_for_backward(place)
         ctx.is_rising = is_rising
         return x.index_select(0, token)

@@ -3,7 +3,8 @@
 What: `split_experts(model, group=group)` puts a `SplitExperts` (expert_block.py) in the place of the experts of each
 block. Of E experts on R ranks, rank r keeps those from r * E / R on. Everything else of the model stays on every rank,
 which are data-parallel to each other: each has batches of its own. The parameters stay the objects that they are and
-only become smaller, so an optimizer that has not stepped yet may be older than the split.
+only become smaller, so an optimizer that has not stepped yet may be older than the split. (Not so a graph: torch refuses
+a backward with a wrong shape while one from before the split, or DDP's hooks, hold on to these parameters.)
 
 The rule for gradients. A backward adds up the gradients of an expert over the batches of all ranks by itself, since all
 their rows are there. For all other parameters each rank has the gradient of its own batch. `average_gradients`, called
@@ -67,7 +68,8 @@ def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
             )
     if patched_module(model) is not None:
         raise ConfigError(
-            "lowtide.pipeline.split_experts: the model is under a lowtide plan already; split first, then apply the plan"
+            "lowtide.pipeline.split_experts: the model is under a lowtide plan already; split first, then apply the "
+            "plan"
         )
     found = find_experts(model)
     for each in found:
@@ -127,8 +129,8 @@ class ExpertParallel:
     def average_gradients(self, *, ranks: Any = None, replicas: Any = None) -> None:
         """Make every gradient that of the mean of all ranks' losses; once a step, after its last backward.
 
-        `ranks`: all ranks that train this model, if they are more than the group that splits the experts. Then `replicas`
-        are those that have the same experts as this one.
+        `ranks`: all ranks that train this model, if they are more than the group that splits the experts. Then
+        `replicas` are those that have the same experts as this one.
         """
         assert self._is_split, "remove() was called"
         ranks = self.group if ranks is None else ranks
@@ -188,8 +190,8 @@ class ExpertParallel:
 def _check(found: FoundExperts, num_ranks: int) -> None:
     if found.experts.num_experts % num_ranks:
         raise ConfigError(
-            f"lowtide.pipeline.split_experts: '{found.name}' has {found.experts.num_experts} experts, which do not divide "
-            f"by {num_ranks} ranks; choose a group of as many ranks as divide them"
+            f"lowtide.pipeline.split_experts: '{found.name}' has {found.experts.num_experts} experts, which do not "
+            f"divide by {num_ranks} ranks; choose a group of as many ranks as divide them"
         )
     for weight in WEIGHTS:
         parameter = getattr(found.experts, weight)

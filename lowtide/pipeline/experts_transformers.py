@@ -1,8 +1,8 @@
 """Which modules of a model hold experts that can be split, and how they compute.
 
-What: `find_experts` finds the experts of `transformers`' MoE blocks by the names of their classes: weights of all experts
-in two parameters of three dimensions, called with rows, chosen experts and their weights. Experts of another kind are
-refused by name: they may compute something else.
+What: `find_experts` finds the experts of `transformers`' MoE blocks by the names of their classes: weights of all
+experts in two parameters of three dimensions, called with rows, chosen experts and their weights. Experts of another
+kind are refused by name: they may compute something else.
 Cost: one walk over the modules. Not covered: experts that are a list of modules, as in versions of transformers before
 5; experts with biases, norms or a gate of their own (gpt-oss, DeepSeek-V4).
 """

@@ -315,8 +315,8 @@ def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object]
     experts = [found.get("train.expert_parallel", 1) for found in (then, now)]
     if experts[0] != experts[1]:
         raise ConfigError(
-            f"{path}: saved with train.expert_parallel {experts[0]}, this run has {experts[1]}; put it back, or start a "
-            "new run with another train.output_dir"
+            f"{path}: saved with train.expert_parallel {experts[0]}, this run has {experts[1]}; put it back, or "
+            "start a new run with another train.output_dir"
         )
     expected = {name for each in range(num_ranks) for name in (_rank_name(each), _tensors_name(each))}
     if set(run["files"]) != expected:

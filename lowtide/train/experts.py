@@ -1,7 +1,7 @@
 """Expert parallelism in a run: which ranks share the experts, and what of a checkpoint is whose.
 
-What: `split_for` splits the model's experts over groups of `train.expert_parallel` consecutive ranks. Each group has all
-experts; ranks with the same place in their group have the same ones. All ranks are data-parallel to each other.
+What: `split_for` splits the model's experts over groups of `train.expert_parallel` consecutive ranks. Each group has
+all experts; ranks with the same place in their group have the same ones. All ranks are data-parallel to each other.
 Why names of slices: a checkpoint then holds every expert under a name that says which part it is
 (`...experts.down_proj[0/2]`), and none twice.
 Cost: see pipeline/experts.py. Not covered: other numbers of ranks for a checkpoint than those it was saved by.
@@ -53,8 +53,8 @@ def check_ranks(run: RunConfig, ranks: Ranks) -> None:
         are = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
         run.fail(
             "train.expert_parallel",
-            f"'train.expert_parallel' is {wanted}, but there {are}; start it with torchrun --nproc-per-node {wanted}, or "
-            "a multiple of that",
+            f"'train.expert_parallel' is {wanted}, but there {are}; start it with torchrun --nproc-per-node {wanted}, "
+            "or a multiple of that",
         )
 
 
@@ -67,11 +67,11 @@ def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExper
     # Every rank makes every group, in the same order, as torch wants it.
     groups = {first: dist.new_group(list(range(first, first + size))) for first in firsts}
     place = ranks.rank % size
-    replicas = [dist.new_group([first + other for first in firsts]) for other in range(size)] if len(firsts) > 1 else None
+    replicas = None
+    if len(firsts) > 1:
+        replicas = [dist.new_group([first + other for first in firsts]) for other in range(size)][place]
     try:
         split = split_experts(model, group=groups[ranks.rank - place])
     except ConfigError as error:
         run.fail("train.expert_parallel", f"'train.expert_parallel' is {size}, but {error}")
-    return RankExperts(
-        split=split, replicas=None if replicas is None else replicas[place], is_writer=ranks.rank == place
-    )
+    return RankExperts(split=split, replicas=replicas, is_writer=ranks.rank == place)

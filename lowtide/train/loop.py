@@ -18,6 +18,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -197,7 +198,7 @@ def _say_end(progress: Progress, trainer: Trainer, asked: signal.Signals | None,
         progress.say(f"done: {steps} steps; saved {newest}")
 
 
-def _weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+def _weights_sha256(state: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode())

@@ -90,8 +90,8 @@ def _refuse_split_experts(run: RunConfig) -> None:
     if run.train.expert_parallel > 1:
         run.fail(
             "train.expert_parallel",
-            f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; take "
-            "it out to see the step of a rank that has all experts",
+            f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; "
+            "take it out to see the step of a rank that has all experts",
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import moe_models
@@ -55,7 +57,7 @@ def equals_one_process(
     return {
         "losses": [same_bits(loss, other) for loss, other in zip(own, losses[rank], strict=True)],
         "differing": _differing(moe_models.gradients_of(model), _halved(truth, handle.parameter_names, rank)),
-        "losses apart": max(abs(float(a - b)) for a, b in zip(losses_apart, sum(losses, []), strict=True)),
+        "losses apart": max(abs(float(a - b)) for a, b in zip(losses_apart, (*losses[0], *losses[1]), strict=True)),
         "error apart": error / largest,
         "norm": float(handle.gradient_norm() / norm),
         "rows": num_rows,
@@ -73,9 +75,37 @@ def equals_the_whole_model(rank: int, kind: str, implementation: str, dtype: str
     return _differing(found, truth)
 
 
+def equals_one_batch_after_the_other(rank: int) -> list[str]:
+    """Each rank has all experts, and a replica on the other rank."""
+    model = moe_models.make_model("deepseek_v3", "eager")
+    whole = copy.deepcopy(model)
+    for other in (0, 1):
+        moe_models.run_step(whole, moe_models.make_batch(other))
+    handle = split_experts(model, group=_groups_of_one()[rank])
+    moe_models.run_step(model, moe_models.make_batch(rank))
+    handle.average_gradients(ranks=dist.group.WORLD, replicas=dist.group.WORLD)
+    return _differing(
+        moe_models.gradients_of(model), {name: g / 2 for name, g in moe_models.gradients_of(whole).items()}
+    )
+
+
+def follows_the_page(rank: int) -> list[str]:
+    """What the code of docs/pipelines.md leaves behind."""
+    page = Path(__file__).parents[2] / "docs" / "pipelines.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1]
+    model = moe_models.make_model("mixtral", "grouped_mm")
+    tokens = moe_models.make_batch(rank)
+    before = _copied(dict(model.named_parameters()))
+    scope = {"model": model, "batches": [{"input_ids": tokens, "labels": tokens}]}
+    exec(compile(code, str(page), "exec"), scope)
+    scope["handle"].remove()
+    return [name for name, parameter in model.named_parameters() if same_bits(parameter, before[name])]
+
+
 def keeps_state(rank: int) -> dict[str, bool]:
     model = moe_models.make_model("deepseek_v3", "eager")
-    modules, parameters, before = dict(model.named_modules()), dict(model.named_parameters()), _copied(model.state_dict())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    before = _copied(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     handle = split_experts(model, group=dist.new_group([0, 1]))
     found = {"keys": list(model.state_dict()) == list(before)}
@@ -109,7 +139,7 @@ def equals_without_lowtide(rank: int, kind: str, implementation: str, memory: st
     with use(model, memory=MEMORIES[memory] | {"min_bytes": 0}) as tide:
         found = _three_steps(model, handle, rank, tide)
         stats = tide.stats
-    differing = sum((_differing(a, b) for a, b in zip(found, truth, strict=True)), [])
+    differing = [name for a, b in zip(found, truth, strict=True) for name in _differing(a, b)]
     return {"differing": differing, "swapped": stats.swapped_bytes > 0, "recomputed": stats.recomputed_bytes > 0}
 
 
@@ -171,7 +201,7 @@ def _three_steps(model: nn.Module, handle: Any, rank: int, tide: Any) -> list[di
 
 
 def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 def _halved(whole: dict[str, Tensor], experts: tuple[str, ...], rank: int) -> dict[str, Tensor]:
@@ -237,6 +267,8 @@ JOBS: dict[str, two_ranks.Job] = {
         for implementation in ("eager", "grouped_mm")
         for dtype in ("float32", "bfloat16")
     },
+    "replicas": ("equals_one_batch_after_the_other", {}),
+    "page": ("follows_the_page", {}),
     "state": ("keeps_state", {}),
     **{
         f"{memory} {kind}": (
@@ -294,8 +326,16 @@ def test_a_plan_changes_no_bit(name: str, answers: dict[str, tuple[Any, Any]]) -
     """Also where the exchange itself is in a region that runs again: all ranks run it again, in the same order."""
     for answer in answers[name]:
         assert answer["differing"] == []
-        assert answer["swapped"] == (name.split()[0] in ("swap", "budget") or "parts" in name)
+        assert answer["swapped"] == name.startswith(("swap", "budget", "recompute parts"))
         assert answer["recomputed"] or "recompute" not in name
+
+
+def test_ranks_with_the_same_experts_add_their_gradients_up(answers: dict[str, tuple[Any, Any]]) -> None:
+    assert answers["replicas"] == ([], [])
+
+
+def test_the_code_of_the_documentation_trains_every_parameter(answers: dict[str, tuple[Any, Any]]) -> None:
+    assert answers["page"] == ([], [])
 
 
 # -- state, and what the exchange is asked -----------------------------------------------------------------------------
@@ -315,16 +355,16 @@ def test_weights_are_read_from_what_the_exchange_gave_back(answers: dict[str, tu
 
 
 def test_what_cannot_be_split_on_these_ranks(answers: dict[str, tuple[Any, Any]]) -> None:
-    first, second = answers["refused"]
-    assert first == second == [
-        "lowtide.pipeline.split_experts: 'model.layers.0.mlp.experts' has 7 experts, which do not divide by 2 ranks; "
-        "choose a group of as many ranks as divide them",
-        "lowtide.pipeline.split_experts: 'model.layers.0.mlp.experts' is split already; call remove() on the handle of "
-        "that split",
-        "lowtide.pipeline.split_experts: the model is under a lowtide plan already; split first, then apply the plan",
-        "lowtide.pipeline.split_experts: 'model.layers.0.mlp.experts.gate_up_proj' has a gradient; split the experts "
-        "before the first backward, or after zero_grad()",
-        "lowtide.pipeline.split_experts: this rank is not in the group; pass the one that it is in",
+    texts, others = answers["refused"]
+    assert texts == others
+    assert [text.removeprefix("lowtide.pipeline.split_experts: ") for text in texts] == [
+        "'model.layers.0.mlp.experts' has 7 experts, which do not divide by 2 ranks; choose a group of as many ranks "
+        "as divide them",
+        "'model.layers.0.mlp.experts' is split already; call remove() on the handle of that split",
+        "the model is under a lowtide plan already; split first, then apply the plan",
+        "'model.layers.0.mlp.experts.gate_up_proj' has a gradient; split the experts before the first backward, or "
+        "after zero_grad()",
+        "this rank is not in the group; pass the one that it is in",
     ]
 
 
@@ -338,7 +378,9 @@ def test_ranks_are_needed() -> None:
 
 
 def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -360,8 +402,8 @@ def _gpt_oss() -> nn.Module:
         ),
         (
             _gpt_oss,
-            "'model.layers.0.mlp.experts' is of class GptOssExperts; only the experts of transformers' Qwen3MoeExperts, "
-            "DeepseekV3Experts, MixtralExperts can be split",
+            "'model.layers.0.mlp.experts' is of class GptOssExperts; only the experts of transformers' "
+            "Qwen3MoeExperts, DeepseekV3Experts, MixtralExperts can be split",
         ),
         (
             lambda: moe_models.make_model("qwen3_moe", "batched_mm"),
