@@ -3,8 +3,8 @@
 What: `split_experts(model, group=group)` puts a `SplitExperts` (expert_block.py) in the place of the experts of each
 block. Of E experts on R ranks, rank r keeps those from r * E / R on. Everything else of the model stays on every rank,
 which are data-parallel to each other: each has batches of its own. The parameters stay the objects that they are and
-only become smaller, so an optimizer that has not stepped yet may be older than the split. (Not so a graph: torch refuses
-a backward with a wrong shape while one from before the split, or DDP's hooks, hold on to these parameters.)
+only become smaller, so an optimizer that has not stepped yet may be older than the split. (A graph may not: while one
+from before the split holds on to these parameters, torch refuses the next backward for its shapes.)
 
 The rule for gradients. A backward adds up the gradients of an expert over the batches of all ranks by itself, since all
 their rows are there. For all other parameters each rank has the gradient of its own batch. `average_gradients`, called

@@ -311,13 +311,6 @@ def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object]
             f"{path}: saved by {run['num_ranks']} ranks, this run has {num_ranks}; "
             f"start it on as many with torchrun, or start a new run with another train.output_dir"
         )
-    then, now = run["settings"], json.loads(json.dumps(dict(settings)))
-    experts = [found.get("train.expert_parallel", 1) for found in (then, now)]
-    if experts[0] != experts[1]:
-        raise ConfigError(
-            f"{path}: saved with train.expert_parallel {experts[0]}, this run has {experts[1]}; put it back, or "
-            "start a new run with another train.output_dir"
-        )
     expected = {name for each in range(num_ranks) for name in (_rank_name(each), _tensors_name(each))}
     if set(run["files"]) != expected:
         raise _damaged(path, "run.json lists other files than those of its ranks")
@@ -330,7 +323,14 @@ def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object]
             raise _damaged(path, f"{name} has {found_bytes} of {size_bytes} bytes")
         if rank == 0 and _sha256_of_file(path, name) != sha256:
             raise _damaged(path, f"the content of {name} is not what was written")
+    then, now = run["settings"], json.loads(json.dumps(dict(settings)))
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    split = "train.expert_parallel"
+    if split in changed:
+        raise ConfigError(
+            f"{path}: saved with {split} {then.get(split, 1)}, this run has {now.get(split, 1)}; put it back, or "
+            "start a new run with another train.output_dir"
+        )
     if changed:
         listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
