@@ -66,10 +66,13 @@ def equals_one_process(
 
 def equals_the_whole_model(rank: int, kind: str, implementation: str, dtype: str) -> list[str]:
     """On a rank of its own. What differs from the model of transformers."""
-    model = moe_models.make_model(kind, implementation).to(getattr(torch, dtype))
+    model = moe_models.make_model(kind, implementation)
+    if dtype != "autocast":
+        model.to(getattr(torch, dtype))
     whole, batch = copy.deepcopy(model), moe_models.make_batch(rank)
     handle = split_experts(model, group=_groups_of_one()[rank])
-    losses = {"loss": moe_models.run_step(model, batch)}, {"loss": moe_models.run_step(whole, batch)}
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+        losses = {"loss": moe_models.run_step(model, batch)}, {"loss": moe_models.run_step(whole, batch)}
     handle.average_gradients()
     found, truth = moe_models.gradients_of(model) | losses[0], moe_models.gradients_of(whole) | losses[1]
     return _differing(found, truth)
@@ -265,7 +268,7 @@ JOBS: dict[str, two_ranks.Job] = {
         )
         for kind in moe_models.KINDS
         for implementation in ("eager", "grouped_mm")
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "autocast")
     },
     "replicas": ("equals_one_batch_after_the_other", {}),
     "page": ("follows_the_page", {}),
