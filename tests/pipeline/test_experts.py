@@ -92,6 +92,19 @@ def equals_one_batch_after_the_other(rank: int) -> list[str]:
     )
 
 
+def averages_what_one_rank_lacks(rank: int) -> tuple[bool, bool]:
+    """Rank 1 has no gradient of the head; neither has one of the last norm."""
+    model = moe_models.make_model("qwen3_moe", "eager")
+    handle = split_experts(model, group=None)
+    moe_models.run_step(model, moe_models.make_batch(0))  # the same on both
+    head, norm = model.lm_head.weight, model.model.norm.weight
+    half, norm.grad = head.grad / 2, None
+    if rank == 1:
+        head.grad = None
+    handle.average_gradients()
+    return same_bits(head.grad, half), norm.grad is None
+
+
 def follows_the_page(rank: int) -> list[str]:
     """What the code of docs/pipelines.md leaves behind."""
     page = Path(__file__).parents[2] / "docs" / "pipelines.md"
@@ -271,6 +284,7 @@ JOBS: dict[str, two_ranks.Job] = {
         for dtype in ("float32", "bfloat16", "autocast")
     },
     "replicas": ("equals_one_batch_after_the_other", {}),
+    "absent": ("averages_what_one_rank_lacks", {}),
     "page": ("follows_the_page", {}),
     "state": ("keeps_state", {}),
     **{
@@ -300,6 +314,7 @@ def _jobs(function: str) -> list[str]:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _jobs("equals_one_process"))
 def test_two_ranks_equal_one_process_with_the_rows_of_both(name: str, answers: dict[str, tuple[Any, Any]]) -> None:
     for answer in answers[name]:
@@ -311,6 +326,7 @@ def test_two_ranks_equal_one_process_with_the_rows_of_both(name: str, answers: d
             assert answer["error apart"] < 1e-5
 
 
+@pytest.mark.slow
 def test_the_batches_are_what_they_are_meant_to_be(answers: dict[str, tuple[Any, Any]]) -> None:
     first, second = answers["deepseek_v3 eager idle"]
     assert [[num > 0 for num in block] for block in first["rows"]] == [[True, False, True, True]] * 2
@@ -319,11 +335,13 @@ def test_the_batches_are_what_they_are_meant_to_be(answers: dict[str, tuple[Any,
     assert [sum(a + b) for a, b in zip(first["rows"], second["rows"], strict=True)] == [2 * (3 + 14) * 3] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _jobs("equals_the_whole_model"))
 def test_one_rank_is_the_model_of_transformers(name: str, answers: dict[str, tuple[Any, Any]]) -> None:
     assert answers[name] == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _jobs("equals_without_lowtide"))
 def test_a_plan_changes_no_bit(name: str, answers: dict[str, tuple[Any, Any]]) -> None:
     """Also where the exchange itself is in a region that runs again: all ranks run it again, in the same order."""
@@ -333,10 +351,19 @@ def test_a_plan_changes_no_bit(name: str, answers: dict[str, tuple[Any, Any]]) -
         assert answer["recomputed"] or "recompute" not in name
 
 
+@pytest.mark.slow
 def test_ranks_with_the_same_experts_add_their_gradients_up(answers: dict[str, tuple[Any, Any]]) -> None:
     assert answers["replicas"] == ([], [])
 
 
+@pytest.mark.slow
+def test_a_gradient_that_one_rank_lacks_counts_as_zeros_and_one_that_all_lack_stays_absent(
+    answers: dict[str, tuple[Any, Any]],
+) -> None:
+    assert answers["absent"] == ((True, True), (True, True))
+
+
+@pytest.mark.slow
 def test_the_code_of_the_documentation_trains_every_parameter(answers: dict[str, tuple[Any, Any]]) -> None:
     assert answers["page"] == ([], [])
 
@@ -344,11 +371,13 @@ def test_the_code_of_the_documentation_trains_every_parameter(answers: dict[str,
 # -- state, and what the exchange is asked -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_state_is_the_whole_models_and_comes_back(answers: dict[str, tuple[Any, Any]]) -> None:
     for answer in answers["state"]:
         assert [what for what, holds in answer.items() if not holds] == []
 
 
+@pytest.mark.slow
 def test_weights_are_read_from_what_the_exchange_gave_back(answers: dict[str, tuple[Any, Any]]) -> None:
     """So that the graph can be cut there: both exchanges of each of three blocks carry them."""
     assert answers["carry"] == ((6, False), (6, False))
@@ -357,6 +386,7 @@ def test_weights_are_read_from_what_the_exchange_gave_back(answers: dict[str, tu
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_on_these_ranks(answers: dict[str, tuple[Any, Any]]) -> None:
     texts, others = answers["refused"]
     assert texts == others

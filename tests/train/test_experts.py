@@ -83,6 +83,7 @@ def _losses(folder: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_it_learns_as_a_model_that_is_not_split(answers: dict[str, Any], folder: Path) -> None:
     """Up to rounding, since sums are in another order."""
     whole, each = _losses(folder, "whole"), _losses(folder, "each")
@@ -92,16 +93,19 @@ def test_it_learns_as_a_model_that_is_not_split(answers: dict[str, Any], folder:
     assert answers["on the second rank"]["whole"] == answers["whole"]
 
 
+@pytest.mark.slow
 def test_memory_changes_no_bit(answers: dict[str, Any], folder: Path) -> None:
     assert answers["whole"] == answers["plain"]
     assert _losses(folder, "whole") == _losses(folder, "plain")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_to_the_same_curve(answers: dict[str, Any], folder: Path) -> None:
     assert answers["resumed"] == answers["whole"]
     assert _losses(folder, "resumed") == _losses(folder, "whole")[10:]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_every_expert_once(answers: dict[str, Any], folder: Path) -> None:
     found = folder / "runs" / "run" / "whole" / "checkpoints" / "step-00000020"
     entries = [TensorFile(found / f"rank-{rank}.safetensors").entries for rank in (0, 1)]
@@ -113,6 +117,7 @@ def test_a_checkpoint_has_every_expert_once(answers: dict[str, Any], folder: Pat
         assert f"optimizer.exp_avg.{name.removeprefix('model.')}[{rank}/2]" in entries[rank]
 
 
+@pytest.mark.slow
 def test_another_split_is_refused(answers: dict[str, Any]) -> None:
     assert answers["another split"] == (
         "ConfigError: runs/run/whole/checkpoints/step-00000020: saved with train.expert_parallel 2, this run has 1; "
@@ -120,6 +125,7 @@ def test_another_split_is_refused(answers: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_divide_are_refused(answers: dict[str, Any], folder: Path) -> None:
     place = read_yaml(folder / "run.yaml").entries[2].node.entries[2].node.place
     where = place.replace(f"{folder}/", "")
