@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"all_to_all": "lowtide.pipeline.exchange"}
+_HOMES = {"all_to_all": "lowtide.pipeline.exchange", "split_experts": "lowtide.pipeline.experts"}
 
 
 def __getattr__(name: str) -> Any:

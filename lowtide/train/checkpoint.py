@@ -3,7 +3,8 @@
 What: `step-00000120/` holds for each rank a share of the tensors of the model and the optimizer (`rank-0.safetensors`)
 and its random states (`rank-0.json`), and for all of them `run.json`: step, place in the data, the settings that shape
 the loss curve, the optimizer's groups, size and SHA-256 of every file, and of itself. The learning rate is a pure
-function of the step, so the step is the scheduler's state.
+function of the step, so the step is the scheduler's state. Experts that are split over ranks are written by those, each
+part under a name of its own (experts.py).
 Why a folder is whole: it is written under another name, each file and the folder flushed to disk, and renamed at the
 end. A kill or a power cut at any moment leaves the older checkpoints as they were. The newest `num_kept` are kept.
 What it protects from: damage. A flipped bit, a file cut short or taken from another checkpoint is named. It does not
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from lowtide.config.source import read_text, shown
 from lowtide.core.json_text import parse_json
 from lowtide.errors import ConfigError
+from lowtide.train.experts import RankExperts
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
 from lowtide.train.stop import TrainingError
@@ -69,6 +71,7 @@ def save(
     settings: Mapping[str, object],
     ranks: Ranks,
     device: torch.device,
+    experts: RankExperts | None = None,
     num_kept: int = 2,
 ) -> Path:
     """Writes `folder/step-...` on all ranks together and drops the oldest ones. Raises `TrainingError` if it cannot."""
@@ -82,10 +85,14 @@ def save(
             partial.mkdir(mode=0o700)
         ranks.barrier()
         tensors, groups = _state(model, optimizer)
-        share = shares(tensors, num_ranks=ranks.num_ranks)[ranks.rank]
+        own = {} if experts is None else experts.own_of(tensors)
+        common = {name: tensor for name, tensor in tensors.items() if name not in own}
+        share = shares(common, num_ranks=ranks.num_ranks)[ranks.rank]
+        if experts is not None and experts.is_writer:
+            share |= {experts.name_of(name, experts.split.rank): tensor for name, tensor in own.items()}
         written = write_tensors(partial / _tensors_name(ranks.rank), share)
-        own = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
-        _write_json(partial / _rank_name(ranks.rank), own)
+        of_rank = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
+        _write_json(partial / _rank_name(ranks.rank), of_rank)
         ranks.barrier()
         if ranks.is_first:
             run = {"step": step, "num_ranks": ranks.num_ranks, "data": dict(data), "settings": dict(settings)}
@@ -108,6 +115,7 @@ def load(
     optimizer: torch.optim.Optimizer,
     settings: Mapping[str, object],
     ranks: Ranks,
+    experts: RankExperts | None = None,
 ) -> Saved:
     """Fills the model and the optimizer from a whole checkpoint of the same run.
 
@@ -118,7 +126,7 @@ def load(
         _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
         own = _read_json(path / _rank_name(ranks.rank))
         tensors, groups = _state(model, optimizer)
-        _read_tensors(path, tensors, num_ranks=ranks.num_ranks)
+        _read_tensors(path, tensors, num_ranks=ranks.num_ranks, experts=experts)
         _put_back(model, optimizer, tensors, run["groups"], like=groups)
         saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=dict(own["random"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -189,16 +197,24 @@ def shares(tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> list[dict[
     return found
 
 
-def _read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> None:
+def _read_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, num_ranks: int, experts: RankExperts | None
+) -> None:
     """Fills all tensors from the files of all ranks, once it is sure that none is missing."""
+    others: dict[str, torch.Tensor] = {}
+    if experts is not None:
+        own = experts.own_of(tensors)
+        parts = [{experts.name_of(name, i): t for name, t in own.items()} for i in range(experts.split.num_ranks)]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in own} | parts[experts.split.rank]
+        others = {name: tensor for part in parts for name, tensor in part.items() if name not in tensors}
     try:
         files = [TensorFile(path / _tensors_name(rank)) for rank in range(num_ranks)]
         names = [name for file in files for name in file.entries]
-        if sorted(names) != sorted(tensors):
-            other = next(iter(set(names) ^ set(tensors)), "a name that is there twice")
+        if sorted(names) != sorted((*tensors, *others)):
+            other = next(iter(set(names) ^ {*tensors, *others}), "a name that is there twice")
             raise ConfigError(f"the tensors are not those of this model: {shown(other)}")
         for file in files:
-            file.read_into(tensors)
+            file.read_into(tensors, others)
     except ConfigError as error:
         raise _damaged(path, str(error)) from None
 
@@ -309,6 +325,12 @@ def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object]
             raise _damaged(path, f"the content of {name} is not what was written")
     then, now = run["settings"], json.loads(json.dumps(dict(settings)))
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    split = "train.expert_parallel"
+    if split in changed:
+        raise ConfigError(
+            f"{path}: saved with {split} {then.get(split, 1)}, this run has {now.get(split, 1)}; put it back, or "
+            "start a new run with another train.output_dir"
+        )
     if changed:
         listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

@@ -15,9 +15,10 @@ import dataclasses
 import hashlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ def train(
             with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
                 summary = _loop(trainer, stop, on_step=on_step)
                 if wants_weights_hash:
-                    summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.model))
+                    summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.state_dict()))
             ranks.leave()
         except Exception as error:
             ranks.fail(_told(error, ranks))
@@ -173,6 +174,10 @@ class _Totals:
 def _say_start(progress: Progress, trainer: Trainer) -> None:
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     ranks = "" if trainer.ranks.is_alone else f" on {trainer.ranks.num_ranks} ranks"
+    if trainer.experts is not None:
+        num_ranks = trainer.experts.split.num_ranks
+        num_parameters += (num_ranks - 1) * sum(p.numel() for p in trainer.experts.split.own_parameters())
+        ranks += f", experts split over {num_ranks}"
     progress.say(
         f"{num_parameters:,} parameters, {trainer.corpus.num_bytes:,} bytes of text "
         f"(sha256 {trainer.corpus.sha256[:12]}), {trainer.tokens_per_step:,} tokens per step, {trainer.device}{ranks}"
@@ -193,9 +198,9 @@ def _say_end(progress: Progress, trainer: Trainer, asked: signal.Signals | None,
         progress.say(f"done: {steps} steps; saved {newest}")
 
 
-def _weights_sha256(model: torch.nn.Module) -> str:
+def _weights_sha256(state: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -47,6 +47,7 @@ def hardware_of_run(run: RunConfig) -> Hardware:
 
 def observe_run(run: RunConfig, *, say: Say) -> Profile:
     """A real step on the device of the run. Raises ConfigError for mistakes that show only there."""
+    _refuse_split_experts(run)
     device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
@@ -72,6 +73,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
     from lowtide.profiling.fake.trace import trace
 
+    _refuse_split_experts(run)
     say("building the model without weights")
     config = model_config(run)
     with torch.device("meta"):
@@ -87,6 +89,15 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
 
 def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     return sliced_where(model, **(run.memory or MemoryConfig()).slices_loss)
+
+
+def _refuse_split_experts(run: RunConfig) -> None:
+    if run.train.expert_parallel > 1:
+        run.fail(
+            "train.expert_parallel",
+            f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; "
+            "take it out to see the step of a rank that has all experts",
+        )
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ _MOST = {
     "steps": 10**15,
     "batch_size": 2**20,
     "grad_accumulation": 2**20,
+    "expert_parallel": 2**20,
     "warmup_steps": 10**15,
     "log_every": 10**15,
     "checkpoint_every": 10**15,
@@ -90,6 +91,8 @@ class TrainConfig:
     batch_size: int = 8
     """Sequences per micro-batch and rank."""
     grad_accumulation: int = 1
+    expert_parallel: int = 1
+    """Ranks that share the experts of an MoE model; 1: each has all of them."""
     learning_rate: float = 1e-3
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up. `cosine` falls to zero at `steps`."""
@@ -123,7 +126,15 @@ class TrainConfig:
     places: Locations = field(default_factory=Locations, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "grad_accumulation", "log_every", "checkpoint_every", "threads"):
+        for name in (
+            "steps",
+            "batch_size",
+            "grad_accumulation",
+            "expert_parallel",
+            "log_every",
+            "checkpoint_every",
+            "threads",
+        ):
             _within(self, name, 1)
         _within(self, "warmup_steps", 0)
         _within(self, "weight_decay", 0)
@@ -173,6 +184,8 @@ class RunConfig:
         keys += ["clip_grad_norm", "seed", "precision"]
         if self.train.schedule == "cosine":
             keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+        if self.train.expert_parallel > 1:
+            keys.append("expert_parallel")  # checkpoints of versions that did not know it are as those with 1
         return found | {f"train.{key}": getattr(self.train, key) for key in keys}
 
 

@@ -101,17 +101,24 @@ class TensorFile:
         self.entries: dict[str, Any] = entries
         self._start = _LENGTH_BYTES + num_bytes
 
-    def read_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills every tensor of the file. Raises `ConfigError` for one that is not like the tensor here."""
+    def read_into(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Fills every tensor of the file, but `others`: the file has tensors like these, which are not read.
+
+        Raises `ConfigError` for one that is not like the tensor here.
+        """
+        skipped = others or {}
         end = 0
         for name in self.entries:
-            tensor = tensors[name]
+            tensor = skipped[name] if name in skipped else tensors[name]
             begin, end = end, end + tensor.numel() * tensor.element_size()
             if self.entries[name] != {**_described(tensor), "data_offsets": [begin, end]}:
                 raise ConfigError(f"{self.path.name} has another '{name}': {self.entries[name]}")
         with self.path.open("rb") as file:
             file.seek(self._start)
             for name in self.entries:
+                if name in skipped:
+                    file.seek(skipped[name].nbytes, os.SEEK_CUR)
+                    continue
                 tensor = tensors[name].detach()
                 is_here = tensor.device.type == "cpu" and tensor.is_contiguous()
                 target = tensor if is_here else torch.empty_like(tensor, device="cpu").contiguous()

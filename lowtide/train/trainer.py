@@ -2,7 +2,8 @@
 
 What: a step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens, so the mean of
 their means is the mean over the tokens, and nothing is weighed wrongly. Under `torchrun` gradients are exchanged (DDP)
-in the last micro-batch of a step only.
+in the last micro-batch of a step only. With `train.expert_parallel` the experts are split over ranks and gradients are
+exchanged after the last micro-batch (experts.py).
 Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
 weights; AdamW is the fused one where the device has it, which needs no temporaries.
 Not covered: sharded models, other optimizers.
@@ -29,6 +30,7 @@ import lowtide
 from lowtide.mindformers.follow import follow
 from lowtide.train import checkpoint
 from lowtide.train.data import Sampler, mix, open_text
+from lowtide.train.experts import check_ranks, split_for
 from lowtide.train.model import build_model
 from lowtide.train.progress import PlanRecord, StepRecord, resident_bytes
 from lowtide.train.ranks import Ranks
@@ -47,6 +49,7 @@ class Trainer:
         self.run = run
         self.ranks = ranks
         self.device = device
+        check_ranks(run, ranks)
         self.corpus = open_text(run)
         self.sampler = Sampler(
             self.corpus,
@@ -56,7 +59,9 @@ class Trainer:
             rank=ranks.rank,
             num_ranks=ranks.num_ranks,
         )
-        self.model = build_model(run).to(device)
+        self.model = build_model(run)
+        self.experts = split_for(run, self.model, ranks)
+        self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
         saved = self._load(self.resumed_from) if self.resumed_from else None
@@ -65,7 +70,9 @@ class Trainer:
         self.say: Callable[[str], None] = _say_nothing
         """Hears what the autopilot decides."""
         self.tide = self._take_up_memory()
-        self._forward: torch.nn.Module = self.model if ranks.is_alone else DistributedDataParallel(self.model)
+        self._forward: torch.nn.Module = self.model
+        if not ranks.is_alone and self.experts is None:
+            self._forward = DistributedDataParallel(self.model)
         # last, because everything above may draw
         if saved:
             checkpoint.set_random_state(saved.random, device)
@@ -140,6 +147,10 @@ class Trainer:
             num_corrections=getattr(self.tide, "num_corrections", 0),
         )
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's weights; with split experts, those of all ranks. Collective then."""
+        return self.model.state_dict() if self.experts is None else self.experts.split.full_state_dict()
+
     def save(self) -> Path:
         return checkpoint.save(
             self.run.checkpoint_dir,
@@ -150,6 +161,7 @@ class Trainer:
             settings=self.run.settings(),
             ranks=self.ranks,
             device=self.device,
+            experts=self.experts,
         )
 
     def close(self) -> None:
@@ -160,7 +172,12 @@ class Trainer:
 
     def _load(self, path: Path) -> checkpoint.Saved:
         saved = checkpoint.load(
-            path, model=self.model, optimizer=self.optimizer, settings=self.run.settings(), ranks=self.ranks
+            path,
+            model=self.model,
+            optimizer=self.optimizer,
+            settings=self.run.settings(),
+            ranks=self.ranks,
+            experts=self.experts,
         )
         self.sampler.restore(saved.data)
         return saved
@@ -173,6 +190,8 @@ class Trainer:
             tokens = self.sampler.next_batch().to(self.device)  # (B, T)
             run = functools.partial(self._run_micro_batch, tokens, is_last=index == num_micro_batches - 1)
             total += self.tide.step(run) if self.tide is not None else run()
+        if self.experts is not None:
+            self.experts.average_gradients()
         return float(total) / num_micro_batches
 
     def _run_micro_batch(self, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
@@ -204,7 +223,10 @@ class Trainer:
     def _clip(self) -> float:
         """Scales the gradients down to `clip_grad_norm`; their norm before that."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.experts is not None:
+            norm = self.experts.split.gradient_norm()
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.run.train.clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm)
         return float(norm)

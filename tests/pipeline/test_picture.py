@@ -24,7 +24,7 @@ def test_pictures_are_the_golden_ones(name: str, num_ranks: int) -> None:
 
 
 def test_the_code_of_the_documentation_prints_the_picture_below_it(capsys: pytest.CaptureFixture[str]) -> None:
-    code, shown = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code, shown, *_ = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, "docs/pipelines.md", "exec"), {})
     assert capsys.readouterr().out.rstrip("\n") == shown.rstrip("\n")
     assert shown == (GOLDEN / "dualpipev-2-4.txt").read_text(encoding="utf-8")

@@ -1,0 +1,239 @@
+"""Expert parallelism: each rank of a group keeps a share of the experts of every MoE block, and of their gradients.
+
+What: `split_experts(model, group=group)` puts a `SplitExperts` (expert_block.py) in the place of the experts of each
+block. Of E experts on R ranks, rank r keeps those from r * E / R on. Everything else of the model stays on every rank,
+which are data-parallel to each other: each has batches of its own. The parameters stay the objects that they are and
+only become smaller, so an optimizer that has not stepped yet may be older than the split. (A graph may not: while one
+from before the split holds on to these parameters, torch refuses the next backward for its shapes.)
+
+The rule for gradients. A backward adds up the gradients of an expert over the batches of all ranks by itself, since all
+their rows are there. For all other parameters each rank has the gradient of its own batch. `average_gradients`, called
+once after the last micro-batch of a step, sums these over the ranks, and then divides every gradient by the number of
+ranks. So the step is that of the mean of the ranks' losses.
+
+Bits. With one rank, loss and gradients are those of the unsplit model. With two, they are those of one process that
+takes both batches through the layers together, concatenates for each expert the rows of both batches in the order of
+the ranks, and adds gradients of the rest in the order of the ranks, division last. A process that takes one batch after
+the other computes the same sums in another order: equal up to rounding. Beyond two ranks the backend chooses the order
+of the sums over ranks.
+
+State. `model.state_dict()` has the keys that it had, and of the experts this rank's share. `full_state_dict` and
+`load_full_state_dict` are about the whole model.
+
+Cost: gradients of the parameters that all ranks have are exchanged after the backward, not during it; each bucket is
+copied there and back. Before the split each rank needs main memory for all experts (or the model on `meta`).
+Not covered: experts of other classes (experts_transformers.py), numbers of experts that do not divide, FSDP2 or tensor
+parallelism on the same model, changing the model's experts implementation afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.pipeline.expert_block import WEIGHTS, SplitExperts
+from lowtide.pipeline.experts_transformers import FoundExperts, find_experts
+from lowtide.runtime.session.forward_patch import patched_module
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.ranks import any_rank
+
+_BUCKET_BYTES = 25 << 20
+"""Of gradients that are exchanged in one collective."""
+
+
+def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
+    """Split the experts of `model` over the ranks of `group`, until `remove()`; every rank of it must call this.
+
+    `group`: a process group; None: all ranks. Call it before `lowtide.apply` or `lowtide.optimize` and before wrapping
+    the model. Raises ConfigError: no process group, a model without experts or with unknown ones, a number of experts
+    that does not divide by that of the ranks, a model that is split already.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "lowtide.pipeline.split_experts: there is no process group; start the ranks with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("lowtide.pipeline.split_experts: this rank is not in the group; pass the one that it is in")
+    for name, module in model.named_modules():
+        if isinstance(module, SplitExperts):
+            raise ConfigError(
+                f"lowtide.pipeline.split_experts: '{name}' is split already; call remove() on the handle of that split"
+            )
+    if patched_module(model) is not None:
+        raise ConfigError(
+            "lowtide.pipeline.split_experts: the model is under a lowtide plan already; split first, then apply the "
+            "plan"
+        )
+    found = find_experts(model)
+    for each in found:
+        _check(each, num_ranks)
+    return ExpertParallel(model, found, group=group, rank=rank, num_ranks=num_ranks)
+
+
+class ExpertParallel:
+    """A model whose experts are split. All methods are collective: every rank of the group calls them."""
+
+    def __init__(
+        self, model: nn.Module, found: Sequence[FoundExperts], *, group: Any, rank: int, num_ranks: int
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._found = tuple(found)
+        self._is_split = True
+        self._blocks = [self._split(each) for each in found]
+
+    def _split(self, found: FoundExperts) -> SplitExperts:
+        for weight in WEIGHTS:
+            parameter = getattr(found.experts, weight)
+            # A copy, or the whole would stay in memory behind the slice.
+            parameter.data = self._own_slice(parameter.data).clone()
+        split = SplitExperts(found.experts, group=self.group, is_grouped=found.is_grouped)
+        setattr(found.block, found.attribute, split.train(found.experts.training))
+        return split
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Of the parameters that hold this rank's experts."""
+        return tuple(f"{each.name}.{weight}" for each in self._found for weight in WEIGHTS)
+
+    def remove(self) -> None:
+        """Put the model's own experts back, with the weights and gradients of all ranks."""
+        if not self._is_split:
+            return
+        self._is_split = False
+        for found, split in zip(self._found, self._blocks, strict=True):
+            for weight in WEIGHTS:
+                parameter = getattr(split, weight)
+                self._make_whole(parameter)
+                setattr(found.experts, weight, parameter)
+            setattr(found.block, found.attribute, found.experts.train(split.training))
+
+    def _make_whole(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if any_rank(gradient is not None, self.group):
+            gradient = self._gathered(torch.zeros_like(parameter) if gradient is None else gradient)
+        parameter.data = self._gathered(parameter.data)
+        parameter.grad = gradient
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def average_gradients(self, *, ranks: Any = None, replicas: Any = None) -> None:
+        """Make every gradient that of the mean of all ranks' losses; once a step, after its last backward.
+
+        `ranks`: all ranks that train this model, if they are more than the group that splits the experts. Then
+        `replicas` are those that have the same experts as this one.
+        """
+        assert self._is_split, "remove() was called"
+        ranks = self.group if ranks is None else ranks
+        num_ranks, num_replicas = dist.get_world_size(ranks), 1 if replicas is None else dist.get_world_size(replicas)
+        assert num_ranks == self.num_ranks * num_replicas, "the groups do not fit together"
+        own, shared = self.own_parameters(), self.shared_parameters()
+        _sum_over(shared, ranks)
+        if num_replicas > 1:
+            _sum_over(own, replicas)
+        for parameter in (*shared, *own):
+            if parameter.grad is not None:
+                parameter.grad.div_(num_ranks)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm over the gradients of the whole model, with the experts of all ranks; the same on every rank."""
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            for parameters in (self.shared_parameters(), self.own_parameters())
+        ]
+        device = next(self.model.parameters()).device
+        shared, own = (norm.to(device=device, dtype=torch.float64).square() for norm in norms)
+        dist.all_reduce(own, group=self.group)
+        return (shared + own).sqrt().to(torch.float32)
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Of this rank's experts."""
+        return [getattr(split, weight) for split in self._blocks for weight in WEIGHTS]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """All others, which every rank has."""
+        own = {id(parameter) for parameter in self.own_parameters()}
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in own]
+
+    # -- the whole model's state ---------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """That of the model as it was before the split, on every rank, with the experts of all ranks."""
+        state = dict(self.model.state_dict())
+        for name in self.parameter_names:
+            state[name] = self._gathered(state[name])
+        return state
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a state of the model before the split; of the experts this rank's share. Not collective."""
+        own = {name: self._own_slice(state[name]) for name in self.parameter_names if name in state}
+        self.model.load_state_dict({**state, **own})
+
+    def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.num_ranks)[self.rank]
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        return torch.cat(parts)
+
+
+def _check(found: FoundExperts, num_ranks: int) -> None:
+    if found.experts.num_experts % num_ranks:
+        raise ConfigError(
+            f"lowtide.pipeline.split_experts: '{found.name}' has {found.experts.num_experts} experts, which do not "
+            f"divide by {num_ranks} ranks; choose a group of as many ranks as divide them"
+        )
+    for weight in WEIGHTS:
+        parameter = getattr(found.experts, weight)
+        if not is_plain(parameter):
+            raise ConfigError(
+                f"lowtide.pipeline.split_experts: '{found.name}.{weight}' is a {type(parameter).__name__}; split the "
+                "experts before anything else is done to the parameters"
+            )
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"lowtide.pipeline.split_experts: '{found.name}.{weight}' has a gradient; split the experts before the "
+                "first backward, or after zero_grad()"
+            )
+
+
+def _sum_over(parameters: Sequence[nn.Parameter], group: Any) -> None:
+    """Each gradient becomes its sum over the ranks. One that no rank has stays absent; else absent ones are zeros."""
+    if not parameters:
+        return
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    has_gradient = has_gradient.to(parameters[0].device)
+    dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=group)
+    gradients = []
+    for parameter, is_there in zip(parameters, has_gradient.tolist(), strict=True):
+        if is_there:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Runs of gradients of one type; a new one begins where the last is full."""
+    buckets: list[list[torch.Tensor]] = []
+    room = 0
+    for gradient in gradients:
+        if not buckets or gradient.nbytes > room or buckets[-1][0].dtype != gradient.dtype:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(gradient)
+        room -= gradient.nbytes
+    return buckets

@@ -1,0 +1,77 @@
+"""Expert parallelism in a run: which ranks share the experts, and what of a checkpoint is whose.
+
+What: `split_for` splits the model's experts over groups of `train.expert_parallel` consecutive ranks. Each group has
+all experts; ranks with the same place in their group have the same ones. All ranks are data-parallel to each other.
+Why names of slices: a checkpoint then holds every expert under a name that says which part it is
+(`...experts.down_proj[0/2]`), and none twice.
+Cost: see pipeline/experts.py. Not covered: other numbers of ranks for a checkpoint than those it was saved by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowtide.errors import ConfigError
+from lowtide.pipeline.experts import ExpertParallel, split_experts
+from lowtide.train.ranks import Ranks
+from lowtide.train.run_file import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExperts:
+    """The experts of one rank."""
+
+    split: ExpertParallel
+    replicas: Any
+    """The ranks that have the same experts; None where there is no other."""
+    is_writer: bool
+    """Whether this rank is the first of those."""
+
+    def average_gradients(self) -> None:
+        """Make every gradient the mean over all ranks of the job."""
+        self.split.average_gradients(ranks=dist.group.WORLD, replicas=self.replicas)
+
+    def own_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of a checkpoint's tensors that belong to this rank's experts."""
+        names = self.split.parameter_names
+        return {key: tensor for key, tensor in tensors.items() if key.endswith(names)}
+
+    def name_of(self, key: str, part: int) -> str:
+        """The name under which a checkpoint has `key` of the experts at this place of the group."""
+        return f"{key}[{part}/{self.split.num_ranks}]"
+
+
+def check_ranks(run: RunConfig, ranks: Ranks) -> None:
+    """Raises `ConfigError`, on all ranks alike, for a number of ranks that the experts cannot be split over."""
+    wanted = run.train.expert_parallel
+    if ranks.num_ranks % wanted:
+        are = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
+        run.fail(
+            "train.expert_parallel",
+            f"'train.expert_parallel' is {wanted}, but there {are}; start it with torchrun --nproc-per-node {wanted}, "
+            "or a multiple of that",
+        )
+
+
+def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExperts | None:
+    """Split the experts as the run file says; None where each rank has all. Collective. Raises `ConfigError`."""
+    size = run.train.expert_parallel
+    if size == 1:
+        return None
+    firsts = range(0, ranks.num_ranks, size)
+    # Every rank makes every group, in the same order, as torch wants it.
+    groups = {first: dist.new_group(list(range(first, first + size))) for first in firsts}
+    place = ranks.rank % size
+    replicas = None
+    if len(firsts) > 1:
+        replicas = [dist.new_group([first + other for first in firsts]) for other in range(size)][place]
+    try:
+        split = split_experts(model, group=groups[ranks.rank - place])
+    except ConfigError as error:
+        run.fail("train.expert_parallel", f"'train.expert_parallel' is {size}, but {error}")
+    return RankExperts(split=split, replicas=replicas, is_writer=ranks.rank == place)
