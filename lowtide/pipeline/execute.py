@@ -51,14 +51,16 @@ from lowtide.pipeline.verify import Sends, verify
 from lowtide.pipeline.weight_gradients import WeightGradients
 
 Half = Callable[[], None]
-"""A forward or a backward of a pair, with what it needs at hand. It sends its own result."""
-RunPair = Callable[[Half, Half], None]
+"""A forward or a backward, with what it needs at hand. It sends its own result."""
+RunPair = Callable[[Half | None, Half | None], None]
+"""Carries out a forward and a backward; None stands for a half that has no partner."""
 
 
-def one_after_the_other(forward: Half, backward: Half) -> None:
-    """A pair without overlap."""
-    forward()
-    backward()
+def one_after_the_other(forward: Half | None, backward: Half | None) -> None:
+    """Without overlap."""
+    for half in (forward, backward):
+        if half is not None:
+            half()
 
 
 class Pipeline:
@@ -77,7 +79,8 @@ class Pipeline:
     ) -> None:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
         and an entry of `targets`; its rank has one. group: absent, all ranks of the job. transport: absent, one over
-        `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out.
+        `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out,
+        and a forward or backward outside of pairs, with None for the other half.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.stages = dict(stages)
@@ -95,13 +98,6 @@ class Pipeline:
         self.transport, self._own_transport = transport, None
         if transport is None and self._note is not None:
             self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note)
-        self.split = frozenset(
-            (action.stage, action.micro_batch)
-            for every in self.schedule.actions[self.rank]
-            for action in every.parts
-            if action.kind is Kind.BACKWARD_WEIGHT and weight_gradients is not None
-        )
-        """Chunks whose weight gradients are put off."""
         self.num_steps = 0
         self._failure: str | None = None
 
@@ -210,7 +206,14 @@ class _Walk:
         self._rank = pipeline.rank
         self._row = pipeline.schedule.actions[pipeline.rank]
         self._transport = pipeline.transport
-        self._weights = pipeline.weight_gradients
+        self._weights = pipeline.weight_gradients or WeightGradients()
+        self._split = frozenset(
+            (action.stage, action.micro_batch)
+            for every in self._row
+            for action in every.parts
+            if action.kind is Kind.BACKWARD_WEIGHT and pipeline.weight_gradients is not None
+        )
+        """Chunks whose weight gradients are put off."""
         self._inputs, self._targets = inputs, targets
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
@@ -260,8 +263,12 @@ class _Walk:
                     assert self._transport is not None
                     result = carried_by(every)
                     self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
+                elif every.kind is Kind.FORWARD:
+                    self._pipeline.run_pair(self._ready(every, gradients), None)
+                elif every.kind is Kind.BACKWARD_WEIGHT:
+                    self._weight_gradient(every, gradients)
                 elif every.kind not in SENDS:  # what is made is sent at once, in the order of the row
-                    self._ready(every, gradients)()
+                    self._pipeline.run_pair(None, self._ready(every, gradients))
             self.at = "its end"
             if self._transport is not None:
                 self._transport.finish()
@@ -273,8 +280,6 @@ class _Walk:
         if action.kind is Kind.FORWARD:
             leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
             return lambda: self._forward(action, leaves)
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            return lambda: self._weight_gradient(action, gradients)
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
         return lambda: self._backward(action, given, gradients)
@@ -288,7 +293,7 @@ class _Walk:
     def _forward(self, action: Action, leaves: Tensors) -> None:
         stage, micro_batch = chunk = action.stage, action.micro_batch
         module = self._pipeline.stages[stage]
-        with self._putting_off(chunk):
+        with self._weights.forward(chunk) if chunk in self._split else contextlib.nullcontext():
             if stage == 0:
                 assert self._inputs is not None
                 output = stage_call.call(module, self._inputs[micro_batch])
@@ -313,14 +318,14 @@ class _Walk:
         chunk = action.stage, action.micro_batch
         if given is None:
             given = (torch.ones_like(self._losses[action.micro_batch]),)
-        with gradients.of_stage(action.stage), self._putting_off(chunk):
+        putting_off = self._weights.put_off(chunk) if chunk in self._split else contextlib.nullcontext()
+        with gradients.of_stage(action.stage), putting_off:
             found = stage_call.backward(self._chunks.pop(chunk), given)
         self._give(action, found)
 
     def _weight_gradient(self, action: Action, gradients: StepGradients) -> None:
         chunk = action.stage, action.micro_batch
-        if chunk in self._pipeline.split:
-            assert self._weights is not None
+        if chunk in self._split:
             if not self._weights.num_calls:
                 raise ConfigError(
                     f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
@@ -328,12 +333,6 @@ class _Walk:
                 )
             with gradients.of_stage(action.stage):
                 self._weights.run(chunk)
-
-    def _putting_off(self, chunk: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
-        if chunk not in self._pipeline.split:
-            return contextlib.nullcontext()
-        assert self._weights is not None
-        return self._weights.put_off(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""

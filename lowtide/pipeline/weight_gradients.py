@@ -1,8 +1,8 @@
 """Weight gradients that are put off, for the modules that ask for it by calling `linear` or `grouped_linear`.
 
 What: a schedule may split a backward into I, the gradient of the input that another rank waits for, and W, the
-gradients of the weights, which can fill a wait. Inside `put_off(chunk)` these two functions record a backward that
-gives the gradient of the input at once and keeps the weight's as a closure; `run(chunk)` runs the closures of a chunk.
+gradients of the weights, which can fill a wait. Inside `forward(chunk)` these two functions record a backward that,
+inside `put_off(chunk)`, gives the gradient of the input and keeps the weight's as a closure; `run(chunk)` runs those.
 Why not autograd's graph, as torch's runtime splits it: its walk runs custom functions twice, and recomputes a
 checkpointed block once more for each group of parameters.
 Why a stand-in for the weight in the graph: a function that returned no gradient for the weight itself would still wake
@@ -41,11 +41,16 @@ class _PutOff:
     def __init__(self) -> None:
         self.num_calls = 0
         """Of `linear` and `grouped_linear`, in the forward."""
+        self.is_in_backward = False
+        """Whether I runs. A backward at any other time (a step that is observed inside the forward) is a plain one."""
         self._closures: dict[Any, tuple[GradientEdge, list[_Closure]]] = {}
         """By the weight's node in the graph."""
 
     def add(self, edge: GradientEdge, closure: _Closure) -> None:
-        self._closures.setdefault(edge.node, (edge, []))[1].append(closure)
+        if self.is_in_backward:
+            self._closures.setdefault(edge.node, (edge, []))[1].append(closure)
+        else:
+            torch.autograd.backward((edge,), (closure(),))
 
     def run(self) -> None:
         while self._closures:
@@ -69,17 +74,28 @@ class WeightGradients:
         """In chunks that are done."""
 
     @contextlib.contextmanager
-    def put_off(self, chunk: Chunk) -> Iterator[None]:
-        """Around the forward of a chunk whose backward is split, and around its I, which may run the forward again."""
+    def forward(self, chunk: Chunk) -> Iterator[None]:
+        """Around the forward of a chunk whose backward is split."""
         token = _CHUNK.set(self._chunks[chunk])
         try:
             yield
         finally:
             _CHUNK.reset(token)
 
+    @contextlib.contextmanager
+    def put_off(self, chunk: Chunk) -> Iterator[None]:
+        """Around the I of a chunk, which may run its forward again."""
+        put_off = self._chunks[chunk]
+        put_off.is_in_backward = True
+        try:
+            with self.forward(chunk):
+                yield
+        finally:
+            put_off.is_in_backward = False
+
     @property
     def num_calls(self) -> int:
-        """How many times one of the functions of this file was called inside `put_off`."""
+        """How many times one of the functions of this file was called in forwards whose backward is split."""
         return self._num_calls + sum(chunk.num_calls for chunk in self._chunks.values())
 
     def run(self, chunk: Chunk) -> None:
