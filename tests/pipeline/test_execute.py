@@ -111,7 +111,7 @@ def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple
         (
             "too few inputs",
             "rank 0 failed at its start of step 1",
-            "ConfigError: pipeline: rank 0 has stage 0 and needs inputs for 8 micro-batches; it was given 7",
+            "ConfigError: pipeline: rank 0 has stage 0 and needs inputs for 10 micro-batches; it was given 9",
         ),
     ],
 )
