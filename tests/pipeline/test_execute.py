@@ -129,7 +129,10 @@ def test_a_failure_of_one_rank_ends_all_with_one_text(
 def test_a_killed_rank_ends_all_with_one_text(tmp_path: Path) -> None:
     (told,) = two_ranks.run(pipeline_jobs.__name__, [("killed", {})], tmp_path, num_ranks=3, killed=frozenset({1}))
     assert told[0] == told[2]
-    assert re.match(r"pipeline: rank 1 ended without a word; rank (0|2) waited for 1(SEND_F1|SEND_B0) of it", told[0])
+    doing = (
+        r"(waited for 1SEND_[FB]\d of it|was sending (\dSEND_[FB]\d )?to it)"  # who sees it first is a matter of luck
+    )
+    assert re.match(f"pipeline: rank 1 ended without a word; rank [02] {doing}", told[0])
 
 
 @pytest.mark.parametrize("answers", [2], indirect=True, ids=["two"])
