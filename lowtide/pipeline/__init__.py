@@ -1,7 +1,8 @@
-"""Pipeline schedules: who computes what in which order, proven before it runs, and played on a clock.
+"""Pipeline schedules: who computes what in which order, proven before it runs, played on a clock, and carried out.
 
 Start at `schedule.py`, the data; `generators.py` writes schedules, `verify.py` proves one, `clock.py` plays one.
-`exchange.py` has `all_to_all`, which models call as `lowtide.pipeline.all_to_all`.
+`execute.py` carries one out on `torch.distributed`, over `transport.py`, which moves messages. Models call `all_to_all`
+(`exchange.py`), `linear` and `grouped_linear` (`weight_gradients.py`) as names of this package.
 May import: everything below it. Files of schedules are plain Python and import only `errors`.
 Must not: start a process, a collective or a device before `verify` has passed the schedule.
 """
@@ -11,7 +12,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"all_to_all": "lowtide.pipeline.exchange", "split_experts": "lowtide.pipeline.experts"}
+_HOMES = {
+    "Pipeline": "lowtide.pipeline.execute",
+    "WeightGradients": "lowtide.pipeline.weight_gradients",
+    "all_to_all": "lowtide.pipeline.exchange",
+    "grouped_linear": "lowtide.pipeline.weight_gradients",
+    "linear": "lowtide.pipeline.weight_gradients",
+    "split_experts": "lowtide.pipeline.experts",
+}
 
 
 def __getattr__(name: str) -> Any:
