@@ -1,8 +1,8 @@
 """Pipeline schedules: who computes what in which order, proven before it runs, and played on a clock.
 
 Start at `schedule.py`, the data; `generators.py` writes schedules, `verify.py` proves one, `clock.py` plays one.
-`exchange.py` has `all_to_all`, which models call as `lowtide.pipeline.all_to_all`.
-May import: everything below it. Files of schedules are plain Python and import only `errors`.
+`exchange.py` has `all_to_all`, which models call as `lowtide.pipeline.all_to_all`; `overlap.py` hides it.
+May import: everything below it. Files of schedules and figures are plain Python and import only `errors`.
 Must not: start a process, a collective or a device before `verify` has passed the schedule.
 """
 
@@ -11,7 +11,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"all_to_all": "lowtide.pipeline.exchange"}
+_HOMES = {
+    "all_to_all": "lowtide.pipeline.exchange",
+    "start_all_to_all": "lowtide.pipeline.exchange",
+    "Overlap": "lowtide.pipeline.overlap",
+}
 
 
 def __getattr__(name: str) -> Any:
