@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -46,11 +46,17 @@ Batch = TypeVar("Batch")
 Start = Callable[[torch.Tensor, torch.Tensor, Route], Work]
 
 
+class Log(Protocol):
+    """A list, or what stamps events with a clock."""
+
+    def append(self, event: Event, /) -> None: ...
+
+
 class Overlap:
     """Carries out pairs, one after the other. It owns a thread, which ends with it."""
 
     def __init__(
-        self, *, start: Start = start_on_group, fill: Callable[[], object] | None = None, log: list[Event] | None = None
+        self, *, start: Start = start_on_group, fill: Callable[[], object] | None = None, log: Log | None = None
     ) -> None:
         """start: starts an exchange, for a link that is not a process group. fill: called while an exchange is under
         way and no other half can run. log: every event is appended to it."""

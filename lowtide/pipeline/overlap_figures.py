@@ -10,7 +10,8 @@ durations of segments and a link, and so predicts a step. Three figures say whic
   show; any compute counts, needed or slowed down.
 None may be compared with another, nor said without the ceiling: `pair_ceiling` for W ranks and M micro-batches.
 
-Times are whatever the durations are in. Cost: some us an event.
+`seconds_of` takes durations from a log that was stamped. Times are whatever the durations are in.
+Cost: some us an event.
 Not covered: links that several exchanges share at once, compute that a running exchange slows down.
 """
 
@@ -107,6 +108,17 @@ class Link:
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+def seconds_of(stamped: Sequence[tuple[float, Event]], began_seconds: float) -> list[tuple[Event, float]]:
+    """Events of a log that was stamped with a clock, and what each took: compute for a segment, waiting for a wait.
+    `began_seconds`: when the first half began."""
+    last, found = began_seconds, []
+    for now, event in stamped:
+        if event.kind != "counts":
+            found.append((event, now - last))
+            last = now
+    return found
 
 
 @dataclass(frozen=True, slots=True)

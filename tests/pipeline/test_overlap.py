@@ -59,10 +59,19 @@ def different(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not same_bits(a[name], b[name])]
 
 
-def words(log: list[Event], pair: int) -> str:
-    """A pair in a line: `B.` a segment of the backward, `B0>` an exchange starts, `>B0` it is there."""
+def words(log: list[Any], pair: int) -> str:
+    """A pair in a line: `B.` a segment of the backward, `B0>` an exchange starts, `>B0` it is there, `F#` counts. What
+    the link itself says, `send` and `wait`, stands before what it belongs to."""
     shapes = {"segment": "{h}.", "issue": "{h}{n}>", "wait": ">{h}{n}", "counts": "{h}#"}
-    return " ".join(shapes[e.kind].format(h=e.half[0].upper(), n=e.number) for e in log if e.pair == pair)
+    found, said = [], ""
+    for event in log:
+        if isinstance(event, str):
+            said += f"{event} "
+        else:
+            if event.pair == pair:
+                found.append(said + shapes[event.kind].format(h=event.half[0].upper(), n=event.number))
+            said = ""
+    return " ".join(found)
 
 
 # -- order and bits ----------------------------------------------------------------------------------------------------
@@ -70,9 +79,19 @@ def words(log: list[Event], pair: int) -> str:
 
 def test_halves_take_turns_where_they_wait() -> None:
     model, log = moe.make(0, 1, num_layers=1), []
-    Overlap(start=late, log=log).run(model, moe.batches(0, 2))
-    assert words(log, 0) == "F# F. F0> F. >F0 F. F1> F. >F1 F."
-    assert words(log, 1) == ("B. B0> B. F# F. F0> F. >B0 B. B1> B. >F0 F. F1> F. >B1 B. >F1 F.")
+
+    def link(rows: Tensor, sent: Tensor, route: Route) -> Any:
+        work = late(rows, sent, route)
+        if rows.is_floating_point():
+            log.append("send")
+            work.wait, wait = lambda: (log.append("wait"), wait()), work.wait
+        return work
+
+    Overlap(start=link, log=log).run(model, moe.batches(0, 2))
+    assert words(log, 0) == "F# F. send F0> F. wait >F0 F. send F1> F. wait >F1 F."
+    assert words(log, 1) == (
+        "B. send B0> B. F# F. send F0> F. wait >B0 B. send B1> B. wait >F0 F. send F1> F. wait >B1 B. wait >F1 F."
+    )
     assert words(log, 2) == words(log, 0).replace("F# ", "").replace("F", "B")
 
 
@@ -225,20 +244,19 @@ def test_plans_do_not_change_a_bit(memory: dict[str, Any], seed: int) -> None:
 
 def test_rows_that_a_recomputed_layer_received_are_in_the_ledger() -> None:
     model, batch = moe.make(0, 1, num_layers=2), moe.batches(0, 1)[0]
-    overlap, made = Overlap(start=late), []
-    received = 2 * 2 * batch.numel() * moe.TOP_K * moe.WIDTH * 4 + 2 * moe.EXPERTS * 8
-    with lowtide.apply(model, {"recompute": "all"}) as tide:
-        overlap.run_pair(lambda: made.append(model(batch)), None)
-        kept = tide.stats.kept_bytes
-        tide.reset_stats()
-        overlap.run_pair(None, made.pop().backward)
-    with lowtide.apply(model, {}) as tide:
-        overlap.run_pair(lambda: made.append(model(batch)), None)
-        saved = tide.stats.saved_bytes
-    with lowtide.apply(model, {"recompute": "all"}) as tide:
-        overlap.run_pair(lambda: made.append(model(batch)), None)
-        assert tide.stats.saved_bytes == saved
-    assert kept > received
+    received = 2 * (2 * batch.numel() * moe.TOP_K * moe.WIDTH * 4 + moe.EXPERTS * 8)
+    state = sum(parameter.nbytes for parameter in model.parameters())
+    found = []
+    for memory in ({"recompute": "all"}, {}):
+        made: list[Tensor] = []
+        with lowtide.apply(model, memory) as tide:
+            Overlap(start=late).run_pair(lambda made=made: made.append(model(batch)), None)
+            found.append(tide.stats)
+            del made
+    recomputed, plain = found
+    assert recomputed.kept_bytes > received
+    assert recomputed.peak_device_bytes - state == recomputed.kept_bytes
+    assert recomputed.saved_bytes == plain.saved_bytes
 
 
 class Fetching(VirtualEngine):
@@ -345,14 +363,22 @@ def test_an_error_ends_both_halves_and_is_raised_as_it_was(where: str, number: i
 
 
 def test_when_both_raise_the_first_error_counts() -> None:
+    ended: list[str] = []
+
     def backward() -> None:
+        all_to_all(torch.ones(1, 2), [1], [1])
         raise Stop("of the backward")
 
     def forward() -> None:
-        raise Stop("of the forward")
+        try:
+            all_to_all(torch.ones(1, 2), [1], [1])
+        finally:
+            ended.append("forward")
+            raise Stop("of the forward")
 
     with pytest.raises(Stop, match=r"^of the backward$"):
         Overlap(start=late).run_pair(forward, backward)
+    assert ended == ["forward"]
 
 
 def test_a_second_thread_that_cannot_be_made_ready_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,8 +470,9 @@ def test_a_backward_does_not_empty_the_casts_of_the_forward() -> None:
 
     def model() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            rows = all_to_all(nn.functional.linear(x, weight), [6], [6])
-            return (checkpoint(nn.functional.linear, rows, weight, use_reentrant=False) ** 2).float().sum()
+            # Recomputed in backward while the other half waits for its rows, between its two uses of the weight.
+            sent = checkpoint(lambda x, weight: nn.functional.linear(x, weight).exp(), x, weight, use_reentrant=False)
+            return (nn.functional.linear(all_to_all(sent, [6], [6]), weight) ** 2).float().sum()
 
     def gradients(run: Callable[[Overlap], Any]) -> Tensor:
         weight.grad = None
