@@ -17,8 +17,8 @@ for one compute stream would put one half's exchange behind the other's compute.
 Why the graph is not cut: docs/decisions/0021. An exchange waits inside its autograd node, so a backward is one call of
 autograd, hooks and accumulators see what they see without us, and swap and recompute find one backward pass.
 
-A half without a partner (warm-up, cool-down), or whose partner is over, calls `fill` between the start of an exchange
-and its wait: weight gradients that were put off, for one.
+A half without a partner, or whose partner is over, calls `fill` between the start of an exchange and its wait: weight
+gradients that were put off, for one. So does what runs outside of pairs in `with overlap:` (warm-up, cool-down).
 
 Exact: each half does what it does alone, in the same order, so losses and gradients are those of plain autograd to the
 bit, whatever is kept, swapped or recomputed.
@@ -30,8 +30,9 @@ autograd itself on an accelerator, whose thread is with the other half. A model 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -39,7 +40,7 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.exchange import Half, Route, Work, running_half, start_on_group
-from lowtide.pipeline.overlap_figures import BACKWARD, FORWARD, OTHER, Event, Kind
+from lowtide.pipeline.overlap_figures import ALONE, BACKWARD, FORWARD, OTHER, Event, Kind
 from lowtide.pipeline.two_threads import Baton, ThreadState
 
 Batch = TypeVar("Batch")
@@ -64,13 +65,22 @@ class Overlap:
         self.fill = fill
         self.log = log
         self.num_pairs = 0
-        """How many were carried out."""
+        """How many were begun, those of one half among them."""
         self.backward_half: Half | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lowtide-overlap")
         self._is_running = False
+        self._outside = contextlib.ExitStack()
+
+    def __enter__(self) -> Overlap:
+        """From here on, what this thread exchanges outside of pairs goes over the link of this object, and fills."""
+        self._outside.enter_context(self._alone(ALONE))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._outside.close()
 
     def run_pair(self, forward: Callable[[], object] | None, backward: Callable[[], object] | None) -> None:
-        """Carry out both, each in turns with the other; `None` stands for no such half.
+        """Carry out both, each in turns with the other. `None` stands for no such half; the other one is alone then.
 
         An error of either ends both, and is raised as it was: the other half has then stopped at its next exchange.
         """
@@ -79,21 +89,17 @@ class Overlap:
                 "lowtide: a half of a pair began another pair; give that one a lowtide.pipeline.Overlap of its own"
             )
         self._is_running = True
-        baton = Baton(FORWARD if backward is None else BACKWARD)
         try:
-            if forward is None or backward is None:
-                self._alone(baton, forward, backward)
-            else:
-                self._in_turns(baton, forward, backward)
+            if forward is not None and backward is not None:
+                self._in_turns(forward, backward)
+            elif forward is not None:
+                with self._alone(FORWARD):
+                    forward()
+            elif backward is not None:
+                with self._alone(BACKWARD):
+                    backward()
         finally:
-            self.num_pairs += 1
             self._is_running = False
-        error, baton.error = baton.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback leads to this frame
 
     def run(self, forward: Callable[[Batch], torch.Tensor], micro_batches: Iterable[Batch]) -> list[torch.Tensor]:
         """One step without a pipeline: F0; F1 with B0; F2 with B1; ...; B. Gives the losses, detached.
@@ -111,48 +117,68 @@ class Overlap:
         self.run_pair(None, backward)
         return losses
 
-    def _alone(self, baton: Baton, forward: Callable[[], object] | None, backward: Callable[[], object] | None) -> None:
-        for name, call in ((FORWARD, forward), (BACKWARD, backward)):
-            if call is None:
-                baton.end(name, OTHER[name], None)
-        for name, call in ((FORWARD, forward), (BACKWARD, backward)):
-            if call is not None:
-                self._carry_out(name, baton, call)
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        with self._carrying(_Half(self, name, self._next_pair(), None)) as half:
+            yield
+            half.note("segment")
 
-    def _in_turns(self, baton: Baton, forward: Callable[[], object], backward: Callable[[], object]) -> None:
-        there = self._thread.submit(self._on_thread, ThreadState.now(), baton, backward)
+    def _in_turns(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
+        baton = Baton(BACKWARD)
+        ahead, behind = (_Half(self, name, self.num_pairs, baton) for name in (FORWARD, BACKWARD))
+        self._next_pair()
+        there = self._thread.submit(self._on_thread, ThreadState.now(), baton, behind, backward)
         try:
-            self._carry_out(FORWARD, baton, forward)
+            self._carry_out(ahead, baton, forward)
             there.result()
         except BaseException as error:  # Ctrl-C outside of what a half does
             baton.end(FORWARD, BACKWARD, error)
             there.result()
+        error_of_pair, baton.error = baton.error, None
+        if error_of_pair is not None:
+            try:
+                raise error_of_pair
+            finally:
+                del error_of_pair  # its traceback leads to this frame
 
-    def _on_thread(self, state: ThreadState, baton: Baton, call: Callable[[], object]) -> None:
+    def _next_pair(self) -> int:
+        self.num_pairs += 1
+        return self.num_pairs - 1
+
+    def _on_thread(self, state: ThreadState, baton: Baton, half: _Half, call: Callable[[], object]) -> None:
         try:
             with state.taken_over():
-                state.context.run(self._carry_out, BACKWARD, baton, call)
+                state.context.run(self._carry_out, half, baton, call)
         except BaseException as error:
             baton.end(BACKWARD, FORWARD, error)
 
-    def _carry_out(self, name: str, baton: Baton, call: Callable[[], object]) -> None:
-        """Run a half to its end. Its error is left in `baton`."""
-        half = _Half(self, name, baton)
-        if name == BACKWARD:
-            self.backward_half = half
-        token = running_half.set(half)
+    def _carry_out(self, half: _Half, baton: Baton, call: Callable[[], object]) -> None:
+        """Run a half of a pair to its end. Its error is left in `baton`."""
+        other = OTHER[half.name]
+        assert other is not None
         try:
-            baton.wait_for(name)
-            call()
-            half.note("segment")
+            with self._carrying(half):
+                baton.wait_for(half.name)
+                call()
+                half.note("segment")
         except BaseException as error:
-            half.end(error)
+            baton.end(half.name, other, error)
         else:
-            half.end(None)
+            baton.end(half.name, other, None)
+
+    @contextlib.contextmanager
+    def _carrying(self, half: _Half) -> Iterator[_Half]:
+        """Inside, exchanges of this thread belong to `half`, and so do those of autograd's own threads."""
+        token = running_half.set(half)
+        outer = self.backward_half
+        if half.name != FORWARD:
+            self.backward_half = half
+        try:
+            yield half
         finally:
             running_half.reset(token)
-            if name == BACKWARD:
-                self.backward_half = None
+            if half.name != FORWARD:
+                self.backward_half = outer
 
 
 def _append(made: list[torch.Tensor], forward: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
@@ -162,9 +188,10 @@ def _append(made: list[torch.Tensor], forward: Callable[[Batch], torch.Tensor], 
 class _Half:
     """One half of a pair: starts exchanges, and passes the baton on before it waits for one."""
 
-    def __init__(self, overlap: Overlap, name: str, baton: Baton) -> None:
+    def __init__(self, overlap: Overlap, name: str, pair: int, baton: Baton | None) -> None:
         self.home = overlap
-        self._name = name
+        self.name = name
+        self._pair = pair
         self._baton = baton
         self._num: dict[Kind, int] = {}
 
@@ -178,7 +205,9 @@ class _Half:
 
     def let_other_run(self) -> None:
         self.note("segment")
-        if not self._baton.pass_on(self._name, OTHER[self._name]) and self.home.fill is not None:
+        other = OTHER[self.name]
+        has_run = self._baton is not None and other is not None and self._baton.pass_on(self.name, other)
+        if not has_run and self.home.fill is not None:
             self.home.fill()
 
     def note(self, kind: Kind, number: int | None = None) -> int:
@@ -186,11 +215,8 @@ class _Half:
         if number is None:
             number = self._num[kind] = self._num.get(kind, -1) + 1
         if self.home.log is not None:
-            self.home.log.append(Event(self.home.num_pairs, self._name, kind, number))
+            self.home.log.append(Event(self._pair, self.name, kind, number))
         return number
-
-    def end(self, error: BaseException | None) -> None:
-        self._baton.end(self._name, OTHER[self._name], error)
 
 
 class _Turn:

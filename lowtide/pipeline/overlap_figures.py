@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-FORWARD, BACKWARD = "forward", "backward"
-OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
+FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
+OTHER: Mapping[str, str | None] = {FORWARD: BACKWARD, BACKWARD: FORWARD, ALONE: None}
 Kind = Literal["issue", "wait", "segment", "counts"]
 
 
@@ -32,7 +32,7 @@ class Event:
 
     pair: int
     half: str
-    """`forward` or `backward`."""
+    """`forward`, `backward`, or `alone`: outside of pairs."""
     kind: Kind
     """An exchange was started (`issue`); it was waited for and is there (`wait`); a half has computed and is about to
     start an exchange, to wait for one, or over (`segment`); integers were exchanged, which nobody tries to hide

