@@ -9,6 +9,7 @@ durations of segments and a link, and so predicts a step. Three figures say whic
 - `traced_share` (R_trace): of the time that the link was busy, how much ran while something computed. What profilers
   show; any compute counts, needed or slowed down.
 None may be compared with another, nor said without the ceiling: `pair_ceiling` for W ranks and M micro-batches.
+`predict_step` puts both together: pairs as the replay prices them, in a schedule on a clock.
 
 `seconds_of` takes durations from a log that was stamped. Times are whatever the durations are in.
 Cost: some us an event.
@@ -17,9 +18,12 @@ Not covered: links that several exchanges share at once, compute that a running 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from lowtide.pipeline.clock import Durations, play
+from lowtide.pipeline.schedule import Schedule
 
 FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
 OTHER: Mapping[str, str | None] = {FORWARD: BACKWARD, BACKWARD: FORWARD, ALONE: None}
@@ -167,3 +171,97 @@ def replay(
             waited += max(0.0, end - now)
             now = max(now, end)
     return Replayed(now, compute, busy, waited)
+
+
+# -- a pair in a schedule ----------------------------------------------------------------------------------------------
+
+
+def pair_order(num_forward: int, num_backward: int) -> list[Event]:
+    """What `Overlap` logs for a pair whose halves have so many exchanges, each waited for where it is started. Of each
+    half, segments with an odd number are empty: they stand between a start and its wait."""
+    log: list[Event] = []
+    steps = {FORWARD: _half_steps(FORWARD, num_forward), BACKWARD: _half_steps(BACKWARD, num_backward)}
+    half = BACKWARD
+    while steps:
+        found = next(steps[half], None)
+        if found is None:
+            del steps[half]
+        else:
+            log += found
+        other = OTHER[half]
+        half = other if other in steps else half
+    return log
+
+
+def _half_steps(half: str, num: int) -> Iterator[list[Event]]:
+    """What a half logs from one wait to the next."""
+    events = [Event(0, half, "segment", 0)]
+    for number in range(num):
+        yield [*events, Event(0, half, "issue", number), Event(0, half, "segment", 2 * number + 1)]
+        events = [Event(0, half, "wait", number), Event(0, half, "segment", 2 * number + 2)]
+    yield events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTimes:
+    """What one stage computes for one micro-batch, between its exchanges."""
+
+    forward_seconds: tuple[float, ...]
+    """Of each stretch between two exchanges, one more than exchanges."""
+    backward_seconds: tuple[float, ...]
+    """The same of the full backward."""
+    weight_seconds: float
+    """Of the backward: what computes gradients of weights, and can be put off."""
+    exchange_seconds: float
+    """Of each exchange."""
+
+    def durations(self, *, has_exchanges: bool = True, overlaps: bool = True) -> Durations:
+        """Of the actions of a schedule. Outside of pairs every exchange is waited for."""
+        num_forward, num_backward = len(self.forward_seconds) - 1, len(self.backward_seconds) - 1
+        exchange = self.exchange_seconds if has_exchanges else 0
+        forward = sum(self.forward_seconds) + num_forward * exchange
+        backward = sum(self.backward_seconds) + num_backward * exchange
+        stretches = {FORWARD: self.forward_seconds, BACKWARD: self.backward_seconds}
+        pair = replay(
+            pair_order(num_forward, num_backward),
+            lambda event: 0 if event.number % 2 else stretches[event.half][event.number // 2],
+            lambda _: exchange,
+        )
+        return Durations(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            backward_input_seconds=backward - self.weight_seconds,
+            backward_weight_seconds=self.weight_seconds,
+            pair_seconds=pair.step_seconds if overlaps else forward + backward,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """A step of a pipeline without exchanges, with all of them in series, and with overlapped pairs."""
+
+    without_seconds: float
+    serial_seconds: float
+    overlapped_seconds: float
+
+    @property
+    def hidden_share(self) -> float:
+        """R_e2e."""
+        return hidden_share(
+            without_seconds=self.without_seconds,
+            serial_seconds=self.serial_seconds,
+            overlapped_seconds=self.overlapped_seconds,
+        )
+
+
+def predict_step(schedule: Schedule, times: ChunkTimes, *, transfer_seconds: float = 0) -> PredictedStep:
+    """The schedule on a clock (clock.py), three times. All stages take the same."""
+
+    def seconds(durations: Durations) -> float:
+        return play(schedule, durations.seconds_of, transfer_seconds=transfer_seconds).step_seconds
+
+    return PredictedStep(
+        without_seconds=seconds(times.durations(has_exchanges=False)),
+        serial_seconds=seconds(times.durations(overlaps=False)),
+        overlapped_seconds=seconds(times.durations()),
+    )

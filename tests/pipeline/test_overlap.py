@@ -4,6 +4,7 @@ the wait; two ranks are in test_overlap_ranks.py."""
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import gc
 import threading
 import time
@@ -27,7 +28,7 @@ from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError, RecomputeRefusedError
 from lowtide.pipeline import Overlap, all_to_all, start_all_to_all
 from lowtide.pipeline.exchange import Route
-from lowtide.pipeline.overlap_figures import Event, exposed
+from lowtide.pipeline.overlap_figures import Event, exposed, pair_order
 
 
 class Stop(Exception):
@@ -93,6 +94,17 @@ def test_halves_take_turns_where_they_wait() -> None:
         "B. send B0> B. F# F. send F0> F. wait >B0 B. send B1> B. wait >F0 F. send F1> F. wait >B1 B. wait >F1 F."
     )
     assert words(log, 2) == words(log, 0).replace("F# ", "").replace("F", "B")
+
+
+@pytest.mark.parametrize(("num_forward", "num_backward"), [(1, 1), (3, 3), (1, 3), (3, 1)])
+def test_the_order_that_predictions_use_is_the_real_one(num_forward: int, num_backward: int) -> None:
+    ahead, behind = moe.make(0, 1, num_layers=num_forward), moe.make(0, 1, num_layers=num_backward)
+    log, made, batch = [], [], moe.batches(0, 1)[0]
+    overlap = Overlap(start=late, log=log)
+    overlap.run_pair(lambda: made.append(behind(batch)), None)
+    overlap.run_pair(lambda: ahead(batch), made[0].backward)
+    real = [dataclasses.replace(event, pair=0) for event in log if event.pair == 1 and event.kind != "counts"]
+    assert real == pair_order(2 * num_forward, 2 * num_backward)
 
 
 @pytest.mark.parametrize("hides", [False, True])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from lowtide.pipeline.clock import Durations
 from lowtide.pipeline.figures import paired_share
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap_figures import (
     BACKWARD,
     FORWARD,
+    ChunkTimes,
     Event,
     Link,
     exposed,
     hidden_share,
     pair_ceiling,
+    predict_step,
     replay,
     seconds_of,
     traced_share,
@@ -104,6 +107,43 @@ def test_replay_of_a_half_alone_is_serial() -> None:
     assert (alone.step_seconds, alone.serial_seconds, alone.hidden_share) == (36, 36, 0)
     hiding = replay(log_of("F. F0> F. >F0 F."), lambda event: (10, 2, 10)[event.number], lambda _: 3)
     assert (hiding.step_seconds, hiding.hidden_share) == (23, pytest.approx(2 / 3))
+
+
+TIMES = ChunkTimes(
+    forward_seconds=(10, 10, 10, 10, 1), backward_seconds=(2, 20, 20, 20, 20), weight_seconds=41, exchange_seconds=8
+)
+"""Two layers: attention, experts, attention, experts; exchanges between them."""
+
+
+def test_a_pair_in_a_schedule_is_priced_by_the_replay() -> None:
+    assert TIMES.durations() == Durations(
+        forward_seconds=41 + 32,
+        backward_seconds=82 + 32,
+        backward_input_seconds=82 + 32 - 41,
+        backward_weight_seconds=41,
+        pair_seconds=123,
+    )
+    assert TIMES.durations(overlaps=False).pair_seconds == 123 + 64
+    assert TIMES.durations(has_exchanges=False).pair_seconds == 123
+
+
+def test_one_stage_is_as_its_parts() -> None:
+    step = predict_step(make_schedule("one_stage_overlap", num_ranks=1, num_micro_batches=4), TIMES)
+    assert (step.without_seconds, step.serial_seconds) == (4 * 123, 4 * (123 + 64))
+    assert step.overlapped_seconds == 73 + 3 * 123 + 114
+    assert step.hidden_share == 0.75
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("per_rank", [4, 8, 16])
+def test_a_whole_step_reaches_the_ceiling_of_its_schedule(num_ranks: int, per_rank: int) -> None:
+    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=per_rank * num_ranks)
+    shares = pair_ceiling(num_ranks, per_rank * num_ranks)
+    ceiling = sum(shares) / len(shares)
+    found = predict_step(schedule, TIMES).hidden_share
+    # Above it where a wait falls into the bubble, which costs nothing.
+    assert ceiling - 0.03 < found < ceiling + 0.04
+    assert found > (0.83 if per_rank >= 8 else 0.6)
 
 
 def test_times_between_stamps() -> None:
