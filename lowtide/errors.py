@@ -83,3 +83,7 @@ class PartialStepError(RuntimeError):
 
     def __reduce__(self) -> tuple:
         return functools.partial(type(self), bucket=self.bucket, can_resume=self.can_resume), (str(self),)
+
+
+class PipelineError(RuntimeError):
+    """A step of a pipeline ended because another rank failed, or sent what was not expected. Says which, and where."""

@@ -21,35 +21,43 @@ Job = tuple[str, dict[str, Any]]
 """Name of a function of the module, and keyword arguments beside `rank`. It gives back what can be pickled."""
 
 
-def run(module: str, jobs: list[Job], folder: Path, seconds: float = 120) -> list[tuple[Any, Any]]:
-    """What each job gave on rank 0 and on rank 1. Whatever happens, no process outlives this call."""
+def run(
+    module: str,
+    jobs: list[Job],
+    folder: Path,
+    seconds: float = 120,
+    *,
+    num_ranks: int = 2,
+    killed: frozenset[int] = frozenset(),
+) -> list[tuple[Any, ...]]:
+    """What each job gave, by rank; `killed` ranks end themselves, and give None. No process outlives this call."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, str(folder), module, jobs, answers), daemon=True) for r in (0, 1)]
+    what = {"num_ranks": num_ranks, "folder": str(folder), "module": module, "jobs": jobs, "answers": answers}
+    ranks = [context.Process(target=_rank, args=(rank,), kwargs=what, daemon=True) for rank in range(num_ranks)]
     collected: dict[tuple[int, int], Any] = {}
     try:
         for process in ranks:
             process.start()
-        while len(collected) < 2 * len(jobs):
+        while len(collected) < (num_ranks - len(killed)) * len(jobs):
             rank, number, answer, error = answers.get(timeout=seconds)
             assert error is None, f"rank {rank}, {jobs[number]}:\n{error}"
             collected[rank, number] = answer
-        return [(collected[0, number], collected[1, number]) for number in range(len(jobs))]
+        return [tuple(collected.get((rank, number)) for rank in range(num_ranks)) for number in range(len(jobs))]
     finally:
         for process in ranks:
             process.join(5)
             process.kill()
 
 
-def _rank(rank: int, folder: str, module: str, jobs: list[Job], answers: Any) -> None:
+def _rank(rank: int, *, num_ranks: int, folder: str, module: str, jobs: list[Job], answers: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["XDG_CACHE_HOME"] = folder
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
-    )
+    store, timeout = f"file://{folder}/store", datetime.timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
     functions = importlib.import_module(module)
     for number, (name, arguments) in enumerate(jobs):
         try:

@@ -420,6 +420,36 @@ def gathered_parameter(parameter: Any) -> torch.Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
+# -- torch's pipeline schedules ----------------------------------------------------------------------------------------
+# What a function that `register_custom_function` (public) puts in place of a pair must do itself, and cannot publicly.
+
+
+def schedule_stages(schedule: Any) -> list[Any]:
+    """The stages of this rank."""
+    return list(schedule._stages)
+
+
+def schedule_micro_batches(schedule: Any) -> int:
+    """How many micro-batches a step has."""
+    return int(schedule._n_microbatches)
+
+
+def await_unshard(schedule: Any, stage: Any) -> None:
+    """Wait until the parameters of a stage under FSDP2 are gathered; nothing for any other."""
+    schedule._assert_unsharded(stage)
+
+
+def make_stage_loss(schedule: Any, stage: Any, output: Any, targets: Any, micro_batch: int) -> None:
+    """Compute the loss of a micro-batch, if this is the last stage, and keep it for `stage_loss` and for the user."""
+    schedule._maybe_compute_loss(stage, output, targets, micro_batch)
+
+
+def stage_loss(schedule: Any, stage: Any, micro_batch: int) -> torch.Tensor | None:
+    """The loss that was kept; None for any stage but the last. RuntimeError before it was made."""
+    loss: torch.Tensor | None = schedule._maybe_get_loss(stage, micro_batch)
+    return loss
+
+
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 _EXPERTS = "_experts_implementation_internal"

@@ -635,6 +635,41 @@ def test_what_a_functional_collective_gives_out() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_what_a_function_for_pairs_of_torchs_schedules_needs() -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+    from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD
+
+    stages = [PipelineStage(nn.Linear(2, 2), number, 2, torch.device("cpu")) for number in range(2)]
+    schedule = ScheduleDualPipeV(stages, 3, loss_fn=lambda output, target: (output - target).sum())
+    assert private.schedule_stages(schedule) == stages
+    assert private.schedule_micro_batches(schedule) == 3
+    losses: list[Tensor] = []
+    seen: list[Any] = []
+
+    def forward(action: Any, context: Any) -> None:
+        number, micro_batch = action.stage_index, action.microbatch_index
+        private.await_unshard(schedule, stages[number])
+        output = stages[number].forward_one_chunk(micro_batch, context.arg_mbs[micro_batch], {})
+        private.make_stage_loss(schedule, stages[number], output, context.target_mbs, micro_batch)
+        if number == 0:
+            stages[1].set_local_fwd_input(output, micro_batch)
+        else:
+            seen.append(private.stage_loss(schedule, stages[1], micro_batch))
+            assert private.stage_loss(schedule, stages[0], micro_batch) is None
+
+    schedule.register_custom_function(FORWARD, forward)
+    schedule.register_custom_function(FULL_BACKWARD, lambda action, context: None)
+    for unused in ("BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B", "REDUCE_GRAD"):
+        kind = getattr(torch.distributed.pipelining.schedules, unused)
+        schedule.register_custom_function(
+            kind, lambda action, context: [forward(part, context) for part in (action.sub_actions or ())[:1]]
+        )
+    schedule.step(torch.ones(3, 2), target=torch.zeros(3, 2), losses=losses)
+    assert len(seen) == 3
+    assert all(one is other for one, other in zip(seen, losses, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_fsdp_keeps() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

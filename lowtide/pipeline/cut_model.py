@@ -1,0 +1,86 @@
+"""A causal language model of transformers, cut into stages that are modules of their own.
+
+What: stage s is a copy of the inner model with the layers of s and the very same parameters. The first one has the
+embedding, the others take the hidden state in its place; the last one has the final norm and the head, and gives
+logits.
+Each runs the forward that the model's authors wrote, so masks and positions are theirs.
+Why not our own forward for each kind of model: it would have to follow every change of transformers.
+Names: the parameter `model.layers.5.mlp.up_proj.weight` of a stage that begins with layer 4 is
+`model.layers.1.mlp.up_proj.weight` there.
+
+Cost: the modules a second time, without their parameters; masks and positions once in each stage.
+Not covered: models whose forward knows a layer by its number (sliding windows in some layers only), or adds to the loss
+what layers gave out (router losses); keys and values kept for generating; kinds of models beside `KINDS`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError, did_you_mean
+
+KINDS = ("llama", "qwen3_moe", "deepseek_v3")
+"""Values of `config.model_type` for which tests show that stages give the bits of the whole model."""
+
+
+class Stage(nn.Module):
+    """Some layers of the model. Takes token numbers or a hidden state; gives a hidden state or logits."""
+
+    def __init__(self, model: nn.Module, head: nn.Module | None, *, is_first: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.is_first = is_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        hidden: torch.Tensor = self.model(**given, use_cache=False).last_hidden_state
+        return hidden if self.head is None else self.head(hidden)
+
+
+def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
+    """The stages, whose layers are those of `layers` (`schedule.layers_of_stages` gives equal ones). Parameters are the
+    model's own: training a stage trains the model. Raises ConfigError for a model that cannot be cut."""
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if kind not in KINDS:
+        raise ConfigError(
+            f"pipeline: a model of kind '{kind}' cannot be cut into stages{did_you_mean(str(kind), KINDS)}; known are "
+            f"{', '.join(KINDS)}. Give Pipeline stages of your own"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ConfigError(
+            "pipeline: output_router_logits adds router losses of all layers, which no stage has; turn it off"
+        )
+    num_layers = len(model.model.layers)
+    if [number for each in layers for number in each] != list(range(num_layers)):
+        raise ConfigError(f"pipeline: the model has {num_layers} layers, and the stages have {list(map(list, layers))}")
+    last = len(layers) - 1
+    return [
+        Stage(_part(model.model, own, is_first=number == 0, is_last=number == last), head, is_first=number == 0)
+        for number, own in enumerate(layers)
+        for head in [model.lm_head if number == last else None]
+    ]
+
+
+def _part(inner: nn.Module, own: range, *, is_first: bool, is_last: bool) -> nn.Module:
+    shared = {id(parameter): parameter for parameter in inner.parameters()}
+    part: Any = copy.deepcopy(inner, shared)
+    part.layers = nn.ModuleList([part.layers[number] for number in own])
+    if not is_first:
+        part.embed_tokens = None
+    if not is_last:
+        part.norm = nn.Identity()
+    return part
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of each token, given those before it, as the models above compute it."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss: torch.Tensor = ForCausalLMLoss(logits, tokens, vocab_size=logits.shape[-1])
+    return loss

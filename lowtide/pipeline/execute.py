@@ -1,0 +1,352 @@
+"""One rank of a pipeline, for one step at a time.
+
+What: `Pipeline.step` walks this rank's row of the schedule. A forward reads its input, runs the stage's module on
+leaves, and keeps the places of the outputs in the graph, not the outputs (stage_call.py). A result is sent as soon as
+it is made and those before it to the same rank are on their way; it is asked for where the schedule says, so that no
+buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
+Why exact: every stage adds up its weight gradients in the order of the micro-batches, raw, and divides once at the end
+(gradients.py). One process that does the same gets the same bits.
+A failure on one rank ends the step on all, with one text that names the rank and its action (failure.py).
+
+Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that figures.py
+counts.
+Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws,
+DDP and FSDP2 around a stage. After a step that failed a new pipeline must be made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide.errors import ConfigError, PipelineError
+from lowtide.pipeline import stage_call
+from lowtide.pipeline.agree import agree, belief_of
+from lowtide.pipeline.failure import FailureNote
+from lowtide.pipeline.figures import is_in_order
+from lowtide.pipeline.gradients import StepGradients
+from lowtide.pipeline.schedule import (
+    RECEIVES,
+    SENDS,
+    Action,
+    AnyAction,
+    Kind,
+    Pair,
+    Result,
+    Schedule,
+    carried_by,
+    made_by,
+)
+from lowtide.pipeline.stage_call import LiveChunk, Tensors
+from lowtide.pipeline.transfers import with_transfers
+from lowtide.pipeline.transport import GroupTransport, Transport
+from lowtide.pipeline.verify import Sends, verify
+from lowtide.pipeline.weight_gradients import WeightGradients
+
+Half = Callable[[], None]
+"""A forward or a backward, with what it needs at hand. It sends its own result."""
+RunPair = Callable[[Half | None, Half | None], None]
+"""Carries out a forward and a backward; None stands for a half that has no partner."""
+
+
+def one_after_the_other(forward: Half | None, backward: Half | None) -> None:
+    """Without overlap."""
+    for half in (forward, backward):
+        if half is not None:
+            half()
+
+
+class Pipeline:
+    """To be made by all ranks of `group` at once. Raises ConfigError on all of them for a mistake on any."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        group: Any = None,
+        transport: Transport | None = None,
+        weight_gradients: WeightGradients | None = None,
+        run_pair: RunPair = one_after_the_other,
+    ) -> None:
+        """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
+        and an entry of `targets`; its rank has one. group: absent, all ranks of the job. transport: absent, one over
+        `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out,
+        and a forward or backward outside of pairs, with None for the other half.
+        """
+        self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        self.stages = dict(stages)
+        self.loss = loss
+        self.weight_gradients = weight_gradients
+        self.run_pair = run_pair
+        mistake = None
+        try:
+            self.schedule = _checked(schedule, num_ranks)
+            _check_stages(self.schedule, self.rank, self.stages, loss)
+        except ConfigError as error:
+            mistake = str(error)
+        name = agree(belief_of(schedule, mistake), group)
+        self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
+        self.transport, self._own_transport = transport, None
+        if transport is None and self._note is not None:
+            self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note)
+        self.num_steps = 0
+        self._failure: str | None = None
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        divide_by: float | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Forward and backward of one batch; its gradients are added to those of the weights.
+
+        inputs: on the rank of the first stage, an entry for each micro-batch: a tensor, a tuple of inputs, or a mapping
+        by keyword. targets: on the rank of the last stage, what the loss reads. divide_by: what the gradients are
+        divided by when the last one was added, the same on all ranks; absent, the number of micro-batches.
+        Gives the loss of each micro-batch, on the rank of the last stage. Raises what a stage or the loss raised, and
+        `PipelineError` on all other ranks.
+        """
+        if self._failure is not None:
+            raise PipelineError(f"pipeline: it has ended: {self._failure}; make a new one")
+        self.num_steps += 1
+        walk = _Walk(self, inputs, targets)
+        gradients = StepGradients(self.stages)
+        try:
+            walk.check_batch()
+            walk.run(gradients)
+        except BaseException as error:
+            gradients.take_back()
+            if self.weight_gradients is not None:
+                self.weight_gradients.forget()
+            self._end(error, walk)
+            raise
+        gradients.give(self.schedule.num_micro_batches if divide_by is None else divide_by)
+        return walk.losses
+
+    def close(self) -> None:
+        """End the threads of the transport, if the pipeline made it."""
+        if self._own_transport is not None:
+            self._own_transport.close()
+
+    def _end(self, error: BaseException, walk: _Walk) -> None:
+        """Tell the other ranks, and the reader of the traceback."""
+        if isinstance(error, PipelineError):
+            self._failure = str(error).removeprefix("pipeline: ")
+        else:
+            place = f"rank {self.rank} failed at {walk.at} of step {self.num_steps}"
+            self._failure = f"{place}: {type(error).__name__}: {error}"
+            error.add_note(f"lowtide: {place}")
+        is_first = self._note is not None and self._note.write(self._failure)
+        if self.transport is not None:
+            self.transport.give_up()
+        if is_first:
+            assert self._note is not None
+            self._note.linger()
+
+
+def _checked(schedule: Schedule, num_ranks: int) -> Schedule:
+    """The same schedule with transfers, proven."""
+    if schedule.num_ranks != num_ranks:
+        raise ConfigError(
+            f"pipeline: the schedule '{schedule.name}' is for {schedule.num_ranks} ranks, not {num_ranks}"
+        )
+    verify(schedule, sends=Sends.BUFFERED)
+    if not is_in_order(schedule):
+        raise ConfigError(
+            f"pipeline: a stage of the schedule '{schedule.name}' adds up its weight gradients in another order than "
+            "that of the micro-batches, which changes their rounding"
+        )
+    return schedule if schedule.has_transfers else with_transfers(schedule)
+
+
+def _check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Any], loss: Any) -> None:
+    wanted = schedule.stages_of(rank)
+    if tuple(sorted(stages)) != wanted:
+        words = ", ".join(map(str, sorted(stages))) or "none"
+        raise ConfigError(
+            f"pipeline: '{schedule.name}' has stages {', '.join(map(str, wanted)) or 'none'} on this rank, and it was "
+            f"given {words}"
+        )
+    for stage, module in stages.items():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"pipeline: stage {stage} is a {type(module).__name__}, not a torch.nn.Module")
+    has_end = schedule.num_stages - 1 in wanted
+    if has_end and loss is None:
+        raise ConfigError(f"pipeline: this rank has the last stage, {schedule.num_stages - 1}, and no loss")
+    if not has_end and loss is not None:
+        raise ConfigError(
+            f"pipeline: this rank has a loss, and not the last stage, {schedule.num_stages - 1}; give the loss to rank "
+            f"{schedule.rank_of_stage[-1]}"
+        )
+
+
+def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
+    for module in stages.values():
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+class _Walk:
+    """One step of one rank."""
+
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
+        self._pipeline = pipeline
+        self._schedule = pipeline.schedule
+        self._rank = pipeline.rank
+        self._row = pipeline.schedule.actions[pipeline.rank]
+        self._transport = pipeline.transport
+        self._weights = pipeline.weight_gradients or WeightGradients()
+        self._split = frozenset(
+            (action.stage, action.micro_batch)
+            for every in self._row
+            for action in every.parts
+            if action.kind is Kind.BACKWARD_WEIGHT and pipeline.weight_gradients is not None
+        )
+        """Chunks whose weight gradients are put off."""
+        self._inputs, self._targets = inputs, targets
+        self.at: AnyAction | str = "its start"
+        """For the text of a failure."""
+        self._chunks: dict[tuple[int, int], LiveChunk] = {}
+        self._local: dict[Result, Tensors] = {}
+        """Results that this rank made for itself."""
+        self._losses: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        """Two halves of a pair may end on two threads."""
+        self._made: dict[Result, Tensors] = {}
+        """Results whose turn to be sent has not come."""
+        self._to_send: dict[int, deque[Result]] = defaultdict(deque)
+        """To each rank, in the order of the schedule."""
+        for every in self._row:
+            for action in every.parts:
+                if action.kind in SENDS:
+                    result = carried_by(action)
+                    reader = self._schedule.reader(result)
+                    assert reader is not None
+                    self._to_send[reader].append(result)
+
+    @property
+    def losses(self) -> tuple[torch.Tensor, ...]:
+        return tuple(loss for _, loss in sorted(self._losses.items()))
+
+    def check_batch(self) -> None:
+        last = self._schedule.num_stages - 1
+        for name, batch, stage in (("inputs", self._inputs, 0), ("targets", self._targets, last)):
+            if stage not in self._pipeline.stages:
+                continue
+            if batch is None or len(batch) != self._schedule.num_micro_batches:
+                given = "none" if batch is None else str(len(batch))
+                raise ConfigError(
+                    f"pipeline: rank {self._rank} has stage {stage} and needs {name} for "
+                    f"{self._schedule.num_micro_batches} micro-batches; it was given {given}"
+                )
+
+    def run(self, gradients: StepGradients) -> None:
+        with torch.enable_grad():
+            for every in self._row:
+                self.at = every
+                if isinstance(every, Pair):
+                    self._pipeline.run_pair(
+                        self._ready(every.forward, gradients), self._ready(every.backward, gradients)
+                    )
+                elif every.kind in RECEIVES:
+                    assert self._transport is not None
+                    result = carried_by(every)
+                    self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
+                elif every.kind is Kind.FORWARD:
+                    self._pipeline.run_pair(self._ready(every, gradients), None)
+                elif every.kind is Kind.BACKWARD_WEIGHT:
+                    self._weight_gradient(every, gradients)
+                elif every.kind not in SENDS:  # what is made is sent at once, in the order of the row
+                    self._pipeline.run_pair(None, self._ready(every, gradients))
+            self.at = "its end"
+            if self._transport is not None:
+                self._transport.finish()
+        assert not (self._chunks or self._local or self._made)
+
+    def _ready(self, action: Action, gradients: StepGradients) -> Half:
+        """The action, when what it reads from another stage is there."""
+        stage, micro_batch = action.stage, action.micro_batch
+        if action.kind is Kind.FORWARD:
+            leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
+            return lambda: self._forward(action, leaves)
+        is_last = stage == self._schedule.num_stages - 1
+        given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
+        return lambda: self._backward(action, given, gradients)
+
+    def _take(self, result: Result) -> Tensors:
+        if result in self._local:
+            return self._local.pop(result)
+        assert self._transport is not None
+        return self._transport.read(result)
+
+    def _forward(self, action: Action, leaves: Tensors) -> None:
+        stage, micro_batch = chunk = action.stage, action.micro_batch
+        module = self._pipeline.stages[stage]
+        with self._weights.forward(chunk) if chunk in self._split else contextlib.nullcontext():
+            if stage == 0:
+                assert self._inputs is not None
+                output = stage_call.call(module, self._inputs[micro_batch])
+            else:
+                output = module(*leaves)
+            if stage == self._schedule.num_stages - 1:
+                output = self._loss_of(output, micro_batch)
+        live, outputs = stage_call.with_places(leaves, output, stage)
+        self._chunks[chunk] = live
+        self._give(action, outputs)
+
+    def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
+        assert self._pipeline.loss is not None and self._targets is not None
+        loss = self._pipeline.loss(output, self._targets[micro_batch])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"pipeline: the loss gave {found}; expected a tensor with one number")
+        self._losses[micro_batch] = loss.detach()
+        return loss
+
+    def _backward(self, action: Action, given: Tensors | None, gradients: StepGradients) -> None:
+        chunk = action.stage, action.micro_batch
+        if given is None:
+            given = (torch.ones_like(self._losses[action.micro_batch]),)
+        putting_off = self._weights.put_off(chunk) if chunk in self._split else contextlib.nullcontext()
+        with gradients.of_stage(action.stage), putting_off:
+            found = stage_call.backward(self._chunks.pop(chunk), given)
+        self._give(action, found)
+
+    def _weight_gradient(self, action: Action, gradients: StepGradients) -> None:
+        chunk = action.stage, action.micro_batch
+        if chunk in self._split:
+            if not self._weights.num_calls:
+                raise ConfigError(
+                    f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
+                    "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
+                )
+            with gradients.of_stage(action.stage):
+                self._weights.run(chunk)
+
+    def _give(self, action: Action, tensors: Tensors) -> None:
+        """Hand a result on: to this rank, or to another one as soon as those before it have gone."""
+        result = made_by(action)
+        reader = None if result is None else self._schedule.reader(result)
+        if result is None or reader is None:
+            return
+        if reader == self._rank:
+            self._local[result] = tensors
+            return
+        assert self._transport is not None
+        with self._lock:
+            self._made[result] = tensors
+            waiting = self._to_send[reader]
+            while waiting and waiting[0] in self._made:
+                following = waiting.popleft()
+                self._transport.send(following, self._made.pop(following), to=reader)

@@ -1,0 +1,165 @@
+"""Pipelines on real ranks: loss and every gradient equal those of one process to the bit; mistakes end all ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.pipeline.figures import peak_live_chunks, peak_receives
+from lowtide.pipeline.generators import GENERATORS, make_schedule
+from lowtide.pipeline.transfers import with_transfers
+from tests import pipeline_jobs, two_ranks
+from tests.staged_models import MANY
+from tests.zoo import mixed
+
+SPLIT = ("zb_v", "dualpipev")
+RECOMPUTE = mixed(recompute=["layers.*"])
+SWAP = mixed(swap=["layers.*"])
+SEVERAL = [name for name in GENERATORS if name != "one_stage_overlap"]
+"""Schedules of more than one rank."""
+
+
+Job = two_ranks.Job
+
+
+def _jobs_of(name: str) -> dict[str, Job]:
+    """Of one schedule."""
+    jobs: dict[str, Job] = {
+        name: ("trained", {"name": name, "num_steps": 2}),
+        f"{name}, uneven, recompute": ("trained", {"name": name, "uneven": True, "memory": RECOMPUTE}),
+        f"{name}, swap": ("trained", {"name": name, "memory": SWAP}),
+        f"{name}, counted": ("counted", {"name": name}),
+    }
+    if name in SPLIT:
+        jobs[f"{name}, tied"] = ("trained", {"name": name, "tied": True})
+        jobs[f"{name}, split, tied"] = ("trained", {"name": name, "split": True, "tied": True, "num_steps": 2})
+        jobs[f"{name}, split, recompute"] = ("trained", {"name": name, "split": True, "memory": RECOMPUTE})
+        jobs[f"{name}, split, swap"] = ("trained", {"name": name, "split": True, "memory": SWAP})
+    return jobs
+
+
+JOBS = {words: job for name in SEVERAL for words, job in _jobs_of(name).items()}
+JOBS["refused"] = ("refused", {})
+for _how in ("raises", "other width", "too few inputs"):
+    JOBS[_how] = ("broken_step", {"name": "1f1b", "how": _how})
+FOR_TWO: dict[str, Job] = {
+    "200 steps": ("many_steps", {"num_steps": 200}),
+    "budgets": ("trained", {"name": "dualpipev", "split": True, "budget": "1MiB", "num_steps": 2}),
+    "resumed": ("resumed", {}),
+    "kept gradients": ("kept_gradients", {}),
+    "swapped": ("swapped", {}),
+}
+"""Jobs that more ranks would only make longer."""
+
+
+@pytest.fixture(params=[2, 4], ids=["two", "four"], scope="module")
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    jobs = JOBS | FOR_TWO if request.param == 2 else JOBS
+    given = two_ranks.run(
+        pipeline_jobs.__name__, list(jobs.values()), tmp_path_factory.mktemp("ranks"), num_ranks=request.param
+    )
+    return dict(zip(jobs, given, strict=True))
+
+
+@pytest.mark.parametrize("job", [name for name, (function, _) in JOBS.items() if function == "trained"])
+def test_bits_are_those_of_one_process(answers: dict[str, tuple[Any, ...]], job: str) -> None:
+    assert [answer["different"] for answer in answers[job]] == [[]] * len(answers[job])
+    memory = JOBS[job][1].get("memory")
+    if memory is not None:
+        which = 0 if memory is RECOMPUTE else 1
+        assert all(sum(done[which] for done in answer["done"]) > 0 for answer in answers[job])
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_memory_is_what_the_figures_say(answers: dict[str, tuple[Any, ...]], name: str) -> None:
+    given = answers[f"{name}, counted"]
+    schedule = with_transfers(make_schedule(name, num_ranks=len(given), num_micro_batches=MANY))
+    assert given == tuple(zip(peak_live_chunks(schedule), peak_receives(schedule), strict=True))
+
+
+def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple[Any, ...]]) -> None:
+    told = answers["refused"]
+    num_ranks = len(told)
+    assert len({tuple(each) for each in told}) == 1
+    missing, no_loss, two_losses, schedules, smaller, no_module = told[0]
+    last = 2 * num_ranks - 1
+    assert missing == f"pipeline: 'dualpipev' has stages 0, {last} on this rank, and it was given 0 (rank 0)"
+    assert no_loss == f"pipeline: this rank has the last stage, {last}, and no loss (rank 0)"
+    assert two_losses == (
+        f"pipeline: this rank has a loss, and not the last stage, {last}; give the loss to rank 0 (rank 1)"
+    )
+    assert re.fullmatch(
+        "pipeline: ranks have different schedules: rank 0 has [0-9a-f]{16}, rank 1 has [0-9a-f]{16}", schedules
+    )
+    assert smaller == f"pipeline: the schedule '1f1b' is for {num_ranks - 1} ranks, not {num_ranks} (rank 0)"
+    assert no_module == "pipeline: stage 0 is a str, not a torch.nn.Module (rank 0)"
+
+
+@pytest.mark.parametrize(
+    ("how", "place", "error"),
+    [
+        ("raises", "rank 1 failed at 1F2 of step 1", "RuntimeError: no more"),
+        (
+            "other width",
+            "rank 1 failed at 1F0 of step 1",
+            "RuntimeError: Given normalized_shape=[8], expected input with shape [*, 8], "
+            "but got input of size[2, 5, 9]",
+        ),
+        (
+            "too few inputs",
+            "rank 0 failed at its start of step 1",
+            "ConfigError: pipeline: rank 0 has stage 0 and needs inputs for 10 micro-batches; it was given 9",
+        ),
+    ],
+)
+def test_a_failure_of_one_rank_ends_all_with_one_text(
+    answers: dict[str, tuple[Any, ...]], how: str, place: str, error: str
+) -> None:
+    failed = int(place.split()[1])
+    for rank, told in enumerate(answers[how]):
+        if rank == failed:
+            assert told == f"{error}; lowtide: {place}"
+        else:
+            assert told == f"PipelineError: pipeline: {place}: {error}"
+
+
+def test_a_killed_rank_ends_all_with_one_text(tmp_path: Path) -> None:
+    (told,) = two_ranks.run(pipeline_jobs.__name__, [("killed", {})], tmp_path, num_ranks=3, killed=frozenset({1}))
+    assert told[0] == told[2]
+    doing = (
+        r"(waited for 1SEND_[FB]\d of it|was sending (\dSEND_[FB]\d )?to it)"  # who sees it first is a matter of luck
+    )
+    assert re.match(f"pipeline: rank 1 ended without a word; rank [02] {doing}", told[0])
+
+
+@pytest.mark.parametrize("answers", [2], indirect=True, ids=["two"])
+def test_each_stage_has_a_budget_of_its_own(answers: dict[str, tuple[Any, ...]]) -> None:
+    given = answers["budgets"]
+    assert [answer["different"] for answer in given] == [[], []]
+
+
+@pytest.mark.parametrize("answers", [2], indirect=True, ids=["two"])
+@pytest.mark.parametrize("job", ["resumed", "kept gradients"])
+def test_nothing_differs(answers: dict[str, tuple[Any, ...]], job: str) -> None:
+    assert answers[job] == ([], [])
+
+
+@pytest.mark.parametrize("answers", [2], indirect=True, ids=["two"])
+def test_a_message_in_the_place_of_another_is_named(answers: dict[str, tuple[Any, ...]]) -> None:
+    sender, reader = answers["swapped"]
+    assert reader == ["pipeline: rank 1 stands at 1RECV_F1, and rank 0 sent 0SEND_F0"]
+    assert sender == ["pipeline: rank 1 ended without a word; rank 0 was sending to it"]
+
+
+@pytest.mark.parametrize("answers", [2], indirect=True, ids=["two"])
+def test_nothing_grows_over_200_steps(answers: dict[str, tuple[Any, ...]]) -> None:
+    assert answers["200 steps"] == ({"tensors": 0, "threads": 0},) * 2
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev", "one_stage_overlap"])
+@pytest.mark.parametrize("split", [False, True])
+def test_one_rank_needs_no_process_group(name: str, split: bool) -> None:
+    assert pipeline_jobs.trained(0, name, split=split, num_steps=1)["different"] == []

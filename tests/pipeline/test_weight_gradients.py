@@ -1,0 +1,164 @@
+"""Weight gradients that are put off are those of torch to the bit, and the weight's hooks see one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.pipeline.weight_gradients import WeightGradients, grouped_linear, linear
+from tests.zoo import same_bits
+
+CHUNK = (0, 0)
+
+
+def _with_split(step: Callable[[], Tensor], weights: list[Tensor]) -> None:
+    """A step whose backward is split; gradients of `weights` must not be there before W."""
+    store = WeightGradients()
+    with store.forward(CHUNK):
+        output = step()
+    gradient = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    with store.put_off(CHUNK):
+        output.backward(gradient)
+    assert all(weight.grad is None for weight in weights)
+    store.run(CHUNK)
+
+
+def _plain(step: Callable[[], Tensor]) -> None:
+    output = step()
+    output.backward(torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(33,), (5, 33), (2, 5, 33), (2, 3, 5, 33), (0, 33)])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("needs_input", [True, False])
+def test_linear_has_the_bits_of_torch(
+    dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool, needs_input: bool
+) -> None:
+    x = torch.randn(shape, dtype=dtype, requires_grad=needs_input)
+    weight = torch.randn(7, 33, dtype=dtype, requires_grad=True)
+    bias = torch.randn(7, dtype=dtype, requires_grad=True) if has_bias else None
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None and tensor.requires_grad]
+    wanted = None
+    for call in (
+        lambda: _plain(lambda: F.linear(x, weight, bias)),
+        lambda: _plain(lambda: linear(x, weight, bias)),
+        lambda: _with_split(lambda: linear(x, weight, bias), [weight]),
+    ):
+        for tensor in tensors:
+            tensor.grad = None
+        call()
+        gradients = [tensor.grad for tensor in tensors]
+        wanted = wanted or gradients
+        assert all(same_bits(got, want) for got, want in zip(gradients, wanted, strict=True))
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 5], [0, 0, 4], [2, 2, 2]])
+def test_grouped_linear_has_the_bits_of_torch(rows: list[int]) -> None:
+    x = torch.randn(sum(rows), 16, requires_grad=True)
+    weight = torch.randn(3, 16, 24, requires_grad=True)
+    offsets = torch.tensor(rows).cumsum(0).to(torch.int32)
+    _plain(lambda: F.grouped_mm(x, weight, offs=offsets))
+    wanted = x.grad, weight.grad
+    x.grad = weight.grad = None
+    _with_split(lambda: grouped_linear(x, weight, offsets), [weight])
+    assert same_bits(x.grad, wanted[0])
+    assert same_bits(weight.grad, wanted[1])
+
+
+def test_a_weight_that_is_used_twice_is_added_once() -> None:
+    x, weight = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+
+    def twice(call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return call(torch.tanh(call(x, weight)), weight)
+
+    weight.grad = torch.randn(8, 8)
+    before = weight.grad.clone()
+    _plain(lambda: twice(F.linear))
+    wanted = weight.grad
+    weight.grad = None
+    store = WeightGradients()
+    with store.forward(CHUNK):
+        output = twice(linear)
+    with store.put_off(CHUNK):
+        output.backward(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+    weight.grad = before
+    store.run(CHUNK)
+    assert same_bits(weight.grad, wanted)
+
+
+def test_hooks_of_the_weight_see_one_backward() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    seen: list[str] = []
+    weight.register_hook(lambda gradient: seen.append("none" if gradient is None else "gradient"))
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("added"))
+    _with_split(lambda: linear(torch.randn(3, 4, requires_grad=True), weight), [weight])
+    assert seen == ["gradient", "added"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_inside_a_checkpoint(use_reentrant: bool) -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), nn.Parameter(torch.randn(8, 8))
+
+    def block(call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return checkpoint(lambda t: torch.tanh(call(t, weight)), x, use_reentrant=use_reentrant)
+
+    _plain(lambda: block(F.linear))
+    wanted = x.grad, weight.grad
+    x.grad = weight.grad = None
+    _with_split(lambda: block(linear), [weight])
+    assert same_bits(x.grad, wanted[0])
+    assert same_bits(weight.grad, wanted[1])
+
+
+def test_under_autocast() -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), nn.Parameter(torch.randn(8, 8))
+    bias = nn.Parameter(torch.randn(8))
+
+    def cast(call: Callable[..., Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(x, weight, bias)
+
+    _plain(lambda: cast(F.linear))
+    wanted = x.grad, weight.grad, bias.grad
+    x.grad = weight.grad = bias.grad = None
+    _with_split(lambda: cast(linear), [weight])
+    assert all(same_bits(*pair) for pair in zip((x.grad, weight.grad, bias.grad), wanted, strict=True))
+
+
+def test_a_frozen_weight_is_left_alone() -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8)
+    _with_split(lambda: linear(x, weight), [weight])
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+def test_nothing_is_kept_after_a_failure() -> None:
+    store = WeightGradients()
+    weight = nn.Parameter(torch.randn(8, 8))
+    with store.put_off(CHUNK):
+        linear(torch.randn(4, 8), weight).sum().backward()
+    store.forget()
+    with store.put_off(CHUNK):
+        pass
+    store.run(CHUNK)
+    assert weight.grad is None
+
+
+def test_a_backward_inside_the_forward_is_a_plain_one() -> None:
+    """A step that lowtide observes runs forward and backward inside the first forward."""
+    store = WeightGradients()
+    x, weight = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+    F.linear(x, weight).sum().backward()
+    wanted = weight.grad
+    weight.grad = None
+    with store.forward(CHUNK):
+        linear(x, weight).sum().backward()
+    assert same_bits(weight.grad, wanted)
+    store.run(CHUNK)
+    assert same_bits(weight.grad, wanted)

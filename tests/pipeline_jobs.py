@@ -1,0 +1,373 @@
+"""What the ranks of tests/pipeline/test_execute.py do: one function a job, run by every rank of a process group."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import os
+import signal
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import ConfigError, PipelineError
+from lowtide.pipeline.execute import Pipeline
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.schedule import Kind, Result, Schedule
+from lowtide.pipeline.weight_gradients import WeightGradients, linear
+from lowtide.tensors.ranks import ALONE
+from tests import staged_models
+from tests.staged_models import MANY, Stage
+from tests.zoo import same_bits
+
+
+@functools.cache
+def _truth(tied: bool) -> staged_models.Truth:
+    return staged_models.truth(2, tied=tied)
+
+
+def _own_stages(schedule: Schedule, rank: int, *, tied: bool = False, uneven: bool = False) -> dict[int, Stage]:
+    every = staged_models.cut(staged_models.pieces(tied=tied), schedule.num_stages, uneven=uneven)
+    return {stage: every[stage] for stage in schedule.stages_of(rank)}
+
+
+def _pipeline(schedule: Schedule, stages: dict[int, Stage], **more: Any) -> Pipeline:
+    has_loss = schedule.num_stages - 1 in stages
+    return Pipeline(schedule, stages, loss=staged_models.loss_of if has_loss else None, **more)
+
+
+def _batch(pipeline: Pipeline, step: int) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+    tokens = staged_models.batches(step)
+    has_end = pipeline.schedule.num_stages - 1 in pipeline.stages
+    return tokens if 0 in pipeline.stages else None, tokens if has_end else None
+
+
+def trained(
+    rank: int,
+    name: str,
+    *,
+    tied: bool = False,
+    uneven: bool = False,
+    split: bool = False,
+    memory: dict[str, Any] | None = None,
+    budget: str | None = None,
+    num_steps: int = 1,
+) -> dict[str, Any]:
+    """What differs from one process in some steps, and what the tides of the stages did."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    schedule = make_schedule(name, num_ranks=num_ranks, num_micro_batches=MANY)
+    stages = _own_stages(schedule, rank, tied=tied, uneven=uneven)
+    sizes = [
+        len(stage.layers) for stage in staged_models.cut(staged_models.pieces(), schedule.num_stages, uneven=uneven)
+    ]
+    model = nn.ModuleList(stages.values())
+    optimizer = staged_models.make_optimizer(model)
+    tides = []
+    if memory is not None:
+        tides = [lowtide.apply(stage, memory, engine=f"virtual:{rank}", group=ALONE) for stage in stages.values()]
+    if budget is not None:
+        tides = [
+            lowtide.optimize(stage, budget=budget, engine=f"virtual:{rank}", group=ALONE) for stage in stages.values()
+        ]
+    pipeline = _pipeline(schedule, stages, weight_gradients=WeightGradients() if split else None)
+    truth = _truth(tied)
+    different = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        losses = pipeline.step(*_batch(pipeline, step))
+        if schedule.num_stages - 1 in stages:
+            pairs = zip(losses, truth.losses[step], strict=True)
+            different += [f"loss {number}" for number, pair in enumerate(pairs) if not same_bits(*pair)]
+        for number, stage in stages.items():
+            own = range(sum(sizes[:number]), sum(sizes[: number + 1]))
+            gradients = {name: parameter.grad for name, parameter in stage.named_parameters(remove_duplicate=False)}
+            wanted = dict(truth.named(step, own))
+            assert gradients.keys() == wanted.keys()
+            different += [
+                f"step {step} stage {number} {name}" for name in wanted if not same_bits(gradients[name], wanted[name])
+            ]
+        optimizer.step()
+    pipeline.close()
+    done = [(tide.stats.recomputed_bytes, tide.stats.swapped_bytes) for tide in tides]
+    for tide in tides:
+        tide.remove()
+    return {"different": different, "done": done}
+
+
+def _words(error: BaseException) -> str:
+    """Its type, its text, and the notes on it."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+class Raising(nn.Module):
+    """Raises in its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise RuntimeError("no more")
+        return inputs
+
+
+class Killing(nn.Module):
+    """Ends its process in its second call, as the kernel does when memory runs out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inputs
+
+
+def killed(rank: int) -> str:
+    """What the others are told when the last rank but one is killed."""
+    schedule = make_schedule("1f1b", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    stages = _own_stages(schedule, rank)
+    pipeline = _pipeline(schedule, stages)
+    if rank == schedule.num_ranks - 2:
+        stages[rank].layers.insert(0, Killing())
+    with pytest.raises(PipelineError) as caught:
+        pipeline.step(*_batch(pipeline, 0))
+    return str(caught.value)
+
+
+def broken_step(rank: int, name: str, how: str) -> str:
+    """What each rank is told when something is wrong on one; its gradients must be as they were."""
+    schedule = make_schedule(name, num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    stages = _own_stages(schedule, rank)
+    pipeline = _pipeline(schedule, stages)
+    inputs, targets = _batch(pipeline, 0)
+    if rank == 1 and how == "raises":
+        stages[1].layers.insert(0, Raising())
+    if rank == 0 and how == "other width":
+        stages[0].layers.append(Other())
+    if rank == 0 and how == "too few inputs":
+        inputs = inputs[:-1]
+    for stage in stages.values():
+        for parameter in stage.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    with pytest.raises((RuntimeError, ConfigError)) as caught:
+        pipeline.step(inputs, targets)
+    assert all(bool((p.grad == 1).all()) for stage in stages.values() for p in stage.parameters())
+    return _words(caught.value)
+
+
+class Other(nn.Module):
+    """Makes the hidden state wider."""
+
+    def forward(self, x: Tensor, scale: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        return torch.cat([x, x[..., :1]], dim=-1), scale, tokens
+
+
+def refused(rank: int) -> list[str]:
+    """What each rank is told when ranks do not fit together, before any waits."""
+    num_ranks = dist.get_world_size()
+    good = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=MANY)
+    stages = _own_stages(good, rank)
+    has_loss = good.num_stages - 1 in stages
+    loss = staged_models.loss_of if has_loss else None
+    other = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=MANY + rank)
+    smaller = make_schedule("1f1b", num_ranks=num_ranks - 1, num_micro_batches=MANY)
+    without_last = {stage: module for stage, module in stages.items() if stage != good.num_stages - 1}
+    attempts: list[tuple[Any, ...]] = [
+        (good, without_last, loss),
+        (good, stages, None),
+        (good, stages, staged_models.loss_of),
+        (other, stages, loss),
+        (smaller, stages, loss),
+        (good, dict.fromkeys(stages, "no module"), loss),
+    ]
+    told = []
+    for schedule, given, which in attempts:
+        with pytest.raises(ConfigError) as caught:
+            Pipeline(schedule, given, loss=which)
+        told.append(str(caught.value))
+    return told
+
+
+class Counting:
+    """A transport that counts what was asked for and not read."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.waiting, self.peak = inner, 0, 0
+
+    def send(self, *args: Any, **more: Any) -> None:
+        self.inner.send(*args, **more)
+
+    def ask(self, *args: Any, **more: Any) -> None:
+        self.waiting += 1
+        self.peak = max(self.peak, self.waiting)
+        self.inner.ask(*args, **more)
+
+    def read(self, result: Any) -> Any:
+        self.waiting -= 1
+        return self.inner.read(result)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+    def give_up(self) -> None:
+        self.inner.give_up()
+
+
+class Watched(nn.Module):
+    """One layer that counts how many of its inputs are alive."""
+
+    def __init__(self, alive: Counter[str]) -> None:
+        super().__init__()
+        self.weight, self.alive = nn.Parameter(torch.randn(4, 4)), alive
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = x * 1  # nobody has it but the backward of the next line
+        self.alive["now"] += 1
+        self.alive["most"] = max(self.alive["most"], self.alive["now"])
+        weakref.finalize(held, self.alive.subtract, ["now"])
+        return linear(held, self.weight)
+
+
+def _watched(schedule: Schedule, rank: int) -> tuple[Pipeline, Counter[str]]:
+    alive: Counter[str] = Counter()
+    torch.manual_seed(0)
+    stages = {stage: Watched(alive) for stage in schedule.stages_of(rank)}
+    loss = (lambda output, _: output.sum()) if schedule.num_stages - 1 in stages else None
+    return Pipeline(schedule, stages, loss=loss, weight_gradients=WeightGradients()), alive
+
+
+def counted(rank: int, name: str) -> tuple[int, int]:
+    """The most chunks alive and the most messages outstanding, in a step."""
+    schedule = make_schedule(name, num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    pipeline, alive = _watched(schedule, rank)
+    counting = pipeline.transport = Counting(pipeline.transport)
+    batch = [torch.randn(2, 4) for _ in range(MANY)]
+    pipeline.step(batch if rank == 0 else None, batch if pipeline.loss is not None else None)
+    pipeline.close()
+    assert alive["now"] == 0
+    return alive["most"], counting.peak
+
+
+def many_steps(rank: int, num_steps: int) -> dict[str, int]:
+    """What has grown between the third step and the last."""
+    schedule = make_schedule("dualpipev", num_ranks=dist.get_world_size(), num_micro_batches=2 * dist.get_world_size())
+    pipeline, _ = _watched(schedule, rank)
+    batch = [torch.randn(2, 4) for _ in range(schedule.num_micro_batches)] if rank == 0 else None
+    counts = []
+    for step in range(num_steps):
+        for stage in pipeline.stages.values():
+            stage.zero_grad()
+        pipeline.step(batch, batch)
+        if step in (2, num_steps - 1):
+            gc.collect()
+            tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+            counts.append({"tensors": tensors, "threads": threading.active_count()})
+    pipeline.close()
+    return {what: counts[1][what] - counts[0][what] for what in counts[0]}
+
+
+def resumed(rank: int) -> list[str]:
+    """What differs between steps in one go, and the same with a restart from the state of stages and optimizer."""
+    schedule = make_schedule("dualpipev", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+
+    def begin(state: bytes | None) -> tuple[Pipeline, nn.Module, torch.optim.Optimizer]:
+        stages = _own_stages(schedule, rank, tied=True)
+        model = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
+        optimizer = staged_models.make_optimizer(model)
+        if state is not None:
+            loaded = torch.load(io.BytesIO(state))
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        return _pipeline(schedule, stages, weight_gradients=WeightGradients()), model, optimizer
+
+    def train(pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+        losses = []
+        for step in steps:
+            optimizer.zero_grad()
+            losses += pipeline.step(*_batch(pipeline, step))
+            optimizer.step()
+        pipeline.close()
+        return losses
+
+    pipeline, whole, optimizer = begin(None)
+    curve = train(pipeline, optimizer, range(4))
+    pipeline, model, optimizer = begin(None)
+    train(pipeline, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    pipeline, model, optimizer = begin(file.getvalue())
+    rest = train(pipeline, optimizer, range(2, 4))
+    different = [f"loss {number}" for number, pair in enumerate(zip(curve[len(rest) :], rest)) if not same_bits(*pair)]
+    for (name, one), other in zip(whole.named_parameters(), model.parameters(), strict=True):
+        if not same_bits(one, other):
+            different.append(name)
+    return different
+
+
+def swapped(rank: int) -> list[str]:
+    """What two ranks are told when one asks for two messages in another order than they are sent."""
+    schedule = make_schedule("gpipe", num_ranks=2, num_micro_batches=MANY)
+    pipeline = _pipeline(schedule, _own_stages(schedule, rank))
+    results = [Result(Kind.FORWARD, 0, number) for number in range(2)]
+    transport = pipeline.transport
+    assert transport is not None
+    if rank == 0:
+        for number, result in enumerate(results):
+            transport.send(result, [torch.full((3,), float(number))], to=1)
+        with pytest.raises(PipelineError) as caught:
+            transport.finish()
+    else:
+        for result in reversed(results):
+            transport.ask(result, source=0)
+        with pytest.raises(PipelineError) as caught:
+            transport.read(results[1])
+        transport.give_up()
+    return [str(caught.value).partition(" (")[0]]
+
+
+def kept_gradients(rank: int) -> list[str]:
+    """What differs when gradients of one step are added to those of another, and divided by a number of one's own."""
+    schedule = make_schedule("dualpipev", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    stages = _own_stages(schedule, rank)
+    pipeline = _pipeline(schedule, stages)
+    model = nn.ModuleList(stages.values())
+    apart = []
+    for step in range(2):
+        model.zero_grad()
+        pipeline.step(*_batch(pipeline, step), divide_by=3.0)
+        apart.append([parameter.grad for parameter in model.parameters()])
+    model.zero_grad()
+    for step in range(2):
+        pipeline.step(*_batch(pipeline, step), divide_by=3.0)
+    pipeline.close()
+    wanted = staged_models.truth(1, divide_by=3.0).gradients[0]
+    own = [wanted[piece][name] for piece, name in _names(schedule, stages)]
+    different = ["divided" for got, want in zip(apart[0], own, strict=True) if not same_bits(got, want)]
+    for parameter, first, second in zip(model.parameters(), *apart, strict=True):
+        if not same_bits(parameter.grad, first + second):
+            different.append("added")
+    return different
+
+
+def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]]:
+    """Of each parameter, in order: the number of its piece, and its name there."""
+    sizes = [len(stage.layers) for stage in staged_models.cut(staged_models.pieces(), schedule.num_stages)]
+    return [
+        (sum(sizes[:number]) + place, name)
+        for number, stage in stages.items()
+        for place, layer in enumerate(stage.layers)
+        for name, _ in layer.named_parameters()
+    ]
