@@ -17,7 +17,7 @@ say how many rows will come, their result is needed at once, and they have no ba
 In a layer that lowtide recomputes, the second run takes the rows that the first one got (runtime/recompute/once.py).
 Inside `torch.utils.checkpoint` an exchange is refused.
 
-Cost: one collective each way, and two nodes of some 10 us; nothing is copied but rows that are not contiguous.
+Cost: one collective each way, and 17 us of the host around it; nothing is copied but rows that are not contiguous.
 Not covered: double backward; tensors whose rows are not their first dimension; graphs whose nodes run on several
 devices, for which autograd promises no order of exchanges.
 """

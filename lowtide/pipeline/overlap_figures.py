@@ -25,8 +25,8 @@ from typing import Literal
 from lowtide.pipeline.clock import Durations, play
 from lowtide.pipeline.schedule import Schedule
 
-FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
-OTHER: Mapping[str, str | None] = {FORWARD: BACKWARD, BACKWARD: FORWARD, ALONE: None}
+FORWARD, BACKWARD = "forward", "backward"
+OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 Kind = Literal["issue", "wait", "segment", "counts"]
 
 
@@ -36,7 +36,7 @@ class Event:
 
     pair: int
     half: str
-    """`forward`, `backward`, or `alone`: outside of pairs."""
+    """`forward` or `backward`."""
     kind: Kind
     """An exchange was started (`issue`); it was waited for and is there (`wait`); a half has computed and is about to
     start an exchange, to wait for one, or over (`segment`); integers were exchanged, which nobody tries to hide
@@ -188,8 +188,7 @@ def pair_order(num_forward: int, num_backward: int) -> list[Event]:
             del steps[half]
         else:
             log += found
-        other = OTHER[half]
-        half = other if other in steps else half
+        half = OTHER[half] if OTHER[half] in steps else half
     return log
 
 

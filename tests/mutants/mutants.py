@@ -1871,7 +1871,7 @@ PIPELINE = [
         "overlap-no-turns",
         "pipeline",
         "pipeline/overlap.py",
-        "has_run = self._baton is not None and other is not None and self._baton.pass_on(self.name, other)",
+        "has_run = self._baton is not None and self._baton.pass_on(self.name, OTHER[self.name])",
         "has_run = False",
         (f"{_OVERLAP}::test_pairs_have_the_bits_of_their_halves_alone_and_hide_every_exchange",),
         "one half runs after the other, and no exchange is hidden",

@@ -141,27 +141,6 @@ def test_a_half_with_more_exchanges_goes_on_alone_and_fills(num_forward: int, nu
         assert (log[place - 1].kind, log[place].kind) == ("segment", "wait")
 
 
-def test_outside_of_pairs_exchanges_use_the_same_link_and_fill() -> None:
-    model, log, filled = moe.make(0, 1, num_layers=1), [], []
-    truth = step(model, alone)
-    overlap = Overlap(start=late, log=log, fill=lambda: filled.append(len(log)))
-
-    def run(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-        losses = [model(batches[0])]
-        for batch in batches[1:]:
-            overlap.run_pair(lambda batch=batch: losses.append(model(batch)), losses[-1].backward)
-        losses[-1].backward()
-        return [loss.detach() for loss in losses]
-
-    with overlap:
-        assert different(step(model, run), truth) == []
-    assert len(filled) == len(exposed(log)) == 4
-    assert [event.pair for event in log if event.half == "alone" and event.kind == "issue"] == [0] * 4
-    assert exposed(event for event in log if event.pair) == []
-    with pytest.raises(ValueError, match="process group"):
-        model(moe.batches(0)[0])
-
-
 def test_exactly_one_half_runs() -> None:
     model = moe.make(0, 1)
     inside: list[str] = []
