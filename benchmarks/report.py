@@ -36,6 +36,7 @@ QUESTIONS = {
     "published_setting": "What does a plan gain over full recompute in the published setting?",
     "scaling": "How does DeepSeek-V3 scale from 1 to 16,384 devices?",
     "optimizer": "What does it cost to have the optimizer's state elsewhere between steps?",
+    "overlap": "How much of the all-to-all does the overlap engine hide?",
     "details": "What do hooks, copies and allocators cost?",
 }
 """In the order of the page; questions that are not named here follow."""

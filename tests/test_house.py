@@ -46,7 +46,17 @@ WITHOUT = {
     "mindformers/schema": {"torch", "numpy", "transformers"},
     **{
         f"pipeline/{file}": {"torch", "numpy", "transformers"}
-        for file in ("schedule", "generators", "transfers", "verify", "figures", "clock", "csv_text", "picture")
+        for file in (
+            "schedule",
+            "generators",
+            "transfers",
+            "verify",
+            "figures",
+            "clock",
+            "csv_text",
+            "picture",
+            "overlap_figures",
+        )
     },
     "errors": {"torch", "numpy"},
     "units": {"torch", "numpy"},

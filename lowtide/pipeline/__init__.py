@@ -1,9 +1,10 @@
 """Pipeline schedules: who computes what in which order, proven before it runs, played on a clock, and carried out.
 
 Start at `schedule.py`, the data; `generators.py` writes schedules, `verify.py` proves one, `clock.py` plays one.
-`execute.py` carries one out on `torch.distributed`, over `transport.py`, which moves messages. Models call `all_to_all`
-(`exchange.py`), `linear` and `grouped_linear` (`weight_gradients.py`) as names of this package.
-May import: everything below it. Files of schedules are plain Python and import only `errors`.
+`execute.py` carries one out on `torch.distributed`, over `transport.py`, which moves messages; `overlap.py` hides its
+all-to-all. Models call `all_to_all` (`exchange.py`), `linear` and `grouped_linear` (`weight_gradients.py`) as names of
+this package.
+May import: everything below it. Files of schedules and figures are plain Python and import only `errors`.
 Must not: start a process, a collective or a device before `verify` has passed the schedule.
 """
 
@@ -13,12 +14,14 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "Overlap": "lowtide.pipeline.overlap",
     "Pipeline": "lowtide.pipeline.execute",
     "WeightGradients": "lowtide.pipeline.weight_gradients",
     "all_to_all": "lowtide.pipeline.exchange",
     "grouped_linear": "lowtide.pipeline.weight_gradients",
     "linear": "lowtide.pipeline.weight_gradients",
     "split_experts": "lowtide.pipeline.experts",
+    "start_all_to_all": "lowtide.pipeline.exchange",
 }
 
 

@@ -205,8 +205,21 @@ num_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], list[Any]] = find("torch.overrides._get_current_function_mode_stack")
 """The `TorchFunctionMode`s that are active, outermost first. No public way to ask."""
 
+push_function_mode: Callable[[Any], None] = find("torch.overrides._push_mode")
+"""Have a `TorchFunctionMode` see what this thread does, as `with` would, without touching the mode itself: it may be
+active on another thread."""
+
+pop_function_mode: Callable[[], Any] = find("torch.overrides._pop_mode")
+"""Take the innermost `TorchFunctionMode` of this thread off."""
+
 dispatch_modes: Callable[[], list[Any]] = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 """The `TorchDispatchMode`s that are active, outermost first. No public way to ask."""
+
+push_dispatch_mode: Callable[[Any], None] = find("torch.utils._python_dispatch._push_mode")
+"""As `push_function_mode`, of a `TorchDispatchMode`."""
+
+pop_dispatch_mode: Callable[[], Any] = find("torch.utils._python_dispatch._pop_mode")
+"""As `pop_function_mode`, of a `TorchDispatchMode`."""
 
 DisableTorchDispatch: Callable[[], AbstractContextManager[Any]] = find("torch._C._DisableTorchDispatch")
 """A context in which operators pass over `__torch_dispatch__`, at 0.3 us; `disable_current_modes` takes 3 us."""

@@ -343,6 +343,20 @@ def test_modes_are_listed_and_passed_over() -> None:
         assert len(counting.ops) == 2 * seen
 
 
+def test_modes_are_put_on_without_being_entered() -> None:
+    function_mode, dispatch_mode = Passing(), Counting()
+    private.push_function_mode(function_mode)
+    private.push_dispatch_mode(dispatch_mode)
+    try:
+        assert private.function_modes() == [function_mode] and private.dispatch_modes() == [dispatch_mode]
+        torch.ones(1)
+        assert dispatch_mode.ops == [torch.ops.aten.ones.default]
+    finally:
+        assert private.pop_dispatch_mode() is dispatch_mode
+        assert private.pop_function_mode() is function_mode
+    assert private.function_modes() == private.dispatch_modes() == []
+
+
 def test_autocast_is_passed_over() -> None:
     square = torch.ones(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -30,6 +30,7 @@ or torch's settings (a forward that prints does so twice); a key-value cache: se
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from weakref import ref
@@ -41,9 +42,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lowtide.runtime.recompute.call import Call
+from lowtide.runtime.recompute.once import KeptResults
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
-from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.out_of_memory import is_out_of_memory
@@ -66,9 +68,12 @@ class Dropped:
     __slots__ = (
         "__weakref__",
         "_inputs",
+        "_kept_bytes",
         "_last_sequence",
+        "_results",
         "_saved",
         "_seen",
+        "_share",
         "counters",
         "is_back",
         "is_filled_late",
@@ -86,6 +91,10 @@ class Dropped:
         self.note: Callable[[torch.Tensor], bool] | None = note
         self.nbytes = 0
         self.is_back = False
+        self._kept_bytes = 0
+        self._results: set[int] = set()
+        """Kept, and not saved so far, by the key of the storage."""
+        self._share: Share | None = None
         self._seen: dict[int, StorageWeakRef] = {}
         self._inputs: dict[int, int] = {}
         # The inputs that plain autograd would save in the region. The others are needed only to run it again.
@@ -120,6 +129,9 @@ class Dropped:
         if seen is not None and not seen.expired():
             if storage_key(storage) in self._inputs:
                 self.saved_inputs.add(self._inputs[storage_key(storage)])
+            elif storage_key(storage) in self._results:
+                self._results.remove(storage_key(storage))
+                self.counters.anchor_bytes -= storage.nbytes()
             return
         self._seen[storage_key(storage)] = StorageWeakRef(storage)
         if self.note is not None and self.note(tensor):
@@ -133,16 +145,34 @@ class Dropped:
                 self._seen[storage_key(storage)] = StorageWeakRef(storage)
                 self._inputs[storage_key(storage)] = index
 
+    def keep(self, result: torch.Tensor) -> None:
+        """A fresh tensor that the first run got stays for the second one: it is kept, not dropped."""
+        storage = result.untyped_storage()
+        self._seen[storage_key(storage)] = StorageWeakRef(storage)
+        self._results.add(storage_key(storage))
+        self._kept_bytes += storage.nbytes()
+        self.counters.kept_bytes += storage.nbytes()
+        self.counters.anchor_bytes += storage.nbytes()  # until the region saves it
+        self._hold()
+
+    def _hold(self) -> None:
+        nbytes = self._kept_bytes + (self.nbytes if self.is_back else 0)
+        if self._share is None:
+            self._share = self.ledger.hold(self, nbytes)
+        else:
+            self.ledger.change(self._share, nbytes)
+
     def forward_done(self) -> None:
         self._seen = {}
         self._inputs = {}
+        self._results = set()
         self.note = None
         self.counters.recomputed_bytes += self.nbytes
 
     def come_back(self) -> None:
         if not self.is_back:
             self.is_back = True
-            self.ledger.hold(self, self.nbytes)
+            self._hold()
 
 
 def _may_be_filled_late(tensor: torch.Tensor) -> bool:
@@ -235,6 +265,10 @@ _WAY_OUT = (
 )
 
 
+def _other_exchange(watch: Watch, why: str) -> RuntimeError:
+    return watch.refusal_of(f"lowtide: the recomputed {watch} cannot be run again: {why}. {_WAY_OUT}")
+
+
 class _Constant:
     """A handle on a tensor that cannot be modified."""
 
@@ -262,6 +296,7 @@ class RegionRun:
         "has_changed_inputs",
         "input_keys",
         "inputs",
+        "once",
         "state",
         "watch",
     )
@@ -271,6 +306,7 @@ class RegionRun:
         self.call = call
         self.dropped = dropped
         self.watch = watch
+        self.once = KeptResults(dropped.keep, functools.partial(_other_exchange, watch))
         self.inputs: list[Any] = []
         self.input_keys = {storage_key(t.untyped_storage()) for t in map(inside, call.tensors) if is_plain(t)}
         self.has_changed_inputs = False
@@ -322,7 +358,7 @@ class RegionRun:
             return None
         self._has_run = True
         self.dropped.leave_out(self.call.tensors)
-        with _counting(self.dropped, self._differs):
+        with _counting(self.dropped, self._differs), self.once.running(is_again=False):
             return self.call.make_first()
 
     def make_again(self) -> Any:
@@ -346,7 +382,7 @@ class RegionRun:
     def replayed(self) -> Iterator[None]:
         """Inside, everything that the module reads is what it was before the first run (tensors/run_state.py). An error
         is raised in words of ours."""
-        with self.state.replayed(self.dropped.raise_plain):
+        with self.state.replayed(self.dropped.raise_plain), self.once.running(is_again=True):
             try:
                 yield
             except CheckpointError:

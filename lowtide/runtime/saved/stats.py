@@ -28,7 +28,8 @@ class Stats:
     recomputed_bytes: int
     """Bytes dropped, to be recomputed in the backward pass."""
     anchor_bytes: int
-    """Bytes held only because recipes start from them. They are among the kept, swapped or recomputed bytes, too."""
+    """Bytes held only because recipes, or layers that run again, start from them. They are among the kept, swapped or
+    recomputed bytes, too."""
     copied_out_bytes: int
     """Bytes really copied away from the device."""
     copied_in_bytes: int

@@ -1,0 +1,122 @@
+"""A model with experts on several ranks whose compute and link are emulated: question f without an accelerator.
+
+What: layers of attention and experts, with an exchange before and after the experts. Attention and experts compute a
+little and then *sleep*, which holds no core, like a device that computes. Rows really travel between the ranks, and
+besides they are not there before a *deadline*: the link carries one exchange after the other, each for
+latency + bytes / bandwidth.
+Why: with compute of its own a machine of two cores cannot hide anything; real traffic over gloo is compute, too. This
+way the engine, autograd, swap and recompute are real, and only durations are made up.
+Cost: none is meant. Not covered: exchanges that slow compute down.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.pipeline import all_to_all
+from lowtide.pipeline.exchange import Route, Work, start_on_group
+from lowtide.pipeline.overlap_figures import Event, Link
+
+WIDTH = 64
+
+
+class _Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Part(nn.Module):
+    """Takes `seconds` forward and twice that backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        # At its beginning: a second run ends with the last tensor that backward needs.
+        return torch.tanh(self.weight(_Sleeps.apply(x, self.seconds)))
+
+
+class Layer(nn.Module):
+    def __init__(self, num_ranks: int, seconds: float) -> None:
+        super().__init__()
+        self.attention, self.experts = Part(seconds), Part(seconds)
+        self.num_ranks = num_ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.attention(x)
+        each = [len(h) // self.num_ranks] * self.num_ranks
+        here = all_to_all(h, each, each)
+        return h + all_to_all(self.experts(here), each, each)
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers: int, num_ranks: int, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(num_ranks, seconds) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Stamps:
+    """A log that says when."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.events: list[tuple[float, Event]] = []
+
+    def append(self, event: Event) -> None:
+        self.events.append((time.perf_counter(), event))
+
+
+class DeadlineLink:
+    """Starts exchanges, none of which is there before its time. `spans`: when the link was busy."""
+
+    def __init__(self, link: Link, num_ranks: int) -> None:
+        self._link = link
+        self._begin = start_on_group if num_ranks > 1 else start_here
+        self._free = 0.0
+        self.spans: list[tuple[float, float]] = []
+
+    def start(self, rows: Tensor, sent: Tensor, route: Route) -> Work:
+        begin = max(self._free, time.perf_counter())
+        self._free = begin + self._link.seconds(sent.nbytes)
+        self.spans.append((begin, self._free))
+        return _Due(self._begin(rows, sent, route), self._free)
+
+
+class _Due:
+    def __init__(self, work: Work, due: float) -> None:
+        self._work = work
+        self._due = due
+
+    def wait(self) -> None:
+        self._work.wait()
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+
+
+class _Here:
+    def wait(self) -> None:
+        pass
+
+
+def start_here(rows: Tensor, sent: Tensor, route: Route) -> Work:
+    """No exchange at all: this rank keeps its rows."""
+    rows.copy_(sent)
+    return _Here()

@@ -1,0 +1,134 @@
+"""A whole step of DualPipeV with emulated compute and links: measured, and as the schedule's clock predicts it.
+
+What: one process is one rank, with two stages of one MoE layer each (emulated_moe.py); the peers of its exchanges are
+emulated, and each rank has a link of its own. Activations and gradients between stages really travel over gloo. Three
+runs in turns, as in overlap.py.
+Why beside overlap.py: what a schedule makes of pairs is decided by its warm-up, its cool-down and its bubble.
+Cost: as overlap.py. Not covered: put-off weight gradients (the backward of a split chunk does its weights at once).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.rows import Row
+from lowtide.pipeline.overlap_figures import (
+    BACKWARD,
+    FORWARD,
+    ChunkTimes,
+    Link,
+    hidden_share,
+    pair_ceiling,
+    predict_step,
+    seconds_of,
+)
+
+MODES = ("without", "serial", "overlapped")
+_ROWS = 64
+_NOTHING = 1e-9
+
+
+def on_rank(rank: int, num_ranks: int, exchange_seconds: float, args: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """All rounds of this rank, the first of which only warms up and is left out."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from benchmarks.emulated_moe import WIDTH, DeadlineLink, Layer, Stamps, start_here
+    from lowtide.pipeline import Overlap, Pipeline
+    from lowtide.pipeline.generators import make_schedule
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=args["micro_batches"])
+    stages = {stage: Layer(1, args["segment"]) for stage in schedule.stages_of(rank)}
+    has_ends = schedule.num_stages - 1 in stages
+    batch = [torch.randn(_ROWS, WIDTH, requires_grad=True) for _ in range(args["micro_batches"])]
+    link = Link(latency_seconds=exchange_seconds, bytes_per_second=float("inf"))
+
+    def step_of(mode: str) -> Callable[[], Row]:
+        stamps, deadline = Stamps(), DeadlineLink(link, 1)
+        overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps)
+        run_pair = overlap.run_pair if mode == "overlapped" else _in_series(overlap.run_pair)
+        pipeline = Pipeline(schedule, stages, loss=nn.functional.mse_loss if has_ends else None, run_pair=run_pair)
+
+        def step() -> Row:
+            dist.barrier()
+            began = time.perf_counter()
+            stamps.events.clear()
+            pipeline.step(batch if has_ends else None, [each.detach() for each in batch] if has_ends else None)
+            dist.barrier()
+            return {"seconds": time.perf_counter() - began, "took": seconds_of(stamps.events, began)}
+
+        return step
+
+    steps = {mode: step_of(mode) for mode in MODES}
+    rounds: dict[str, list[Row]] = {mode: [] for mode in MODES}
+    for number in range(args["rounds"] + 1):
+        for mode, step in steps.items():
+            found = step()
+            if number:
+                rounds[mode].append(found)
+    return rounds
+
+
+def _in_series(run_pair: Callable[..., None]) -> Callable[..., None]:
+    def run(forward: Callable[[], None] | None, backward: Callable[[], None] | None) -> None:
+        for halves in ((forward, None), (None, backward)):
+            if any(halves):
+                run_pair(*halves)
+
+    return run
+
+
+def row_of(rounds: Mapping[str, list[Row]], num_ranks: int, exchange_seconds: float, args: Mapping[str, Any]) -> Row:
+    """What was measured beside what was predicted."""
+    from lowtide.pipeline.generators import make_schedule
+
+    seconds = {mode: [each["seconds"] for each in rounds[mode]] for mode in MODES}
+    fastest = {f"{mode}_seconds": min(values) for mode, values in seconds.items()}
+    shares = [
+        hidden_share(without_seconds=w, serial_seconds=s, overlapped_seconds=o)
+        for w, s, o in zip(*(seconds[mode] for mode in MODES), strict=True)
+    ]
+    step = predict_step(
+        make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=args["micro_batches"]),
+        _times_of(rounds["serial"], exchange_seconds),
+    )
+    ceilings = pair_ceiling(num_ranks, args["micro_batches"])
+    ceiling = sum(ceilings) / len(ceilings)
+    measured = hidden_share(**fastest)
+    return {
+        "hidden_share_median": measured,
+        "hidden_share_min": min(shares),
+        "hidden_share_max": max(shares),
+        "predicted_hidden_share": step.hidden_share,
+        "off_by_points": 100 * (measured - step.hidden_share),
+        "ceiling_share": ceiling,
+        "off_ceiling_by_points": 100 * (measured - ceiling),
+        **fastest,
+        "predicted_seconds": step.overlapped_seconds,
+        "speed_up": fastest["serial_seconds"] / fastest["overlapped_seconds"],
+        "largest_speed_up": fastest["serial_seconds"] / fastest["without_seconds"],
+    }
+
+
+def _times_of(serial: list[Row], exchange_seconds: float) -> ChunkTimes:
+    """The stretches of a chunk as they took in series, the shortest of each. Those with an odd number are empty."""
+    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for each in serial:
+        for event, seconds in each["took"]:
+            if event.kind == "segment" and event.number % 2 == 0:
+                # A chunk's first stretch may have a wait for another rank in it; the shortest has none.
+                found[event.half, event.number // 2].append(seconds)
+    num = max(number for _, number in found) + 1
+    stretches = {half: tuple(min(found[half, number]) for number in range(num)) for half in (FORWARD, BACKWARD)}
+    return ChunkTimes(
+        forward_seconds=stretches[FORWARD],
+        backward_seconds=stretches[BACKWARD],
+        weight_seconds=_NOTHING,
+        exchange_seconds=exchange_seconds,
+    )

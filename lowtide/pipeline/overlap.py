@@ -1,0 +1,224 @@
+"""The forward of one micro-batch and the backward of another, each hiding the other's all-to-all.
+
+What: `Overlap.run_pair(forward, backward)` carries out two halves in turns. A half that has started an exchange
+(exchange.py) and is about to wait for it lets the other half run up to that one's next wait. So rows travel while the
+other micro-batch computes:
+
+    backward   ... loss, head | combine' ->            | experts' | dispatch' ->         | attention' ...
+    forward                   | attention, dispatch -> |          | experts, combine ->  | ...
+
+Backward begins, because its first exchange is the one that follows least compute. `run` needs no pipeline: it pairs the
+forward of each micro-batch with the backward of the one before (PP = 1). The executor of a pipeline takes `run_pair`.
+
+How: the halves run on two threads, the forward on the caller's, and exactly one of them at a time (two_threads.py).
+Why threads: what torch keeps for a thread (gradients, autocast, saved-tensor hooks, streams) stays with its half. Why
+in turns: ranks wait for each other's collectives, so all must start them in the same order; and two threads that race
+for one compute stream would put one half's exchange behind the other's compute.
+Why the graph is not cut: docs/decisions/0021. An exchange waits inside its autograd node, so a backward is one call of
+autograd, hooks and accumulators see what they see without us, and swap and recompute find one backward pass.
+
+A half without a partner (warm-up, cool-down: `run_pair(forward, None)`), or whose partner is over, calls `fill` between
+the start of an exchange and its wait: weight gradients that were put off, for one.
+
+Exact: each half does what it does alone, in the same order, so losses and gradients are those of plain autograd to the
+bit, whatever is kept, swapped or recomputed.
+Cost: activations of two micro-batches at once, 33 us of the host for each exchange each way, and 0.1 ms a pair.
+Not covered: modules of FSDP2 in both halves (one half would reshard what the other reads); a forward half that calls
+autograd itself on an accelerator, whose thread is with the other half. A model that draws random numbers in backward
+(not in a recomputed forward, which draws what the forward drew) draws them in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+
+from lowtide.errors import ConfigError
+from lowtide.pipeline.exchange import Half, Route, Work, running_half, start_on_group
+from lowtide.pipeline.overlap_figures import BACKWARD, FORWARD, OTHER, Event, Kind
+from lowtide.pipeline.two_threads import Baton, ThreadState
+
+Batch = TypeVar("Batch")
+Start = Callable[[torch.Tensor, torch.Tensor, Route], Work]
+
+
+class Log(Protocol):
+    """A list, or what stamps events with a clock."""
+
+    def append(self, event: Event, /) -> None: ...
+
+
+class Overlap:
+    """Carries out pairs, one after the other. It owns a thread, which ends with it."""
+
+    def __init__(
+        self, *, start: Start = start_on_group, fill: Callable[[], object] | None = None, log: Log | None = None
+    ) -> None:
+        """start: starts an exchange, for a link that is not a process group. fill: called while an exchange is under
+        way and no other half can run. log: every event is appended to it."""
+        self.start = start
+        self.fill = fill
+        self.log = log
+        self.num_pairs = 0
+        """How many were begun, those of one half among them."""
+        self.backward_half: Half | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lowtide-overlap")
+        self._is_running = False
+
+    def run_pair(self, forward: Callable[[], object] | None, backward: Callable[[], object] | None) -> None:
+        """Carry out both, each in turns with the other. `None` stands for no such half; the other one is alone then.
+
+        An error of either ends both, and is raised as it was: the other half has then stopped at its next exchange.
+        """
+        if self._is_running:
+            raise ConfigError(
+                "lowtide: a half of a pair began another pair; give that one a lowtide.pipeline.Overlap of its own"
+            )
+        self._is_running = True
+        try:
+            if forward is not None and backward is not None:
+                self._in_turns(forward, backward)
+            elif forward is not None:
+                with self._alone(FORWARD):
+                    forward()
+            elif backward is not None:
+                with self._alone(BACKWARD):
+                    backward()
+        finally:
+            self._is_running = False
+
+    def run(self, forward: Callable[[Batch], torch.Tensor], micro_batches: Iterable[Batch]) -> list[torch.Tensor]:
+        """One step without a pipeline: F0; F1 with B0; F2 with B1; ...; B. Gives the losses, detached.
+
+        forward: the loss of one micro-batch, scaled as it is to be added up. Gradients are added in the order of the
+        micro-batches, as in a loop of `forward(batch).backward()`.
+        """
+        losses: list[torch.Tensor] = []
+        backward: Callable[[], object] | None = None
+        made: list[torch.Tensor] = []
+        for batch in micro_batches:
+            self.run_pair(functools.partial(_append, made, forward, batch), backward)
+            losses.append(made[0].detach())
+            backward = functools.partial(torch.autograd.backward, made.pop())
+        self.run_pair(None, backward)
+        return losses
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        with self._carrying(_Half(self, name, self._next_pair(), None)) as half:
+            yield
+            half.note("segment")
+
+    def _in_turns(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
+        baton = Baton(BACKWARD)
+        ahead, behind = (_Half(self, name, self.num_pairs, baton) for name in (FORWARD, BACKWARD))
+        self._next_pair()
+        there = self._thread.submit(self._on_thread, ThreadState.now(), baton, behind, backward)
+        try:
+            self._carry_out(ahead, baton, forward)
+            there.result()
+        except BaseException as error:  # Ctrl-C outside of what a half does
+            baton.end(FORWARD, BACKWARD, error)
+            there.result()
+        error_of_pair, baton.error = baton.error, None
+        if error_of_pair is not None:
+            try:
+                raise error_of_pair
+            finally:
+                del error_of_pair  # its traceback leads to this frame
+
+    def _next_pair(self) -> int:
+        self.num_pairs += 1
+        return self.num_pairs - 1
+
+    def _on_thread(self, state: ThreadState, baton: Baton, half: _Half, call: Callable[[], object]) -> None:
+        try:
+            with state.taken_over():
+                state.context.run(self._carry_out, half, baton, call)
+        except BaseException as error:
+            baton.end(BACKWARD, FORWARD, error)
+
+    def _carry_out(self, half: _Half, baton: Baton, call: Callable[[], object]) -> None:
+        """Run a half of a pair to its end. Its error is left in `baton`."""
+        other = OTHER[half.name]
+        try:
+            with self._carrying(half):
+                baton.wait_for(half.name)
+                call()
+                half.note("segment")
+        except BaseException as error:
+            baton.end(half.name, other, error)
+        else:
+            baton.end(half.name, other, None)
+
+    @contextlib.contextmanager
+    def _carrying(self, half: _Half) -> Iterator[_Half]:
+        """Inside, exchanges of this thread belong to `half`, and so do those of autograd's own threads."""
+        token = running_half.set(half)
+        outer = self.backward_half
+        if half.name == BACKWARD:
+            self.backward_half = half
+        try:
+            yield half
+        finally:
+            running_half.reset(token)
+            if half.name == BACKWARD:
+                self.backward_half = outer
+
+
+def _append(made: list[torch.Tensor], forward: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
+    made.append(forward(batch))
+
+
+class _Half:
+    """One half of a pair: starts exchanges, and passes the baton on before it waits for one."""
+
+    def __init__(self, overlap: Overlap, name: str, pair: int, baton: Baton | None) -> None:
+        self.home = overlap
+        self.name = name
+        self._pair = pair
+        self._baton = baton
+        self._num: dict[Kind, int] = {}
+
+    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
+        if not rows.is_floating_point() and not rows.is_complex():
+            self.note("counts")
+            return self.home.start(rows, sent, route)
+        self.note("segment")
+        work = self.home.start(rows, sent, route)
+        return _Turn(self, work, self.note("issue"))
+
+    def let_other_run(self) -> None:
+        self.note("segment")
+        has_run = self._baton is not None and self._baton.pass_on(self.name, OTHER[self.name])
+        if not has_run and self.home.fill is not None:
+            self.home.fill()
+
+    def note(self, kind: Kind, number: int | None = None) -> int:
+        """Log an event; without a number it is the next of its kind."""
+        if number is None:
+            number = self._num[kind] = self._num.get(kind, -1) + 1
+        if self.home.log is not None:
+            self.home.log.append(Event(self._pair, self.name, kind, number))
+        return number
+
+
+class _Turn:
+    """An exchange of a half: its wait comes after the other half's turn."""
+
+    __slots__ = ("_half", "_number", "_work")
+
+    def __init__(self, half: _Half, work: Work, number: int) -> None:
+        self._half = half
+        self._work = work
+        self._number = number
+
+    def wait(self) -> None:
+        self._half.let_other_run()
+        self._work.wait()
+        self._half.note("wait", self._number)

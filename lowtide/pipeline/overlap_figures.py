@@ -1,0 +1,266 @@
+"""What an overlap is worth: its order without a clock, its figures with one, and a prediction of both.
+
+What: `Overlap` (overlap.py) logs `Event`s. `exposed` says which exchanges of a pair had nothing of the other half
+between start and wait: a proof of order that no slow machine can spoil. `replay` plays a log on a clock, with given
+durations of segments and a link, and so predicts a step. Three figures say which share of the exchanges is hidden:
+- `hidden_share` (R_e2e): of the time that the exchanges cost when nothing hides them, how much the overlap saved. It
+  takes three runs (no exchanges, in series, overlapped) and counts everything, contention too. The headline.
+- `Replayed.hidden_share` (R_wait): of the time that the link was busy, how much nobody waited for.
+- `traced_share` (R_trace): of the time that the link was busy, how much ran while something computed. What profilers
+  show; any compute counts, needed or slowed down.
+None may be compared with another, nor said without the ceiling: `pair_ceiling` for W ranks and M micro-batches.
+`predict_step` puts both together: pairs as the replay prices them, in a schedule on a clock.
+
+`seconds_of` takes durations from a log that was stamped. Times are whatever the durations are in.
+Cost: some us an event.
+Not covered: links that several exchanges share at once, compute that a running exchange slows down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lowtide.pipeline.clock import Durations, play
+from lowtide.pipeline.schedule import Schedule
+
+FORWARD, BACKWARD = "forward", "backward"
+OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
+Kind = Literal["issue", "wait", "segment", "counts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a pair."""
+
+    pair: int
+    half: str
+    """`forward` or `backward`."""
+    kind: Kind
+    """An exchange was started (`issue`); it was waited for and is there (`wait`); a half has computed and is about to
+    start an exchange, to wait for one, or over (`segment`); integers were exchanged, which nobody tries to hide
+    (`counts`)."""
+    number: int
+    """Of an exchange of this half, or of a segment, from 0."""
+
+
+# -- the order, without a clock ----------------------------------------------------------------------------------------
+
+
+def exposed(log: Iterable[Event]) -> list[Event]:
+    """The `issue` of each exchange for which no segment of the other half lies between issue and wait."""
+    open_issues: dict[tuple[int, str, int], Event] = {}
+    hidden: set[tuple[int, str, int]] = set()
+    found = []
+    for event in log:
+        key = (event.pair, event.half, event.number)
+        if event.kind == "issue":
+            open_issues[key] = event
+        elif event.kind == "segment":
+            hidden.update(each for each in open_issues if each[:2] == (event.pair, OTHER[event.half]))
+        elif event.kind == "wait":
+            issue = open_issues.pop(key)
+            if key not in hidden:
+                found.append(issue)
+    assert not open_issues, f"nobody waited for {sorted(open_issues)}"
+    return found
+
+
+# -- shares ------------------------------------------------------------------------------------------------------------
+
+
+def hidden_share(*, without_seconds: float, serial_seconds: float, overlapped_seconds: float) -> float:
+    """R_e2e: 1 where the overlapped step is as long as one without exchanges, 0 where as long as one in series."""
+    return 1 - (overlapped_seconds - without_seconds) / (serial_seconds - without_seconds)
+
+
+def traced_share(communication: Sequence[tuple[float, float]], compute: Sequence[tuple[float, float]]) -> float:
+    """R_trace, from intervals (start, end) of a trace. Intervals of one kind may overlap; they count once."""
+    ours, theirs = _union(communication), _union(compute)
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in ours for b in theirs)
+    return both / sum(end - start for start, end in ours)
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def pair_ceiling(num_ranks: int, num_micro_batches: int) -> tuple[float, ...]:
+    """Of each rank of DualPipeV, the share of its chunk passes that run in pairs: with M micro-batches on W ranks,
+    (2M - 3W + r + 1) / 2M on rank r, one pair less on the last. `figures.paired_share` counts it in any schedule."""
+    doubled = 2 * num_micro_batches
+    last = num_ranks - 1
+    return tuple((doubled - 3 * num_ranks + r + 1 - (r == last)) / doubled for r in range(num_ranks))
+
+
+# -- a prediction ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A link that carries one exchange after the other: alpha + bytes / beta."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+def seconds_of(stamped: Sequence[tuple[float, Event]], began_seconds: float) -> list[tuple[Event, float]]:
+    """Events of a log that was stamped with a clock, and what each took: compute for a segment, waiting for a wait.
+    `began_seconds`: when the first half began."""
+    last, found = began_seconds, []
+    for now, event in stamped:
+        if event.kind != "counts":
+            found.append((event, now - last))
+            last = now
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A log on a clock."""
+
+    step_seconds: float
+    compute_seconds: float
+    link_seconds: float
+    """Busy with exchanges."""
+    wait_seconds: float
+    """Spent in waits."""
+
+    @property
+    def hidden_share(self) -> float:
+        """R_wait."""
+        return 1 - self.wait_seconds / self.link_seconds
+
+    @property
+    def serial_seconds(self) -> float:
+        """Of the same step if every exchange were waited for at once."""
+        return self.compute_seconds + self.link_seconds
+
+
+def replay(
+    log: Iterable[Event], segment_seconds: Callable[[Event], float], exchange_seconds: Callable[[Event], float]
+) -> Replayed:
+    """Play what the engine really did: one compute lane, one link, in the order of `log`.
+
+    segment_seconds: of the compute that a `segment` event is the end of. exchange_seconds: of the exchange that an
+    `issue` starts.
+    """
+    now = link_free = compute = busy = waited = 0.0
+    ends: dict[tuple[int, str, int], float] = {}
+    for event in log:
+        key = (event.pair, event.half, event.number)
+        if event.kind == "segment":
+            seconds = segment_seconds(event)
+            now, compute = now + seconds, compute + seconds
+        elif event.kind == "issue":
+            seconds = exchange_seconds(event)
+            ends[key] = link_free = max(link_free, now) + seconds
+            busy += seconds
+        elif event.kind == "wait":
+            end = ends.pop(key)
+            waited += max(0.0, end - now)
+            now = max(now, end)
+    return Replayed(now, compute, busy, waited)
+
+
+# -- a pair in a schedule ----------------------------------------------------------------------------------------------
+
+
+def pair_order(num_forward: int, num_backward: int) -> list[Event]:
+    """What `Overlap` logs for a pair whose halves have so many exchanges, each waited for where it is started. Of each
+    half, segments with an odd number are empty: they stand between a start and its wait."""
+    log: list[Event] = []
+    steps = {FORWARD: _half_steps(FORWARD, num_forward), BACKWARD: _half_steps(BACKWARD, num_backward)}
+    half = BACKWARD
+    while steps:
+        found = next(steps[half], None)
+        if found is None:
+            del steps[half]
+        else:
+            log += found
+        half = OTHER[half] if OTHER[half] in steps else half
+    return log
+
+
+def _half_steps(half: str, num: int) -> Iterator[list[Event]]:
+    """What a half logs from one wait to the next."""
+    events = [Event(0, half, "segment", 0)]
+    for number in range(num):
+        yield [*events, Event(0, half, "issue", number), Event(0, half, "segment", 2 * number + 1)]
+        events = [Event(0, half, "wait", number), Event(0, half, "segment", 2 * number + 2)]
+    yield events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTimes:
+    """What one stage computes for one micro-batch, between its exchanges."""
+
+    forward_seconds: tuple[float, ...]
+    """Of each stretch between two exchanges, one more than exchanges."""
+    backward_seconds: tuple[float, ...]
+    """The same of the full backward."""
+    weight_seconds: float
+    """Of the backward: what computes gradients of weights, and can be put off."""
+    exchange_seconds: float
+    """Of each exchange."""
+
+    def durations(self, *, has_exchanges: bool = True, overlaps: bool = True) -> Durations:
+        """Of the actions of a schedule. Outside of pairs every exchange is waited for."""
+        num_forward, num_backward = len(self.forward_seconds) - 1, len(self.backward_seconds) - 1
+        exchange = self.exchange_seconds if has_exchanges else 0
+        forward = sum(self.forward_seconds) + num_forward * exchange
+        backward = sum(self.backward_seconds) + num_backward * exchange
+        stretches = {FORWARD: self.forward_seconds, BACKWARD: self.backward_seconds}
+        pair = replay(
+            pair_order(num_forward, num_backward),
+            lambda event: 0 if event.number % 2 else stretches[event.half][event.number // 2],
+            lambda _: exchange,
+        )
+        return Durations(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            backward_input_seconds=backward - self.weight_seconds,
+            backward_weight_seconds=self.weight_seconds,
+            pair_seconds=pair.step_seconds if overlaps else forward + backward,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """A step of a pipeline without exchanges, with all of them in series, and with overlapped pairs."""
+
+    without_seconds: float
+    serial_seconds: float
+    overlapped_seconds: float
+
+    @property
+    def hidden_share(self) -> float:
+        """R_e2e."""
+        return hidden_share(
+            without_seconds=self.without_seconds,
+            serial_seconds=self.serial_seconds,
+            overlapped_seconds=self.overlapped_seconds,
+        )
+
+
+def predict_step(schedule: Schedule, times: ChunkTimes, *, transfer_seconds: float = 0) -> PredictedStep:
+    """The schedule on a clock (clock.py), three times. All stages take the same."""
+
+    def seconds(durations: Durations) -> float:
+        return play(schedule, durations.seconds_of, transfer_seconds=transfer_seconds).step_seconds
+
+    return PredictedStep(
+        without_seconds=seconds(times.durations(has_exchanges=False)),
+        serial_seconds=seconds(times.durations(overlaps=False)),
+        overlapped_seconds=seconds(times.durations()),
+    )

@@ -1,0 +1,157 @@
+"""Figures of overlap, against numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.pipeline.clock import Durations
+from lowtide.pipeline.figures import paired_share
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.overlap_figures import (
+    BACKWARD,
+    FORWARD,
+    ChunkTimes,
+    Event,
+    Link,
+    exposed,
+    hidden_share,
+    pair_ceiling,
+    predict_step,
+    replay,
+    seconds_of,
+    traced_share,
+)
+
+HALVES = {"F": FORWARD, "B": BACKWARD}
+
+
+def log_of(words: str, pair: int = 0) -> list[Event]:
+    """`B.` a segment, `B0>` an issue, `>B0` a wait, `B#` counts."""
+    log: list[Event] = []
+    for word in words.split():
+        half = HALVES[word.strip(".>#0123456789")]
+        if word.endswith("."):
+            num = sum(event.half == half and event.kind == "segment" for event in log)
+            log.append(Event(pair, half, "segment", num))
+        elif word.endswith("#"):
+            log.append(Event(pair, half, "counts", 0))
+        else:
+            kind = "issue" if word.endswith(">") else "wait"
+            log.append(Event(pair, half, kind, int(word.strip(">FB"))))
+    return log
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("B. B0> F. F0> >B0 B. >F0 F.", []),
+        ("B. B0> >B0 F. F0> B. >F0 F.", ["B0"]),
+        ("B. B0> B. >B0 F. F0> F. >F0", ["B0", "F0"]),
+        ("B. B0> F# >B0 B.", ["B0"]),
+        ("B. B0> B1> F. >B1 >B0 B.", []),
+        ("B. B0> >B0 F. B1> >B1 B. B2> F. >B2", ["B0", "B1"]),
+    ],
+)
+def test_an_exchange_is_exposed_if_the_other_half_did_nothing_meanwhile(words: str, found: list[str]) -> None:
+    assert [f"{event.half[0].upper()}{event.number}" for event in exposed(log_of(words))] == found
+
+
+def test_other_pairs_hide_nothing() -> None:
+    first, second = log_of("B. B0>"), log_of("F.", pair=1)
+    assert exposed([*first, *second, *log_of(">B0")]) == [first[1]]
+
+
+def test_an_exchange_that_nobody_waits_for_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="nobody waited for"):
+        exposed(log_of("B. B0> F."))
+
+
+def test_the_share_of_the_whole_step() -> None:
+    assert hidden_share(without_seconds=10, serial_seconds=14, overlapped_seconds=11) == 0.75
+    assert hidden_share(without_seconds=10, serial_seconds=14, overlapped_seconds=14) == 0
+
+
+def test_the_share_of_a_trace_counts_each_moment_once() -> None:
+    assert traced_share([(0, 2), (1, 4)], [(1, 2), (1, 3), (6, 9)]) == 0.5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("per_rank", [2, 4, 8])
+def test_the_ceiling_is_what_the_schedule_pairs(num_ranks: int, per_rank: int) -> None:
+    num_micro_batches = per_rank * num_ranks
+    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    assert pair_ceiling(num_ranks, num_micro_batches) == pytest.approx(paired_share(schedule))
+
+
+def test_a_link_takes_latency_and_bytes() -> None:
+    assert Link(latency_seconds=2, bytes_per_second=100).seconds(300) == 5
+
+
+PAIR = "B. B0> F. F0> >B0 B. B1> >F0 F. F1> >B1 B. >F1 F."
+
+
+def test_replay_waits_for_what_a_segment_does_not_cover() -> None:
+    log = log_of(PAIR)
+    short = replay(log, lambda _: 10, lambda _: 8)
+    assert (short.step_seconds, short.wait_seconds, short.hidden_share) == (60, 0, 1)
+    assert (short.compute_seconds, short.link_seconds, short.serial_seconds) == (60, 32, 92)
+    long = replay(log, lambda _: 10, lambda _: 13)
+    # Each exchange begins when the one before it is over, so its wait also pays for that one.
+    assert (long.step_seconds, long.wait_seconds) == (72, 12)
+    uneven = replay(log, lambda event: 10 if event.half == BACKWARD else 4, lambda _: 8)
+    assert (uneven.step_seconds, uneven.wait_seconds) == (50, 8)
+
+
+def test_replay_of_a_half_alone_is_serial() -> None:
+    alone = replay(log_of("F. F0> >F0 F. F1> >F1 F."), lambda _: 10, lambda _: 3)
+    assert (alone.step_seconds, alone.serial_seconds, alone.hidden_share) == (36, 36, 0)
+    hiding = replay(log_of("F. F0> F. >F0 F."), lambda event: (10, 2, 10)[event.number], lambda _: 3)
+    assert (hiding.step_seconds, hiding.hidden_share) == (23, pytest.approx(2 / 3))
+
+
+TIMES = ChunkTimes(
+    forward_seconds=(10, 10, 10, 10, 1), backward_seconds=(2, 20, 20, 20, 20), weight_seconds=41, exchange_seconds=8
+)
+"""Two layers: attention, experts, attention, experts; exchanges between them."""
+
+
+def test_a_pair_in_a_schedule_is_priced_by_the_replay() -> None:
+    assert TIMES.durations() == Durations(
+        forward_seconds=41 + 32,
+        backward_seconds=82 + 32,
+        backward_input_seconds=82 + 32 - 41,
+        backward_weight_seconds=41,
+        pair_seconds=123,
+    )
+    assert TIMES.durations(overlaps=False).pair_seconds == 123 + 64
+    assert TIMES.durations(has_exchanges=False).pair_seconds == 123
+
+
+def test_one_stage_is_as_its_parts() -> None:
+    step = predict_step(make_schedule("one_stage_overlap", num_ranks=1, num_micro_batches=4), TIMES)
+    assert (step.without_seconds, step.serial_seconds) == (4 * 123, 4 * (123 + 64))
+    assert step.overlapped_seconds == 73 + 3 * 123 + 114
+    assert step.hidden_share == 0.75
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("per_rank", [4, 8, 16])
+def test_a_whole_step_reaches_the_ceiling_of_its_schedule(num_ranks: int, per_rank: int) -> None:
+    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=per_rank * num_ranks)
+    shares = pair_ceiling(num_ranks, per_rank * num_ranks)
+    ceiling = sum(shares) / len(shares)
+    found = predict_step(schedule, TIMES).hidden_share
+    # Above it where a wait falls into the bubble, which costs nothing.
+    assert ceiling - 0.03 < found < ceiling + 0.04
+    assert found > (0.83 if per_rank >= 8 else 0.6)
+
+
+def test_times_between_stamps() -> None:
+    log = log_of("B. B0> F# F. >B0")
+    found = seconds_of(list(zip([3.0, 3.5, 4.0, 6.0, 6.25], log, strict=True)), 1.0)
+    assert [(event.kind, seconds) for event, seconds in found] == [
+        ("segment", 2.0),
+        ("issue", 0.5),
+        ("segment", 2.5),
+        ("wait", 0.25),
+    ]

@@ -1,0 +1,63 @@
+"""Pairs on two real ranks: loss and every gradient are plain autograd's to the bit, and collectives have one order."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import two_ranks
+
+from lowtide.pipeline.overlap_figures import exposed
+
+BITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hides": {"hides": True},
+    "autocast": {"change": "autocast"},
+    "checkpointed parts": {"change": "checkpoint"},
+    "layers": {"memory": {"recompute": "all"}},
+    "layers under autocast": {"memory": {"recompute": "all"}, "change": "autocast"},
+    "parts": {"memory": {"recompute": ["layers.*.attention", "layers.*.experts"]}},
+    "swap": {"memory": {"swap": "all", "min_bytes": 0}},
+    "swap, late": {"memory": {"swap": "all", "min_bytes": 0}, "seed": 1},
+    "swap and layers": {"memory": {"swap": ["layers.1"], "recompute": ["layers.0"], "min_bytes": 0}, "hides": True},
+    "swap and checkpoint": {"memory": {"swap": "all", "min_bytes": 0}, "change": "checkpoint", "seed": 2},
+    "recipes": {"memory": "solved", "seed": 3},
+    "recipes, hides": {"memory": "solved", "seed": 4, "hides": True},
+}
+RAISES = ("forward", "backward")
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, tuple[Any, Any]]:
+    jobs = [(name, ("bits", arguments)) for name, arguments in BITS.items()]
+    jobs += [("order", ("order", {}))]
+    jobs += [(f"raises in {where}", ("raises", {"where": where})) for where in RAISES]
+    with tempfile.TemporaryDirectory() as folder:
+        found = two_ranks.run("pipeline.overlap_jobs", [job for _, job in jobs], Path(folder))
+    return {name: answer for (name, _), answer in zip(jobs, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_loss_and_gradients_are_those_of_plain_autograd(answers: dict[str, tuple[Any, Any]], name: str) -> None:
+    for rank in answers[name]:
+        assert rank["different"] == [[], [], []]
+        assert rank["num"] == [51, 51, 51, 51]
+        assert exposed(event for event in rank["log"] if event.pair in (1, 2, 3)) == []
+        memory = BITS[name].get("memory")
+        if isinstance(memory, dict):
+            assert rank["stats"] == ("swap" in memory, "recompute" in memory)
+        elif memory == "solved":
+            assert rank["stats"] == (True, True)
+
+
+def test_all_ranks_have_one_order_of_collectives(answers: dict[str, tuple[Any, Any]]) -> None:
+    first, second = answers["order"]
+    assert first == second and len(first) > 200
+
+
+@pytest.mark.parametrize("where", RAISES)
+def test_ranks_that_raise_alike_go_on_together(answers: dict[str, tuple[Any, Any]], where: str) -> None:
+    for rank in answers[f"raises in {where}"]:
+        assert rank == {"text": "this one", "different": []}
