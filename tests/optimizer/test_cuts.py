@@ -146,7 +146,10 @@ def test_state_that_the_optimizer_replaces_is_kept(monkeypatch: pytest.MonkeyPat
         torch.optim.AdamW.step.__wrapped__(own)  # type: ignore[attr-defined]
         for group in own.param_groups:
             for parameter in group["params"]:
-                own.state[parameter] = {key: value.clone() for key, value in own.state[parameter].items()}
+                before = own.state[parameter]
+                own.state[parameter] = {key: value.clone() for key, value in before.items()}
+                for value in before.values():
+                    value.fill_(9)
 
     monkeypatch.setattr(handle, "_bare_step", step)
     for number in range(STEPS):
@@ -409,18 +412,39 @@ def test_a_failed_fetch_of_every_stretch(way: str) -> None:
     assert num_failures >= 2 * 2 * NUM_STRETCHES
 
 
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("first", [1, 3, 5, 9, 14, 16])
-def test_stretches_that_cannot_be_written_stay_on_the_device(first: int) -> None:
-    """The copies out of one step and more fail, in the first one too."""
+def test_stretches_that_cannot_be_written_stay_on_the_device(first: int, count: int) -> None:
+    """Copies out fail, in the first step too."""
     engine = Failing(first)
-    engine.failing_out = range(first, first + 4)
+    engine.failing_out = range(first, first + count)
     with pytest.warns(RuntimeWarning, match=r"could not be written to the tier 'host' \(no such bytes\); they stay"):
         result = train(Large(), lambda o: swapped(o, engine, bucket_bytes=BUCKET_BYTES))
     assert_same(result, plain(Large()))
     assert (engine.violations, engine.num_slots) == ([], 0)
 
 
-def test_an_optimizer_that_fails_inside_a_stretch_cannot_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_stretch_arrives_while_one_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.ones(LARGE))
+    optimizer = torch.optim.AdamW([parameter])
+    engine = Failing(0)
+    handle = swapped(optimizer, engine, bucket_bytes=BUCKET_BYTES)
+    begun: list[int] = []
+
+    def step(own: torch.optim.Optimizer) -> None:
+        begun.append(engine.num_in)
+        torch.optim.AdamW.step.__wrapped__(own)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(handle, "_bare_step", step)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert begun == [0, 0, 0, 4, 6, 6]
+    handle.detach()
+
+
+@pytest.mark.parametrize("way", ["load", "detach"])
+def test_an_optimizer_that_fails_inside_a_stretch_cannot_be_resumed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step: nothing of the state that was begun is left."""
     case = Large()
     engine = VirtualEngine(0)
@@ -432,15 +456,19 @@ def test_an_optimizer_that_fails_inside_a_stretch_cannot_be_resumed(monkeypatch:
 
     def step(*args: Any) -> None:
         calls.append(1)
+        torch.optim.AdamW.step.__wrapped__(*args)  # type: ignore[attr-defined]
         if len(calls) == 4:
             raise ValueError("inside")
-        torch.optim.AdamW.step.__wrapped__(*args)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(handle, "_bare_step", step)
     with pytest.raises(lowtide.PartialStepError, match="cannot be resumed: load a checkpoint"):
         optimizer.step()
     assert parameters[1] not in optimizer.state
     assert all(any(key is p for p in parameters) for key in optimizer.state)
+    if way == "detach":
+        handle.detach()
+        assert engine.num_slots == 0
+        return
     optimizer.load_state_dict(saved[0])
     assert engine.num_slots == 0
     with torch.no_grad():
