@@ -79,6 +79,7 @@ def with_state(profile: Profile, bytes_per_parameter: int, shards: int) -> Profi
     wanted = {
         name: getattr(state, name) * bytes_per_parameter // 4 // shards for name in ("optimizer", "optimizer_movable")
     }
+    wanted["optimizer_unit"] = state.optimizer_unit * bytes_per_parameter // 4  # of a stretch, on each rank
     return dataclasses.replace(profile, state=dataclasses.replace(state, **wanted))
 
 

@@ -97,6 +97,9 @@ class ThrottledEngine:
     def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
         return self.inner.allocate_visible(nbytes, tier)
 
+    def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
+        return self.inner.part_of(slot, start_bytes, nbytes)
+
     def free(self, slot: Slot) -> None:
         self.inner.free(slot)
 

@@ -74,7 +74,7 @@ class StateBytes:
     optimizer_movable: int = 0
     """The part of `optimizer` in tensors of 16,384 elements and more: it may be elsewhere between steps."""
     optimizer_unit: int = 0
-    """The most of `optimizer_movable` that one bucket must hold: a parameter is not stepped in parts."""
+    """The most of `optimizer_movable` that one bucket must hold: of a parameter, or of a stretch of its elements."""
     optimizer_temporaries: int = 0
     """Most that `optimizer.step()` needs beyond everything else."""
     inputs: int = 0

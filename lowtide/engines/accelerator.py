@@ -157,6 +157,10 @@ class AcceleratorEngine:
         assert self._disk is not None
         return slot, torch.frombuffer(self._disk.view(slot.place, nbytes), dtype=torch.uint8)
 
+    def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
+        place = slot.place.part(start_bytes, nbytes) if slot.tier == "host" else slot.place + start_bytes
+        return Slot(slot.tier, nbytes, place)
+
     def free(self, slot: Slot) -> None:
         if slot.tier == "host":
             self._arena.free(slot.place)

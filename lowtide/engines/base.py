@@ -82,6 +82,11 @@ class Engine(Protocol):
         The tensor shows what the last complete copy out wrote, and the next copy in brings what was written to it; who
         reads or writes it waits for the copies first. On disk it maps the file: no memory until it is read."""
 
+    def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
+        """These bytes of a slot of `allocate_visible`, to be copied by themselves. Valid until the slot is freed, and
+        never freed itself. `start_bytes` is a multiple of 4096, and what comes after the part up to the next multiple
+        is undefined once the part was written."""
+
     def free(self, slot: Slot) -> None:
         """Give a slot back. The caller promises that no copy from or to it is unfinished."""
 

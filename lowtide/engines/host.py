@@ -30,7 +30,7 @@ from typing import cast
 import torch
 
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
-from lowtide.engines.tiers.disk import DiskTier
+from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES, BufferPool, HeapTrimmer
 from lowtide.tensors.view import byte_view
 
@@ -259,6 +259,10 @@ class HostEngine:
     def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
         slot = self.allocate(nbytes, tier)
         return slot, torch.frombuffer(self.disk.view(slot.place, nbytes), dtype=torch.uint8)
+
+    def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
+        assert start_bytes % BLOCK_BYTES == 0
+        return Slot(slot.tier, nbytes, slot.place + start_bytes)
 
     def free(self, slot: Slot) -> None:
         if os.getpid() == self._process_id:

@@ -103,6 +103,10 @@ class VirtualEngine:
         slot = self.allocate(nbytes, tier)
         return slot, slot.place
 
+    def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
+        assert start_bytes % 4096 == 0
+        return Slot(slot.tier, nbytes, slot.place[start_bytes : start_bytes + nbytes])
+
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
         with disable_current_modes():

@@ -1,7 +1,8 @@
 """Where the state of a bucket is between steps: a slot of a slower tier, and ordinary tensors over its bytes.
 
 What: `Home` is one bucket. It owns a slot, and for each tensor of state one over the slot's bytes, which stands in
-`optimizer.state` between steps. `movable` says which tensors of state can live so.
+`optimizer.state` between steps. `Piece` is what is copied and stepped at once: all of a bucket, or a stretch of the
+elements of one large parameter, which has a bucket to itself. `movable` says which tensors of state can live so.
 Why: whoever looks into `optimizer.state` between steps (a checkpoint, a logger, a user) finds a valid tensor with the
 right bytes and of the right shape, only its device is another. Nothing is ever empty or out of date.
 Each tensor has a storage of its own, which is a part of the slot: `torch.save` writes whole storages, and would write
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 
-from lowtide.engines.base import Slot
-from lowtide.optimizer.buckets import lay_out
+from lowtide.engines.base import Engine, Slot
+from lowtide.optimizer.buckets import ALIGN_BYTES, lay_out
 from lowtide.tensors.private import storage_key
 from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import Shell, inside, is_distributed, shell_of
+
+Bucket = tuple[torch.UntypedStorage, ...]
+"""The bytes of a piece on the device: one storage for each of its slots."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +46,51 @@ class Entry:
         """The plain tensor, over the bytes of a bucket."""
         return self.shape._replace(offset=self.start_bytes // self.shape.dtype.itemsize).over(storage)
 
+    def stretch(self, storage: torch.UntypedStorage, start: int, end: int, *, is_whole: bool) -> torch.Tensor:
+        """Elements [start, end) in order of memory, over a storage of these only, or of the whole bucket."""
+        offset = self.start_bytes // self.shape.dtype.itemsize + start if is_whole else 0
+        return Shape((end - start,), (1,), offset, self.shape.dtype).over(storage)
+
     def dressed(self, local: torch.Tensor) -> torch.Tensor:
         return local if self.shell is None else self.shell.around(local)
+
+
+class Piece:
+    """What is copied and stepped at once. `slots`: the bucket's own; or of each entry the part with elements
+    [start, end), in order of memory."""
+
+    __slots__ = ("end", "home", "slots", "start")
+
+    def __init__(self, home: Home, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
+        self.home = home
+        self.slots = slots
+        self.start = start
+        self.end = end
+        """None: it is all of the bucket."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    def overlaps(self, other: Piece) -> bool:
+        return self is other or (self.home is other.home and None in (self.end, other.end))
+
+    def stretches(self, bucket: Bucket | None) -> list[torch.Tensor]:
+        """These elements of each entry, over `bucket`, or (None) over what of the home is on the device."""
+        assert self.end is not None
+        if bucket is None:
+            storage = self.home.on_device()
+            return [entry.stretch(storage, self.start, self.end, is_whole=True) for entry in self.home.entries]
+        return [
+            entry.stretch(storage, self.start, self.end, is_whole=False)
+            for entry, storage in zip(self.home.entries, bucket, strict=True)
+        ]
 
 
 class Home:
     """One bucket and where it lives. Plain data; the copies are made by transfers.py."""
 
-    __slots__ = ("entries", "hosts", "nbytes", "parameters", "resident", "slot", "was_idle")
+    __slots__ = ("entries", "hosts", "nbytes", "parameters", "pieces", "resident", "slot", "was_idle", "whole")
 
     def __init__(self, slot: Slot, view: torch.Tensor, entries: list[Entry]) -> None:
         self.slot = slot
@@ -62,6 +103,25 @@ class Home:
         """The bytes on the device, where they could not be written to the slot."""
         self.was_idle = False
         """Whether no parameter of it had a gradient in the last step."""
+        self.whole = Piece(self, [slot])
+        self.pieces = [self.whole]
+
+    @property
+    def is_cut(self) -> bool:
+        return self.pieces[0] is not self.whole
+
+    def cut(self, ends: Iterable[int], engine: Engine) -> None:
+        """Have it moved in stretches of the elements of its only parameter that end here."""
+        assert len(self.parameters) == 1
+        self.pieces, start = [], 0
+        for end in ends:
+            slots = [
+                engine.part_of(self.slot, entry.start_bytes + start * size, (end - start) * size)
+                for entry in self.entries
+                for size in (entry.shape.dtype.itemsize,)
+            ]
+            self.pieces.append(Piece(self, slots, start, end))
+            start = end
 
     def bind_host(self, state: Any) -> None:
         """Make `optimizer.state` show the bytes in the slot."""
@@ -107,11 +167,11 @@ def movable(value: Any, device: torch.device | None, min_bytes: int) -> bool:
         and not local.requires_grad
         and not local.is_conj()
         and not local.is_neg()
-        and _is_dense(local)
+        and is_dense(local)
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
@@ -122,10 +182,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def describe(values: Iterable[tuple[torch.Tensor, Hashable, torch.Tensor]]) -> tuple[list[Entry], int]:
+def describe(
+    values: Iterable[tuple[torch.Tensor, Hashable, torch.Tensor]], align_bytes: int = ALIGN_BYTES
+) -> tuple[list[Entry], int]:
     """The entries of a bucket with these tensors (parameter, key, value), and its bytes."""
     values = list(values)
-    starts, nbytes = lay_out([inside(value).nbytes for _, _, value in values])
+    starts, nbytes = lay_out([inside(value).nbytes for _, _, value in values], align_bytes)
     entries = [
         Entry(parameter, key, Shape.of(inside(value))._replace(offset=0), start, inside(value).nbytes, shell_of(value))
         for (parameter, key, value), start in zip(values, starts, strict=True)

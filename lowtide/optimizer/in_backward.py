@@ -127,7 +127,7 @@ class InBackward:
     def _fetch_next(self, run: StepRun, home: Home) -> None:
         following = self._last_order.index(home) + 1 if home in self._last_order else len(self._last_order)
         if following < len(self._last_order) and self._last_order[following] in self._stepper.store.homes:
-            self._stepper.fetch_ahead(run, self._last_order[following])
+            self._stepper.fetch_ahead(run, self._last_order[following].pieces[0])
 
     def take(self, parameters: list[torch.Tensor]) -> StepRun | None:
         """The step that backward began, or None. `parameters` are those of the optimizer."""

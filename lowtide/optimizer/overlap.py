@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowtide.optimizer.homes import Home
+from lowtide.optimizer.homes import Home, Piece
 from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import Arrival
@@ -75,33 +75,31 @@ class BackwardPrefetch:
     def _fetch(self, in_use: int | None) -> None:
         """As many buckets as there is room for."""
         is_late = self._usual_count - self._count < self._marks_in_a_pass / 2
-        for home in self._store.homes:
-            if id(home) in self._arrivals or home.resident is not None or home.was_idle:
+        for piece in (piece for home in self._store.homes for piece in home.pieces):
+            home = piece.home
+            if id(piece) in self._arrivals or home.resident is not None or home.was_idle:
                 continue
             if in_use is None and (not is_late or len(self._arrivals) >= self._transfers.num_buffers - 1):
                 return
             if in_use is not None:
-                in_use += home.nbytes
+                in_use += piece.nbytes
                 if in_use > self._usual_bytes:
                     return
-            self._start(home)
+            self._start(piece)
 
-    def _start(self, home: Home) -> None:
+    def _start(self, piece: Piece) -> None:
         with contextlib.suppress(torch.OutOfMemoryError):
-            versions = _versions(home)
-            self._arrivals[id(home)] = self._transfers.fetch(home), versions
+            versions = _versions(piece.home)
+            self._arrivals[id(piece)] = self._transfers.fetch(piece), versions
 
     def take(self) -> dict[int, Arrival]:
-        """What was fetched and is still right, by the identity of its home. A step begins."""
+        """What was fetched and is still right, by the identity of its piece. A step begins."""
         self._stream = self._current_stream()
-        homes = {id(home) for home in self._store.homes}
+        pieces = {id(piece) for home in self._store.homes for piece in home.pieces}
         right: dict[int, Arrival] = {}
         for key, (arrival, versions) in self._arrivals.items():
-            if (
-                key in homes
-                and arrival.home.is_bound(self._store.optimizer.state)
-                and _versions(arrival.home) == versions
-            ):
+            home = arrival.piece.home
+            if key in pieces and home.is_bound(self._store.optimizer.state) and _versions(home) == versions:
                 right[key] = arrival
             else:
                 self._transfers.give_up(arrival)
@@ -142,7 +140,7 @@ class Overlap:
         return "step" if self._prefetch is None else "backward"
 
     def begin_step(self) -> dict[int, Arrival]:
-        """Buckets that were fetched ahead, by the identity of their home."""
+        """Buckets that were fetched ahead, by the identity of their piece."""
         if self._is_trying:
             self._try()
         return {} if self._prefetch is None else self._prefetch.take()

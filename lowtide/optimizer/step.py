@@ -9,6 +9,8 @@ own `step` does the work, with `param_groups` that show it some of the parameter
 A part is a bucket's parameters that have a gradient; or parameters whose state stays on the device; or parameters
 that have no state yet, as many as will make about a bucket of it, so that the first step is bounded too. Parameters
 without a gradient are skipped, and a bucket without any gradient is not moved; one with many of them is cut in two.
+A parameter whose state is larger than a bucket steps in stretches, one part each, if that keeps the bits
+(stretches.py).
 One exception in torch's optimizers: SGD with momentum takes another way through all of a group when one momentum is
 still missing, with other bits in bfloat16. Such a group steps as one part, once.
 
@@ -16,7 +18,7 @@ Where it stops: what failed before a part's own step leaves that part as it was 
 what failed inside may have updated half of its parameters, and nobody can tell which.
 Cost: about 60 us of Python a part, and a dictionary a group and part.
 
-Not covered: splitting one parameter; optimizers that look at several parameters at once (trial.py refuses them).
+Not covered: optimizers that look at several parameters at once (trial.py refuses them).
 """
 
 from __future__ import annotations
@@ -31,21 +33,32 @@ import torch
 
 from lowtide.errors import PartialStepError
 from lowtide.optimizer.buckets import runs
+from lowtide.optimizer.cuts import Cut, Stretch
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
-from lowtide.optimizer.homes import Home
+from lowtide.optimizer.homes import Bucket, Home, Piece
 from lowtide.optimizer.store import StateStore, entries_of
+from lowtide.optimizer.stretches import ends_of, is_cut_now
 from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.wrappers import inside
 
 
 @dataclass(slots=True)
 class Part:
-    """Parameters that step together, and the buckets that have their state."""
+    """Parameters that step together, and the buckets that have their state; or a stretch of one parameter."""
 
     chosen: list[Chosen]
     homes: list[Home] = field(default_factory=list)
+    """Which are fetched whole."""
+    stretch: Stretch | None = None
     then: Part | None = None
-    """What else steps in this part's turn, where there was no memory for all of it at a time."""
+    """What else steps in this part's turn: more of the parameter, or what there was no memory for at a time."""
+
+    def pieces(self) -> list[Piece]:
+        """What has to be on the device."""
+        if self.stretch is None:
+            return [home.whole for home in self.homes]
+        piece = self.stretch.piece()
+        return [] if piece is None else [piece]
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for _, parameters in self.chosen for parameter in parameters]
@@ -65,7 +78,7 @@ class StepRun:
     """Numbers of the parts that have not stepped, in the order in which they will."""
     result: Any = None
     arrivals: dict[int, Arrival] = field(default_factory=dict)
-    """Buckets under way, by the identity of their home."""
+    """Buckets under way, by the identity of their piece."""
     is_tainted: bool = False
     """Its last part stopped inside the optimizer's own step."""
 
@@ -120,12 +133,12 @@ class Stepper:
         chosen = _by_group([p for p in home.parameters if p in number_of and p.grad is not None], number_of)
         if any(self._steps_at_once(groups[number], groups[number]["params"]) for number, _ in chosen):
             return None
-        return Part(chosen, [home])
+        return self._of_home(home, number_of)
 
-    def fetch_ahead(self, run: StepRun, home: Home) -> None:
+    def fetch_ahead(self, run: StepRun, piece: Piece) -> None:
         """Start a bucket's way to the device before its part's turn, if there is memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
-            self._start(run, home)
+            self._start(run, piece)
 
     def plan(self) -> list[Part]:
         self.store.refresh()
@@ -144,11 +157,11 @@ class Stepper:
         for home in self.store.homes:
             home.was_idle = not any(p in number_of for p in home.parameters)
             if id(home) not in done:
-                parts.append(self._part(home.parameters, number_of, [home]))
+                parts.append(self._of_home(home, number_of))
         ratio = self.store.state_bytes_per_parameter_byte
         sizes = [int(inside(p.detach()).nbytes * ratio) for p in fresh]
         for run in runs(sizes, self.store.bucket_bytes):
-            parts.append(Part(_by_group(fresh[run.start : run.stop], number_of)))
+            parts.append(self._of_fresh(fresh[run.start : run.stop], number_of, ratio))
         parts = [part for part in parts if part.chosen]
         # Not even a gradient: the optimizer is called all the same, as without lowtide.
         return parts or [Part([])]
@@ -173,6 +186,23 @@ class Stepper:
     def _homes_of(self, parameters: list[torch.Tensor]) -> list[Home]:
         home_of = self.store.home_of
         return list({id(home_of[p]): home_of[p] for p in parameters if p in home_of}.values())
+
+    def _of_home(self, home: Home, number_of: dict[torch.Tensor, int]) -> Part:
+        """All of a bucket that steps."""
+        parameter = home.parameters[0]
+        if home.is_cut and parameter in number_of and is_cut_now(self.optimizer, parameter):
+            ends = [piece.end for piece in home.pieces if piece.end is not None]
+            return _chain(number_of[parameter], Cut(self.store, parameter, home, ends).stretches())
+        return self._part(home.parameters, number_of, [home])
+
+    def _of_fresh(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], ratio: float) -> Part:
+        """Parameters without state."""
+        first = parameters[0]
+        if len(parameters) == 1 and is_cut_now(self.optimizer, first):
+            ends = ends_of(self.optimizer, first, ratio * first.element_size(), self.store.bucket_bytes)
+            if ends:
+                return _chain(number_of[first], Cut(self.store, first, None, ends).stretches())
+        return Part(_by_group(parameters, number_of))
 
     def _part(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], homes: list[Home]) -> Part:
         """These parameters, and with each home all that live there, since a home is fetched once."""
@@ -213,26 +243,40 @@ class Stepper:
         run.todo.remove(number)
 
     def _step_one(self, run: StepRun, number: int) -> None:
-        buckets: list[torch.UntypedStorage] = []
+        buckets: list[Bucket | None] = []
         try:
             self._fetch(run, number, buckets)
             part = run.parts[number]
-            state = self.optimizer.state
-            shown = [home.bind_device(state, bucket) for home, bucket in zip(part.homes, buckets, strict=True)]
+            stretch = part.stretch
+            shown = stretch.show(buckets[0] if buckets else None) if stretch is not None else None
+            whole = [] if stretch is not None else self._bind(part, buckets)
             run.is_tainted = True
-            self._step(run, part)
+            self._step(run, part, shown)
         except BaseException as error:
             self._stop(run, run.parts[number], buckets)
             if not isinstance(error, Exception):
                 raise  # of the user's making: Ctrl-C
             raise self._said(run, number, error) from error
-        self._put_away(part, buckets, shown)
+        if stretch is not None:
+            stretch.put_away(buckets[0] if buckets else None)
+        else:
+            self._put_away(part, whole)
         run.is_tainted = False
 
-    def _step(self, run: StepRun, part: Part) -> None:
+    def _bind(self, part: Part, buckets: list[Bucket | None]) -> list[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
+        """For each home of a part its bytes on the device, and what `optimizer.state` shows of them."""
+        storages = [
+            home.on_device() if bucket is None else bucket[0] for home, bucket in zip(part.homes, buckets, strict=True)
+        ]
+        state = self.optimizer.state
+        return [(s, home.bind_device(state, s)) for home, s in zip(part.homes, storages, strict=True)]
+
+    def _step(self, run: StepRun, part: Part, stretch: torch.Tensor | None) -> None:
         optimizer = self.optimizer
         own = optimizer.param_groups
         groups = run.snapshot.subset(part.chosen)
+        if stretch is not None:
+            groups[0]["params"] = [stretch]
         optimizer.param_groups = groups
         try:
             run.result = run.call()
@@ -240,38 +284,33 @@ class Stepper:
             optimizer.param_groups = own
         run.snapshot.collect(part.chosen, groups)
 
-    def _fetch(self, run: StepRun, number: int, buckets: list[torch.UntypedStorage]) -> None:
-        """Add the buckets of a part, on the device, to `buckets`; and the next part's are under way."""
+    def _fetch(self, run: StepRun, number: int, buckets: list[Bucket | None]) -> None:
+        """Add the buckets of a part to `buckets`, on the device (None: they never left), and start the next part's."""
         while True:
             try:
-                for home in run.parts[number].homes:
-                    self._start(run, home)
+                for piece in run.parts[number].pieces():
+                    self._start(run, piece)
                 break
             except torch.OutOfMemoryError:
                 if not self._halve(run, number):
                     raise
         following = run.todo.index(number) + 1
-        if following < len(run.todo):
-            for home in run.parts[run.todo[following]].homes:
-                self.fetch_ahead(run, home)  # without memory now, it is fetched once this part's is free
-        for home in run.parts[number].homes:
-            arrival = run.arrivals.pop(id(home), None)
-            buckets.append(self.transfers.arrive(arrival) if arrival is not None else home.on_device())
+        behind = run.parts[number].then or (run.parts[run.todo[following]] if following < len(run.todo) else None)
+        for piece in behind.pieces() if behind is not None else ():
+            self.fetch_ahead(run, piece)  # without memory now, it is fetched once this part's is free
+        for piece in run.parts[number].pieces():
+            arrival = run.arrivals.pop(id(piece), None)
+            buckets.append(self.transfers.arrive(arrival) if arrival is not None else None)
 
     def _halve(self, run: StepRun, number: int) -> bool:
         """Cut the bucket of a part for which there is no memory in two, which step one after the other."""
         part = run.parts[number]
+        if part.stretch is not None:
+            return self._halve_stretches(run, number, part.stretch)
         if len(part.homes) != 1 or len(part.homes[0].parameters) < 2:
             return False
         home = part.homes[0]
-        warnings.warn(
-            f"lowtide: no memory on {self.store.device} for {home.nbytes} bytes of optimizer state at a time; this "
-            "bucket is cut in two",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self.give_up(run)
-        self.transfers.settle()
+        self._warn_of_halving(run, home.nbytes)
         self.store.adopt(home.parameters, anywhere=True, apart=set(home.parameters[: len(home.parameters) // 2]))
         number_of = {p: group for group, parameters in part.chosen for p in parameters}
         halves = [self._part(half.parameters, number_of, [half]) for half in self._homes_of(home.parameters)]
@@ -282,17 +321,40 @@ class Stepper:
         run.parts[number] = then
         return True
 
-    def _start(self, run: StepRun, home: Home) -> None:
-        if home.resident is None and id(home) not in run.arrivals:
-            run.arrivals[id(home)] = self.transfers.fetch(home)
+    def _halve_stretches(self, run: StepRun, number: int, stretch: Stretch) -> bool:
+        """The same for what is left of a parameter that is cut; from now on its stretches are shorter."""
+        part, nbytes = run.parts[number], sum(piece.nbytes for piece in run.parts[number].pieces())
+        if not stretch.cut.halve():
+            return False
+        self._warn_of_halving(run, nbytes)
+        run.parts[number] = _chain(part.chosen[0][0], stretch.cut.stretches(stretch.start))
+        return True
 
-    def _stop(self, run: StepRun, part: Part, buckets: list[torch.UntypedStorage]) -> None:
+    def _warn_of_halving(self, run: StepRun, nbytes: int) -> None:
+        """And have nothing under way."""
+        warnings.warn(
+            f"lowtide: no memory on {self.store.device} for {nbytes} bytes of optimizer state at a time; this "
+            "bucket is cut in two",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self.give_up(run)
+        self.transfers.settle()
+
+    def _start(self, run: StepRun, piece: Piece) -> None:
+        if piece.home.resident is None and id(piece) not in run.arrivals:
+            run.arrivals[id(piece)] = self.transfers.fetch(piece)
+
+    def _stop(self, run: StepRun, part: Part, buckets: list[Bucket | None]) -> None:
         """Show the state again as it was before this part, and let go of what was fetched."""
         run.snapshot.take_back()
-        for home, bucket in zip(part.homes, buckets, strict=False):
-            if home.resident is None:
-                home.bind_host(self.optimizer.state)
+        if part.stretch is not None:
+            part.stretch.hide()
+        for piece, bucket in zip(part.pieces(), buckets, strict=False):
+            if bucket is not None:
                 self.transfers.drop(bucket)
+                if part.stretch is None:
+                    piece.home.bind_host(self.optimizer.state)
         self.give_up(run)
 
     def give_up(self, run: StepRun) -> None:
@@ -301,14 +363,14 @@ class Stepper:
             self.transfers.give_up(arrival)
         run.arrivals.clear()
 
-    def _put_away(self, part: Part, buckets: list[torch.UntypedStorage], shown: list[list[torch.Tensor]]) -> None:
+    def _put_away(self, part: Part, whole: list[tuple[torch.UntypedStorage, list[torch.Tensor]]]) -> None:
         """Send the buckets back, and give what the optimizer made anew a home."""
         state = self.optimizer.state
         outgrown: dict[torch.Tensor, None] = {}
-        for home, bucket, tensors in zip(part.homes, buckets, shown, strict=True):
+        for home, (bucket, tensors) in zip(part.homes, whole, strict=True):
             if self._holds_all(home, bucket, tensors):
                 home.resident = None
-                self.transfers.send(home, bucket)
+                self.transfers.send(home.whole, (bucket,))
                 home.bind_host(state)
             else:
                 outgrown |= dict.fromkeys(home.parameters)
@@ -361,6 +423,15 @@ def _by_group(parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]
     for parameter in parameters:
         chosen.setdefault(number_of[parameter], []).append(parameter)
     return sorted(chosen.items(), key=_number)
+
+
+def _chain(number: int, stretches: list[Stretch]) -> Part:
+    """A part for the first of these stretches, and the others in its turn."""
+    part: Part | None = None
+    for stretch in reversed(stretches):
+        part = Part([(number, [stretch.cut.parameter])], stretch=stretch, then=part)
+    assert part is not None
+    return part
 
 
 def _number(chosen: Chosen) -> int:

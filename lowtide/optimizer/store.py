@@ -24,11 +24,13 @@ import torch
 
 from lowtide.engines.base import Engine, Slot
 from lowtide.errors import TierFull
-from lowtide.optimizer.buckets import bucket_bytes_for, lay_out, runs
-from lowtide.optimizer.homes import Home, describe, movable, storages_of
+from lowtide.optimizer.buckets import ALIGN_BYTES, PART_ALIGN_BYTES, bucket_bytes_for, lay_out, runs
+from lowtide.optimizer.homes import Bucket, Entry, Home, Piece, describe, movable, storages_of
+from lowtide.optimizer.stretches import ends_in, in_order
 from lowtide.optimizer.transfers import Transfers
 from lowtide.tensors.private import storage_key
-from lowtide.tensors.wrappers import inside
+from lowtide.tensors.view import Shape
+from lowtide.tensors.wrappers import inside, shell_of
 from lowtide.units import MIB
 
 CUT_FROM_BYTES = 8 * MIB
@@ -60,6 +62,8 @@ class StateStore:
         self.home_of: dict[torch.Tensor, Home] = {}
         self.residents: set[torch.Tensor] = set()
         """Parameters whose state stays on the device."""
+        self.unfinished: list[Home] = []
+        """Of parameters whose first step has not come to their end; nobody else knows them yet."""
         self.state_bytes_per_parameter_byte = 3.0
         """A guess on the safe side until state was seen."""
         self._tiers = tiers
@@ -134,34 +138,84 @@ class StateStore:
         return [values for values in kept if values]
 
     def _settle_in(self, values: list[Value], anywhere: bool) -> None:
-        entries, nbytes = describe(values)
+        parameter, is_alone = values[0][0], all(other is values[0][0] for other, _, _ in values)
+        tensors = [value for _, _, value in values]
+        ends = ends_in(self.optimizer, parameter, tensors, self.bucket_bytes) if is_alone else []
+        entries, nbytes = describe(values, PART_ALIGN_BYTES if ends else ALIGN_BYTES)
         place = self._place(nbytes)
         if place is None:
             self.residents.update(parameter for parameter, _, _ in values)
             return
         home = Home(*place, entries)
+        if ends:
+            home.cut(ends, self.engine)
         try:
             self._fill(home, values, directly=anywhere and home.slot.tier == "host")
         except torch.OutOfMemoryError:
             if not anywhere:
-                self.engine.free(home.slot)
+                self.transfers.free(home)
                 return  # it stays on the device, and the next step tries again
             self._fill(home, values, directly=True)
+        self.settled_in(home)
+
+    def settled_in(self, home: Home) -> None:
+        """From now on this home has the state of its parameters."""
         self.homes.append(home)
         self.home_of.update(dict.fromkeys(home.parameters, home))
-        home.bind_host(self.optimizer.state)
+        if home.resident is None:
+            home.bind_host(self.optimizer.state)
+        else:
+            home.bind_device(self.optimizer.state, home.resident)
+
+    def begin_home(self, parameter: torch.Tensor, dtypes: dict[Hashable, torch.dtype], ends: list[int]) -> Home | None:
+        """A home for the state that a large parameter gets stretch by stretch; None where no tier has room.
+
+        It is `unfinished` until the caller says that it has `settled_in`."""
+        local, shell = inside(parameter.detach()), shell_of(parameter.detach())
+        sizes = [local.numel() * dtype.itemsize for dtype in dtypes.values()]
+        starts, nbytes = lay_out(sizes, PART_ALIGN_BYTES)
+        place = self._place(nbytes)
+        if place is None:
+            self.residents.add(parameter)
+            return None
+        entries = [
+            Entry(parameter, key, Shape.of(local)._replace(offset=0, dtype=dtype), start, size, shell)
+            for (key, dtype), start, size in zip(dtypes.items(), starts, sizes, strict=True)
+        ]
+        home = Home(*place, entries)
+        home.cut(ends, self.engine)
+        self.unfinished.append(home)
+        return home
 
     def _fill(self, home: Home, values: list[Value], *, directly: bool) -> None:
-        """`directly`: by the host, from memory to memory; else through a bucket on the device."""
+        """`directly`: by the host, from memory to memory; else through buckets on the device."""
         with torch.no_grad():
             if directly:
                 for host, (_, _, value) in zip(home.hosts, values, strict=True):
                     inside(host).copy_(inside(value))
                 return
-            bucket = self.transfers.new_bucket(home.nbytes)
-            for entry, (_, _, value) in zip(home.entries, values, strict=True):
-                entry.over(bucket).copy_(inside(value))
-            self.transfers.send(home, bucket)
+            for piece in home.pieces:
+                sources = [inside(value) for _, _, value in values]
+                if piece.end is not None:
+                    sources = [in_order(source, piece.start, piece.end) for source in sources]
+                self.put(piece, sources)
+
+    def put(self, piece: Piece, sources: Iterable[torch.Tensor]) -> None:
+        """Give a piece these bytes, through a bucket on the device."""
+        home = piece.home
+        bucket = None if home.resident is not None else self.transfers.new_bucket(piece)
+        if bucket is not None and home.resident is not None:  # to make room showed that another could not be sent
+            self.transfers.drop(bucket)
+            bucket = None
+        if piece.end is None:
+            assert bucket is not None
+            targets = [entry.over(bucket[0]) for entry in home.entries]
+        else:
+            targets = piece.stretches(bucket)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        if bucket is not None:
+            self.transfers.send(piece, bucket)
 
     def _place(self, nbytes: int) -> tuple[Slot, torch.Tensor] | None:
         """A slot on the first tier with room."""
@@ -178,10 +232,20 @@ class StateStore:
         )
         return None
 
-    def _stay(self, home: Home, bucket: torch.UntypedStorage, error: BaseException) -> None:
-        """A bucket could not be written: its bytes stay where they are, on the device, until a step tries again."""
-        home.resident = bucket
-        home.bind_device(self.optimizer.state, bucket)
+    def _stay(self, piece: Piece, bucket: Bucket, error: BaseException) -> None:
+        """A piece could not be written: its bucket's bytes stay on the device until a step tries again."""
+        home = piece.home
+        if piece.end is None:
+            home.resident = bucket[0]
+        else:
+            self.transfers.drop(bucket)
+            if home.resident is None:
+                home.resident = self.transfers.gather(home)
+            with torch.no_grad():
+                for there, own in zip(piece.stretches(None), piece.stretches(bucket), strict=True):
+                    there.copy_(own)
+        if home not in self.unfinished:
+            home.bind_device(self.optimizer.state, home.resident)
         warnings.warn(
             f"lowtide: {home.nbytes} bytes of optimizer state could not be written to the tier '{home.slot.tier}' "
             f"({error}); they stay on {self.device} until a later step can",
@@ -200,7 +264,8 @@ class StateStore:
     def start_anew(self) -> None:
         """Forget every home, and give what `optimizer.state` shows now new ones."""
         self.transfers.settle()
-        old, self.homes = self.homes, []
+        old, self.homes = [*self.homes, *self.unfinished], []
+        self.unfinished.clear()
         self.home_of.clear()
         self.adopt((p for group in self.optimizer.param_groups for p in group["params"]), anywhere=True)
         self.transfers.settle()
@@ -228,6 +293,8 @@ class StateStore:
         Where memory runs out, the homes that are left are whole: call it again, or step on.
         """
         self.transfers.settle()
+        while self.unfinished:
+            self.transfers.free(self.unfinished.pop())
         while self.homes:
             home = self.homes[0]
             if home.resident is not None:
@@ -245,7 +312,7 @@ class StateStore:
         values = (entries_of(self.optimizer.state, entry.parameter).get(entry.key) for entry in home.entries)
         self._to_device({id(v) for v in values if isinstance(v, torch.Tensor) and storages_of([v]) == key}, home)
         home.resident = None
-        self.transfers.drop(bucket)
+        self.transfers.drop((bucket,))
 
     def _to_device(self, shown: set[int], home: Home) -> None:
         """Copy these tensors of `optimizer.state`, by their identity, to memory of their own: all of a home or none."""

@@ -464,7 +464,7 @@ class OptimizerSwap:
         swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
         return OptimizerStats(
             num_steps=self._num_steps,
-            num_buckets=len(store.homes),
+            num_buckets=sum(len(home.pieces) for home in store.homes),
             swapped_bytes=swapped,
             resident_bytes=total - swapped,
             bucket_peak_bytes=transfers.peak_bytes,

@@ -23,31 +23,32 @@ from collections.abc import Callable
 import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
-from lowtide.optimizer.homes import Home
+from lowtide.optimizer.homes import Bucket, Home, Piece
 
 NUM_BUFFERS = 3
 _POLL_SECONDS = 1e-4
 
 
 class Arrival:
-    """A bucket on its way to the device."""
+    """A piece on its way to the device."""
 
-    __slots__ = ("bucket", "event", "home")
+    __slots__ = ("bucket", "events", "piece")
 
-    def __init__(self, home: Home, bucket: torch.UntypedStorage, event: Event) -> None:
-        self.home = home
+    def __init__(self, piece: Piece, bucket: Bucket, events: list[Event]) -> None:
+        self.piece = piece
         self.bucket = bucket
-        self.event = event
+        self.events = events
+        """One behind each copy."""
 
 
 class Transfers:
-    """See the module's text. `on_lost(home, bucket)` is called when a bucket could not be written to its slot."""
+    """See the module's text. `on_lost(piece, bucket)` is called when a piece could not be written to its slots."""
 
     def __init__(
         self,
         engine: Engine,
         device: torch.device,
-        on_lost: Callable[[Home, torch.UntypedStorage, BaseException], None],
+        on_lost: Callable[[Piece, Bucket, BaseException], None],
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.engine = engine
@@ -64,18 +65,18 @@ class Transfers:
         self.most_held = num_buffers
         """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
         self._on_lost = on_lost
-        self._leaving: deque[tuple[Home, torch.UntypedStorage, Event]] = deque()
+        self._leaving: deque[tuple[Piece, Bucket, list[Event]]] = deque()
         self._num_held = 0
         self._unsettled: list[Event] = []
         self._to_free: list[tuple[Slot, tuple[Event, ...]]] = []
 
-    def new_bucket(self, nbytes: int) -> torch.UntypedStorage:
-        """Device memory for a bucket, once there is room for one more."""
+    def new_bucket(self, piece: Piece) -> Bucket:
+        """Device memory for a piece, once there is room for one more."""
         while self._leaving and self._num_held >= self.most_held:
             self._retire()
-        bucket = self._allocate(nbytes)
+        bucket = tuple([self._allocate(slot.nbytes) for slot in piece.slots])
         self._num_held += 1
-        self.held_bytes += nbytes
+        self.held_bytes += piece.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return bucket
 
@@ -88,28 +89,48 @@ class Transfers:
         self.retire_all()
         return self.engine.new_buffer(nbytes, self.device)
 
-    def drop(self, bucket: torch.UntypedStorage) -> None:
+    def drop(self, bucket: Bucket) -> None:
         """Count a bucket as gone that no copy touches any more; the caller lets go of it."""
-        self.held_bytes -= bucket.nbytes()
+        self.held_bytes -= sum(storage.nbytes() for storage in bucket)
         self._num_held -= 1
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, home: Home) -> Arrival:
-        """Start the copy of a home's bytes to the device."""
+    def fetch(self, piece: Piece) -> Arrival:
+        """Start the copy of a piece's bytes to the device."""
         engine = self.engine
-        if any(leaving is home for leaving, _, _ in self._leaving):
+        if any(leaving.overlaps(piece) for leaving, _, _ in self._leaving):
             self.retire_all()
-        bucket = self.new_bucket(home.nbytes)
+        bucket = self.new_bucket(piece)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
-        engine.copy_in(home.slot, bucket)
-        self.fetched_bytes += home.nbytes
-        return Arrival(home, bucket, engine.record(Lane.IN))
+        events = []
+        for slot, storage in zip(piece.slots, bucket, strict=True):
+            engine.copy_in(slot, storage)
+            events.append(engine.record(Lane.IN))
+        self.fetched_bytes += piece.nbytes
+        return Arrival(piece, bucket, events)
 
-    def arrive(self, arrival: Arrival) -> torch.UntypedStorage:
+    def gather(self, home: Home) -> torch.UntypedStorage:
+        """All of a home's bytes on the device, behind what was sent. Blocks; for when something went wrong."""
+        engine = self.engine
+        storage = engine.new_buffer(home.nbytes, self.device)
+        self._num_held += 1
+        self.held_bytes += home.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        for event in (engine.record(Lane.COMPUTE), engine.record(Lane.OUT)):
+            engine.wait(Lane.IN, event)
+        engine.copy_in(home.slot, storage)
+        event = engine.record(Lane.IN)
+        engine.wait(Lane.COMPUTE, event)
+        error = engine.failure(event)
+        if error is not None:
+            raise error
+        return storage
+
+    def arrive(self, arrival: Arrival) -> Bucket:
         """The bucket, for what compute does from now on. Raises what went wrong in the copy."""
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.event)
-        error = self.engine.failure(arrival.event)
+        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
+        error = self._failure(arrival.events)
         if error is not None:
             self.drop(arrival.bucket)
             raise error
@@ -117,20 +138,22 @@ class Transfers:
 
     def give_up(self, arrival: Arrival) -> None:
         """Forget a fetched bucket that nobody used; its slot has the same bytes."""
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.event)
+        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
         self.drop(arrival.bucket)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def send(self, home: Home, bucket: torch.UntypedStorage) -> None:
-        """Start the copy of a bucket to its slot, and take over the bucket."""
+    def send(self, piece: Piece, bucket: Bucket) -> None:
+        """Start the copy of a piece to its slots, and take over the bucket."""
         engine = self.engine
-        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
-        engine.copy_out(bucket, home.slot)
-        event = engine.record(Lane.OUT)
-        self.sent_bytes += home.nbytes
-        self._leaving.append((home, bucket, event))
-        self._unsettled.append(event)
+        events = []
+        for slot, storage in zip(piece.slots, bucket, strict=True):
+            engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+            engine.copy_out(storage, slot)
+            events.append(engine.record(Lane.OUT))
+        self.sent_bytes += piece.nbytes
+        self._leaving.append((piece, bucket, events))
+        self._unsettled.append(events[-1])
 
     def retire_all(self) -> None:
         """Release all buckets that leave: compute waits for their copies."""
@@ -138,13 +161,16 @@ class Transfers:
             self._retire()
 
     def _retire(self) -> None:
-        home, bucket, event = self._leaving.popleft()
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, event)
-        error = self.engine.failure(event)
+        piece, bucket, events = self._leaving.popleft()
+        self.stall_seconds += self.engine.wait(Lane.COMPUTE, events[-1])
+        error = self._failure(events)
         if error is not None:
-            self._on_lost(home, bucket, error)
+            self._on_lost(piece, bucket, error)
             return
         self.drop(bucket)
+
+    def _failure(self, events: list[Event]) -> BaseException | None:
+        return next((error for error in map(self.engine.failure, events) if error is not None), None)
 
     # -- what the host sees --------------------------------------------------------------------------------------------
 

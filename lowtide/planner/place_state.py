@@ -9,7 +9,8 @@ budget, one link), and writes down what came of it.
 
 Why buckets: the step of the optimizer needs three of them and not all of the state, and its temporaries (4 bytes a
 parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
-0.2 ms to step one; at most an eighth of the state; at least the state of the largest parameter.
+0.2 ms to step one; at most an eighth of the state; at least what must be stepped at once (of a large parameter a
+stretch, if the optimizer is elementwise, and all of it otherwise).
 Cost: the solver's, once for `swap`, twice for `auto`; once more where memory is so tight that shares are waited for,
 and once more where several micro-batches share a step. Not covered: updates in the next forward, or inside backward
 (both change what user code may do, so they are for the user to ask for); host memory slower than the link.

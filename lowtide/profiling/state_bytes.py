@@ -3,7 +3,8 @@
 What: bytes of unique storages. An optimizer that has not stepped yet has no state; a copy of it takes one step on fake
 parameters (shapes without memory), and what it made is counted. Its state between steps and its temporaries come out.
 Of the state, what may be elsewhere between steps is counted too: tensors of 16,384 elements and more, not `step` and
-what else is small.
+what else is small; and the most of it that must be there at once: of a parameter that may be stepped in stretches, the
+state of a shortest one.
 The optimizer itself is never written to: what wraps it is taken off first (optimizers.py), nothing is assigned by name
 to its copy, and what the two share is as it was afterwards.
 
@@ -29,7 +30,7 @@ from torch import nn
 from lowtide.core.profile import StateBytes
 from lowtide.tensors.fsdp import is_sharded, local_part
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
-from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
+from lowtide.tensors.optimizers import CUT_ELEMENTS, SWAP_ATTRIBUTE, bare, is_alike_in_stretches
 from lowtide.tensors.private import (
     OPTIMIZER_HOOKS,
     OPTIMIZER_STATE_HOOKS,
@@ -98,20 +99,41 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bo
             "has now is counted; take one step first if it has none",
             stacklevel=4,
         )
-        return _state_of(optimizer)
+        return _state_of(optimizer, _in_stretches(optimizer, is_accelerator))
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> _State:
-    """The state that there is."""
-    large = [
-        [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.numel() >= MOVABLE_ELEMENTS]
-        for state in optimizer.state.values()
-    ]
-    return _State(
-        nbytes=unique_bytes(optimizer_tensors(optimizer)),
-        movable=unique_bytes([tensor for tensors in large for tensor in tensors]),
-        unit=max(map(unique_bytes, large), default=0),
-    )
+def _state_of(optimizer: torch.optim.Optimizer, in_stretches: set[int]) -> _State:
+    """The state that there is. `in_stretches`: numbers of the parameters that may be stepped so."""
+    number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    movable: list[torch.Tensor] = []
+    unit = 0
+    for parameter, state in optimizer.state.items():
+        large = [
+            leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.numel() >= MOVABLE_ELEMENTS
+        ]
+        movable += large
+        nbytes = unique_bytes(large)
+        num_elements = local_part(parameter).numel() if isinstance(parameter, torch.Tensor) else 0
+        if number_of.get(id(parameter)) in in_stretches and num_elements > CUT_ELEMENTS:
+            nbytes = -(-nbytes * CUT_ELEMENTS // num_elements)
+        unit = max(unit, nbytes)
+    return _State(nbytes=unique_bytes(optimizer_tensors(optimizer)), movable=unique_bytes(movable), unit=unit)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+
+
+def _in_stretches(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> set[int]:
+    """Numbers of the parameters that may be stepped in stretches, as optimizer/stretches.py decides."""
+    number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    return {
+        number_of[id(parameter)]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (not is_sharded(parameter) or group.get("foreach") is not None or group.get("fused"))
+        and is_alike_in_stretches(optimizer, group, parameter.dtype, is_accelerator=is_accelerator)
+    }
 
 
 def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
@@ -125,7 +147,7 @@ def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
             live.add_all([*fakes, *(p.grad for p in fakes if p.grad is not None), *optimizer_tensors(twin)])
             with live:
                 _step_of(type(twin))(twin)
-            state = _state_of(twin)
+            state = _state_of(twin, _in_stretches(optimizer, is_accelerator))
             return dataclasses.replace(state, temporaries=max(0, live.peak_bytes - held - state.nbytes))
     finally:
         before.restore()  # what the copy shares with the original: objects of the optimizer's own class

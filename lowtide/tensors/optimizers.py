@@ -18,6 +18,18 @@ from lowtide.errors import ConfigError
 
 SWAP_ATTRIBUTE = "lowtide_swap"
 """Attribute of an optimizer that gives the handle of its swapped state."""
+CUT_ELEMENTS = 65_536
+"""A large parameter is stepped in stretches of so many elements or a multiple: whole vectors, and where torch's foreach
+and fused kernels on accelerators cut it themselves."""
+ELEMENTWISE = frozenset(
+    {
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    }
+)
+"""Classes of torch that update each element of a parameter by that element alone. Not Adafactor and Muon."""
+_WIDE_BYTES = 4
+_FUSED_ALIKE = frozenset({"Adagrad", "Adam", "AdamW"})
 _INSIDE = ("optimizer", "_optimizer")
 _MAX_WRAPPERS = 8
 
@@ -43,6 +55,22 @@ def bare(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
+
+
+def is_alike_in_stretches(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, *, is_accelerator: bool
+) -> bool:
+    """Whether a parameter of this dtype gets the same bits where stretches of its elements are stepped one by one.
+
+    torch's kernels for main memory round the last elements of each thread's share of a tensor in half precision in
+    another way than the others. Not so on one thread, nor in the fused kernels of `_FUSED_ALIKE`.
+    """
+    kind = type(optimizer)
+    if not (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE) or dtype.is_complex:
+        return False
+    if is_accelerator or dtype.itemsize >= _WIDE_BYTES:
+        return True
+    return kind.__name__ in _FUSED_ALIKE if group.get("fused") else torch.get_num_threads() == 1
 
 
 def _is_optimizer(found: Any) -> bool:

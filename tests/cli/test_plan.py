@@ -18,6 +18,7 @@ from lowtide.cli.main import main
 from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.hardware import load_hardware
 from lowtide.train.profiling import trace_run
@@ -161,7 +162,7 @@ def test_what_the_examples_save(example: str, name: str, least: float) -> None:
     assert keep is not None and swap is not None and auto is not None
     assert swap.plain_peak_bytes == keep.peak_bytes == auto.peak_bytes
     assert 1 - swap.peak_bytes / keep.peak_bytes >= least
-    movable, bucket_bytes = profile.state.optimizer_movable, profile.state.optimizer_unit
+    movable, bucket_bytes = profile.state.optimizer_movable, bucket_size(profile.state, device.link)
     assert movable - 3 * bucket_bytes <= keep.floor_bytes - auto.floor_bytes <= 1.01 * movable
 
 

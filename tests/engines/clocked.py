@@ -102,6 +102,9 @@ class ClockedEngine:
         slot = self.allocate(nbytes, tier)
         return slot, byte_view(slot.place)
 
+    def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
+        return Slot(slot.tier, nbytes, slot.place[start_bytes : start_bytes + nbytes])
+
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
         self._in_use_bytes -= slot.nbytes

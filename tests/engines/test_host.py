@@ -421,6 +421,25 @@ def test_bandwidth_is_measured_both_ways(engine):
     assert engine.memory_in_use() == {"disk": 0}
 
 
+def test_parts_of_a_visible_slot_are_copied_by_themselves(tmp_path):
+    """Also with lengths that direct transfers round up: the part behind is not touched."""
+    engine = HostEngine(directory=tmp_path)
+    slot, view = engine.allocate_visible(12288 + 10, "disk")
+    parts = [(0, 4096), (4096, 4000), (8192, 4096), (12288, 10)]
+    for number in (3, 2, 1, 0):
+        source = torch.full((parts[number][1],), number + 1, dtype=torch.uint8)
+        engine.copy_out(source.untyped_storage(), engine.part_of(slot, *parts[number]))
+    engine.wait(Lane.COMPUTE, engine.record(Lane.OUT))
+    for number, (start, nbytes) in enumerate(parts):
+        assert (view[start : start + nbytes] == number + 1).all()
+        target = engine.new_buffer(nbytes, torch.device("cpu"))
+        engine.copy_in(engine.part_of(slot, start, nbytes), target)
+        engine.wait(Lane.COMPUTE, engine.record(Lane.IN))
+        assert (byte_view(target) == number + 1).all()
+    engine.free(slot)
+    engine.close()
+
+
 def test_a_visible_slot_shows_the_file(tmp_path):
     engine = HostEngine(directory=tmp_path)
     slot, view = engine.allocate_visible(10_000, "disk")

@@ -142,6 +142,19 @@ def test_caps_are_kept() -> None:
     assert engine.memory_in_use() == {"host": 100, "disk": 0}
 
 
+def test_parts_of_a_visible_slot_are_copied_by_themselves():
+    engine = VirtualEngine(0)
+    slot, view = engine.allocate_visible(8192 + 100, "host")
+    source = torch.arange(100, dtype=torch.uint8)
+    engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+    engine.copy_out(source.untyped_storage(), engine.part_of(slot, 8192, 100))
+    engine.wait(Lane.COMPUTE, engine.record(Lane.OUT))
+    assert torch.equal(view[8192:], source)
+    assert (view[:8192] == 255).all()
+    engine.free(slot)
+    assert engine.num_slots == 0
+
+
 def test_a_visible_slot_shows_what_was_sent_and_poison_when_it_is_free():
     engine = VirtualEngine(0)
     slot, view = engine.allocate_visible(16, "host")

@@ -45,6 +45,7 @@ _OPTIMIZER = "optimizer/test_bit_equality.py"
 _OPTIMIZER_STEP = "optimizer/test_step.py"
 _OPTIMIZER_SWAP = "optimizer/test_swap.py"
 _OPTIMIZER_ORDER = "optimizer/test_transfers.py"
+_CUTS = "optimizer/test_cuts.py"
 _OPTIMIZER_AHEAD = "optimizer/test_overlap.py"
 _DEFERRED = "optimizer/test_deferred.py"
 _PLACES = "planner/test_place_state.py"
@@ -1662,7 +1663,7 @@ OPTIMIZER = [
         "bucket-is-used-before-it-arrives",
         "optimizer",
         "optimizer/transfers.py",
-        """        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.event)
+        """        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
         error = """,
         "        error = ",
         (f"{_OPTIMIZER}::test_same_bits",),
@@ -1672,7 +1673,7 @@ OPTIMIZER = [
         "bucket-leaves-before-it-is-updated",
         "optimizer",
         "optimizer/transfers.py",
-        "        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))\n",
+        "            engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))\n",
         "",
         (f"{_OPTIMIZER}::test_same_bits",),
         "the state of the step before is written back",
@@ -1681,7 +1682,7 @@ OPTIMIZER = [
         "bucket-is-released-while-it-leaves",
         "optimizer",
         "optimizer/transfers.py",
-        "        self.stall_seconds += self.engine.wait(Lane.COMPUTE, event)\n",
+        "        self.stall_seconds += self.engine.wait(Lane.COMPUTE, events[-1])\n",
         "",
         (f"{_OPTIMIZER}::test_same_bits",),
         "the memory of a bucket is used anew before it was copied out",
@@ -1690,10 +1691,10 @@ OPTIMIZER = [
         "bucket-that-was-not-written-is-released",
         "optimizer",
         "optimizer/transfers.py",
-        """        error = self.engine.failure(event)
+        """        error = self._failure(events)
         if error is not None:
             self._on_lost""",
-        """        error = self.engine.failure(event)
+        """        error = self._failure(events)
         if False:
             self._on_lost""",
         (f"{_OPTIMIZER_STEP}::test_a_bucket_that_cannot_be_written_stays_on_the_device",),
@@ -1805,10 +1806,37 @@ OPTIMIZER = [
         "prefetched-bucket-is-believed",
         "optimizer",
         "optimizer/overlap.py",
-        "                and _versions(arrival.home) == versions\n",
-        "",
+        " and _versions(home) == versions:\n",
+        ":\n",
         (f"{_OPTIMIZER_AHEAD}::test_changes_between_fetch_and_step_count",),
         "state that was written to after its bucket was fetched is overwritten",
+    ),
+    Mutant(
+        "stretches-count-steps",
+        "optimizer",
+        "optimizer/cuts.py",
+        "key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)",
+        "key: value",
+        (f"{_CUTS}::test_same_bits[torch.float32-AdamW-foreach]",),
+        "a large parameter that steps in three stretches counts three steps",
+    ),
+    Mutant(
+        "stretches-of-one-place",
+        "optimizer",
+        "optimizer/homes.py",
+        "entry.start_bytes + start * size, (end - start) * size",
+        "entry.start_bytes, (end - start) * size",
+        (f"{_CUTS}::test_same_bits[torch.float32-AdamW-foreach]",),
+        "the state of each stretch is written over that of the first one",
+    ),
+    Mutant(
+        "stretches-of-a-gradient-in-another-order",
+        "optimizer",
+        "optimizer/stretches.py",
+        "(tensor.size(), tensor.stride()) == (parameter.size(), parameter.stride())",
+        "tensor.size() == parameter.size()",
+        (f"{_CUTS}::test_a_gradient_that_lies_otherwise_steps_whole",),
+        "elements are updated with the gradients of others",
     ),
     Mutant(
         "prefetch-raises-the-peak",

@@ -20,9 +20,11 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
+from lowtide.tensors.optimizers import CUT_ELEMENTS
 from lowtide.tensors.wrappers import inside, is_distributed
 
 STEPS = 6
+NUM_STRETCHES = 3
 
 
 def _model(way: str) -> nn.Module:
@@ -30,6 +32,8 @@ def _model(way: str) -> nn.Module:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24)) for _ in range(4)))
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if way == "fsdp large":
+        model.append(nn.Linear(24, 2 * NUM_STRETCHES * CUT_ELEMENTS // 24, bias=False))
     mesh = init_device_mesh("cpu", (2,))
     for block in model:
         fully_shard(block, mesh=mesh)
@@ -84,6 +88,7 @@ def trained(rank: int, way: str, overlap: str) -> dict[str, Any]:
     between = _same(_left(model, optimizer), truth)
     kinds = {type(optimizer.state[p]["exp_avg"]).__name__ for p in model.parameters()}
     moved = handle.stats.swapped_bytes
+    stretches = max(len(home.pieces) for home in handle._store.homes)
     handle.detach()
     return {
         "between": between,
@@ -91,9 +96,8 @@ def trained(rank: int, way: str, overlap: str) -> dict[str, Any]:
         "kinds": kinds,
         "moved": moved == sum(8 * inside(p.detach()).numel() for p in model.parameters()),
         "violations": engine.violations,
-        "distributed": all(
-            is_distributed(optimizer.state[p]["exp_avg"]) == (way == "fsdp") for p in model.parameters()
-        ),
+        "distributed": all(is_distributed(optimizer.state[p]["exp_avg"]) == (way != "ddp") for p in model.parameters()),
+        "stretches": stretches == (NUM_STRETCHES if way == "fsdp large" else 1),
     }
 
 
@@ -150,6 +154,7 @@ def saved_in_the_background(rank: int) -> dict[str, Any]:
 
 JOBS: list[two_ranks.Job] = [
     ("saved_in_the_background", {}),
+    ("trained", {"way": "fsdp large", "overlap": "backward"}),
     *(("trained", {"way": way, "overlap": overlap}) for way in ("ddp", "fsdp") for overlap in ("step", "backward")),
     *(
         ("resumed", {"way": way, "saving": saving, "loading": loading})
@@ -181,8 +186,9 @@ def test_the_same_bits_on_two_ranks(number: int, answers: list[tuple[Any, Any]])
         assert answer == {
             "between": True,
             "after": True,
-            "kinds": {"DTensor" if arguments["way"] == "fsdp" else "Tensor"},
+            "kinds": {"Tensor" if arguments["way"] == "ddp" else "DTensor"},
             "moved": True,
             "violations": [],
             "distributed": True,
+            "stretches": True,
         }

@@ -73,3 +73,29 @@ def test_the_device_holds_buckets_only() -> None:
         assert module.max_memory_allocated(device) - before <= 4 * BUCKET_BYTES + MIB
     assert handle.stats.swapped_bytes == 8 * NUM_PARAMETERS * SIDE * SIDE
     handle.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {"foreach": False}, {}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_a_parameter_that_steps_in_stretches_has_the_same_bits(kind: Any, flags: dict[str, Any], dtype: Any) -> None:
+    if kind is torch.optim.RMSprop and flags.get("fused"):
+        pytest.skip("torch has none")
+    flags = {"lr": 0.01, "weight_decay": 0.1, **flags, **({"momentum": 0.9} if kind is not torch.optim.AdamW else {})}
+    if kind is torch.optim.Adam:
+        del flags["momentum"]
+    results = []
+    for is_swapped in (False, True):
+        values = torch.linspace(-1, 1, 5 * 65_536 + 40_001, device=_device()).to(dtype)
+        parameter = torch.nn.Parameter(values)
+        optimizer = kind([parameter], **flags)
+        handle = lowtide.swap_optimizer(optimizer, bucket_bytes="1MiB") if is_swapped else None
+        for step in range(5):
+            parameter.grad = (parameter.detach() * 37 + step).sin()
+            optimizer.step()
+        if handle is not None:
+            assert handle.stats.num_buckets >= 2
+            handle.detach()
+        state = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+        results.append([parameter.detach(), *state])
+    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))

@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide.core.profile import StateBytes
 from lowtide.profiling.state_bytes import MOVABLE_ELEMENTS, state_bytes
+from lowtide.tensors.optimizers import CUT_ELEMENTS
 
 LARGE, SMALL = 200 * 100, 100  # elements of the weight and of the bias
 
@@ -40,6 +41,31 @@ def test_moments_can_move_and_what_is_small_stays(make: Any, settings: dict[str,
 
 def test_a_bucket_must_hold_the_largest_parameter() -> None:
     assert counted(torch.optim.AdamW).optimizer_unit == 2 * 4 * LARGE
+
+
+class Own(torch.optim.AdamW):
+    """A user's: nobody knows what it looks at."""
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "is_accelerator", "elements"),
+    [
+        (torch.optim.AdamW, torch.float32, True, CUT_ELEMENTS),
+        (torch.optim.AdamW, torch.float32, False, CUT_ELEMENTS),
+        (torch.optim.AdamW, torch.bfloat16, True, CUT_ELEMENTS),
+        (torch.optim.AdamW, torch.bfloat16, False, 500 * 400),
+        (Own, torch.float32, True, 500 * 400),
+    ],
+)
+def test_or_a_stretch_of_it_where_it_may_be_cut(make: Any, dtype: Any, is_accelerator: bool, elements: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    model = nn.Linear(500, 400, dtype=dtype)
+    optimizer = make(model.parameters())
+    state = state_bytes(model, inputs=0, optimizer=optimizer, device_type="cpu", is_accelerator=is_accelerator)
+    torch.set_num_threads(threads)
+    assert state.optimizer_unit == 2 * dtype.itemsize * elements
+    assert state.optimizer_movable == 2 * dtype.itemsize * 500 * 400
 
 
 def test_state_that_is_there_counts_where_no_copy_can_step() -> None:

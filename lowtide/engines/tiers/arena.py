@@ -79,6 +79,13 @@ class Block:
             left -= length
         return tensors
 
+    def part(self, start: int, nbytes: int) -> Block:
+        """Some bytes of a block in one piece. Valid until the block is freed; it is not freed itself."""
+        assert self._ranges is not None, "the block was freed"
+        assert len(self._ranges) == 1
+        assert start + nbytes <= self.nbytes
+        return Block(nbytes, [_Range(self._ranges[0].slab, self._ranges[0].start + start, nbytes)])
+
 
 class Arena:
     """See the module's text. `make_slab(nbytes)` returns a one-dimensional uint8 tensor of `nbytes`."""

@@ -298,7 +298,7 @@ class Autopilot:
             return
         if key is None:
             key = self._largest_for(shape)
-        if key != self._state.key or self.phase is Phase.CHANGING:
+        if key != self._state.key:
             self._use(key)
         else:
             self._review(key)
@@ -501,10 +501,25 @@ class Autopilot:
         return self._agreed_plan(profile or shape.profile, self._budget_for(shape), is_joint=is_joint)
 
     def _use(self, key: ShapeBucket, *, why: str = "", seconds: float = 0.0) -> None:
-        """Put the plan of a shape bucket in force; `why` it is a new one."""
+        """Put the plan of a shape bucket in force; `why` it is a new one.
+
+        What goes wrong on the way (a full disk) is the caller's to hear of; the next forward pass tries again.
+        """
         self._take_off()
         shape = self._shapes.use(key)
         self._enter(Phase.CHANGING, key)
+        try:
+            self._put_on(key, shape)
+        except BaseException:
+            self._enter(Phase.WAITING)
+            self._patch = self._patch.again()
+            shape.retire()
+            raise
+        self._patch = self._patch.again()
+        if why:
+            self._tell(shape, why, seconds)
+
+    def _put_on(self, key: ShapeBucket, shape: CachedPlan) -> None:
         if shape.tide is None:
             # Ranks have agreed already, or cannot.
             how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
@@ -522,9 +537,6 @@ class Autopilot:
         self._enter(Phase.COMPARED if is_compared else Phase.SETTLED, key, shape.tide)
         self._was_smaller = False
         self._clock.seconds.clear()
-        self._patch = self._patch.again()
-        if why:
-            self._tell(shape, why, seconds)
 
     def _tell(self, shape: CachedPlan, why: str, seconds: float) -> None:
         event = PlanEvent(

@@ -8,7 +8,7 @@ what belongs to it: whose plan is in force, and the tide that carries it out.
        |             |          |  |  +----------+-------------+
        +-------------+----------+  |
                      |             +--- from WAITING, where the batch is of a shape that has a plan
-                     +---> REFUSED                    (from all: REMOVED)
+                     +---> REFUSED                    (from all but CHANGING: REMOVED)
 
 Cost: nothing. Not covered: why a plan is made again; that is in autopilot.py, and each event says it.
 """
@@ -23,7 +23,7 @@ from lowtide.runtime.session.tide import Tide
 
 
 class Phase(Enum):
-    """Where an autopilot stands. Between two forward passes it is in any phase but OBSERVING."""
+    """Where an autopilot stands. Between two forward passes it is in any phase but OBSERVING and CHANGING."""
 
     WAITING = "waiting"
     """No plan is in force; the next forward pass sees to one. Before the first step, and after one that failed."""
@@ -53,7 +53,7 @@ ARROWS: dict[tuple[Phase, Phase], str] = {
     (Phase.CHANGING, Phase.OBSERVING): "what comes has a shape that has no plan",
     (Phase.CHANGING, Phase.COMPARED): "the plan is on, and new",
     (Phase.CHANGING, Phase.SETTLED): "the plan is on, and was compared before, or predicts nothing",
-    (Phase.CHANGING, Phase.REMOVED): "the user is done; the plan could not be put on",
+    (Phase.CHANGING, Phase.WAITING): "the plan could not be put on",
     (Phase.COMPARED, Phase.SETTLED): "the last comparison is over",
     (Phase.COMPARED, Phase.CHANGING): "another shape comes, or the plan is made again",
     (Phase.COMPARED, Phase.REMOVED): "the user is done",

@@ -18,6 +18,7 @@ from lowtide.mindformers.follow import follow, sections_in
 from lowtide.optimizer import store
 from lowtide.profiling.observe_step import observe
 from lowtide.profiling.state_bytes import state_bytes
+from lowtide.runtime.autopilot.phases import IN_FORCE, Phase
 from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
@@ -132,6 +133,27 @@ def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any
         assert tide.plan is not None and tide.plan.optimizer is not None and tide.plan.optimizer.moves
         assert tide.optimizer_swap is not None and tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES
         assert_plain(everything(losses, model, optimizer), sizes)
+
+
+def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any, monkeypatch: Any) -> None:
+    """The first planned forward finds no place for the state: it says so, and so does the next one, until there is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    model, optimizer = build()
+    memory = {"optimizer": "swap", "min_bytes": "1KiB", "disk_path": str(folder)}
+    with lowtide.optimize(model, budget="64MiB", memory=memory, optimizer=optimizer, engine="host") as tide:
+        folder.rmdir()
+        for _ in range(2):
+            with pytest.raises(lowtide.ConfigError, match=r"^swap directory .*: cannot write there"):
+                model(rows(0))
+            assert tide.phase is Phase.WAITING and tide.plan is None
+        folder.mkdir()
+        losses = train(model, optimizer)
+        assert tide.phase in IN_FORCE
+        assert tide.optimizer_swap is not None and tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES
+        assert_plain(everything(losses, model, optimizer))
+    assert "forward" not in vars(model) and "step" not in vars(optimizer)
 
 
 def test_state_that_may_stay_stays() -> None:
