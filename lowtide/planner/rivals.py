@@ -46,7 +46,8 @@ def rivals_of(
         found = _made(lambda: make(dataclasses.replace(config, swap="none"), **limits))
         if found is not None:
             yield NO_SWAP, found
-    if config.swaps_freely and config.recomputes_freely and not profile.num_collectives:
+    has_no_swap_rule = config.swaps_freely or config.swap == "none"
+    if has_no_swap_rule and config.recomputes_freely and not profile.num_collectives:
         whole = dataclasses.replace(config, swap="none", recompute="none")
         found = _fewest(can_run_again(profile), lambda layers: make(whole, layers=layers, **limits), seconds_each)
         if found is not None:

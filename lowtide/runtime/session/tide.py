@@ -128,8 +128,8 @@ class Tide:
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward pass has ended since the totals began."""
-        return self._counters.num_forwards > 0
+        """Whether a forward pass has shown what the model saves; the one that does takes longer."""
+        return bool(self._context.sites)
 
     @property
     def stats(self) -> Stats:
