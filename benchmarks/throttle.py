@@ -130,6 +130,12 @@ class ThrottledEngine:
         in_use[self.tiers[0]] = in_use.get(self.tiers[0], 0) - scratch
         return in_use
 
+    def mark_time(self) -> Event | None:
+        return self.inner.mark_time()
+
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        return self.inner.seconds_between(start, end)
+
     def is_capturing(self) -> bool:
         return self.inner.is_capturing()
 

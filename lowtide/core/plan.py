@@ -55,6 +55,8 @@ class Plan:
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: nobody asked, and it stays."""
+    raced: str = ""
+    """What it was tried beside on real steps, and how long those took; empty where it was not."""
 
     def with_sites(self, sites: Iterable[SiteDecision]) -> Plan:
         """The same plan with what was observed."""
@@ -107,6 +109,7 @@ class Plan:
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],
             "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
+            **({"raced": self.raced} if self.raced else {}),
             "sites": [dataclasses.asdict(site) for site in self.sites],
         }
         return json.dumps(document, indent=2) + "\n"
@@ -136,6 +139,7 @@ class Plan:
                 predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
                 account=tuple(AccountLine(**line) for line in document["account"]),
                 optimizer=_placement_from_dict(document.get("optimizer")),
+                raced=document.get("raced", ""),
             )
             digest, own_digest = document["digest"], plan.digest()
         except KeyError as error:

@@ -49,6 +49,8 @@ class TabledPlan(Protocol):
     @property
     def optimizer(self) -> OptimizerPlacement | None: ...
     @property
+    def raced(self) -> str: ...
+    @property
     def is_solved(self) -> bool: ...
     @property
     def does_nothing(self) -> bool: ...
@@ -342,6 +344,7 @@ def promise_lines(plan: TabledPlan) -> list[str]:
         f", floor {format_bytes(predicted.floor_bytes)}",
         _time_line(predicted),
         f"certainty: {predicted.certainty}",
+        *([f"race: {plan.raced}"] if plan.raced else []),
     ]
 
 

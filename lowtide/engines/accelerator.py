@@ -298,6 +298,14 @@ class AcceleratorEngine:
     def stall_seconds(self) -> float:
         return self._stalls.seconds()
 
+    def mark_time(self) -> RawEvent:
+        event = self._ops.new_event(timing=True)
+        event.record(self._ops.current_stream())
+        return event
+
+    def seconds_between(self, start: RawEvent, end: RawEvent) -> float | None:
+        return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
+
     def is_capturing(self) -> bool:
         return self._ops.is_capturing()
 

@@ -136,6 +136,12 @@ class Engine(Protocol):
         """Seconds that the compute lane has waited for copies so far, as far as the engine can tell by itself
         (accelerators: from event pairs around waits). Engines whose `wait` blocks the caller return 0.0 here."""
 
+    def mark_time(self) -> Event | None:
+        """A moment of the caller's compute stream, for `seconds_between`. None on an engine that has no clock."""
+
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        """Between two moments of `mark_time`, or None while the device has not got to the second. Never blocks."""
+
     def is_capturing(self) -> bool:
         """Whether what the caller launches is only recorded, to be replayed later as a graph of the device."""
 

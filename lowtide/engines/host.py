@@ -331,6 +331,12 @@ class HostEngine:
         """0.0: `wait` blocks the caller and returns the seconds."""
         return 0.0
 
+    def mark_time(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
     def is_capturing(self) -> bool:
         return False
 

@@ -192,6 +192,12 @@ class VirtualEngine:
     def stall_seconds(self) -> float:
         return 0.0
 
+    def mark_time(self) -> None:
+        return None  # nothing here takes as long as anywhere else
+
+    def seconds_between(self, start: object, end: object) -> float | None:
+        raise AssertionError("there is no clock")
+
     def is_capturing(self) -> bool:
         return False
 

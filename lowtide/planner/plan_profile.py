@@ -54,17 +54,20 @@ def plan_profile(
     time_limit_seconds: float = 5.0,
     log_seconds: float = 0.0,
     progress: Callable[[str], None] | None = None,
+    layers: tuple[str, ...] | None = None,
+    with_ways_out: bool = True,
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `log_seconds` is what proving recipes costs for each operator of the forward pass (recipes/proof.py). Where that
     would show, a plan without recipes is tried too. `num_micro_batches` share what the optimizer's state costs on its
-    way, where `config.optimizer` lets it travel.
-    Raises `BudgetError` when none fits, with the floor and ways out.
+    way, where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
+    Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them.
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert budget is not None
-    asked = _Asked(profile, config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing)
+    say = progress or _say_nothing
+    asked = _Asked(profile, config, link, budget, has_gradients, time_limit_seconds, say, layers, None, with_ways_out)
     if config.optimizer == "keep":
         return _plan_of(asked.fastest(log_seconds))
 
@@ -73,9 +76,8 @@ def plan_profile(
         if shares is not None and host_bytes is not None:
             host_bytes -= shares.nbytes
         limits = dataclasses.replace(config, host_budget=host_bytes)
-        return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=with_ways_out).fastest(
-            log_seconds
-        )
+        says_more = with_ways_out and asked.with_ways_out
+        return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=says_more).fastest(log_seconds)
 
     choice = choose_placement(profile, config, link=link, num_micro_batches=num_micro_batches, fit=fit)
     return _plan_of(choice.found, choice)
@@ -113,6 +115,8 @@ class _Asked:
     has_gradients: bool
     time_limit_seconds: float
     progress: Callable[[str], None]
+    layers: tuple[str, ...] | None = None
+    """Those that run again, and no others; None: what rules and the planner say."""
     shares: StateShares | None = None
     """Of the optimizer's state, what the solver may move."""
     with_ways_out: bool = True
@@ -132,7 +136,7 @@ class _Asked:
         return dataclasses.replace(found, check_seconds=check_seconds)
 
     def _fastest_unchecked(self) -> _Found:
-        forced = layers_by_rule(self.profile, self.config)
+        forced = layers_by_rule(self.profile, self.config) if self.layers is None else self.layers
         found: _Found | None = None
         refusal: BudgetError | None = None
         try:
@@ -186,7 +190,7 @@ class _Asked:
     def _ways(self, forced: tuple[str, ...], found: _Found | None) -> Iterator[tuple[str, ...]]:
         """Sets of layers that are worth solving for: where nothing fits yet, all of them; and the fewest that fit with
         everything else kept, where that is faster than what was found."""
-        if not self.config.recomputes_freely or self.profile.num_collectives:
+        if self.layers is not None or not self.config.recomputes_freely or self.profile.num_collectives:
             return  # ranks that plan for themselves must issue the same collectives
         more = tuple(name for name in can_run_again(self.profile) if name not in forced)
         if not more:

@@ -169,6 +169,12 @@ class ClockedEngine:
         # `wait` reports them.
         return 0.0
 
+    def mark_time(self) -> ClockEvent:
+        return ClockEvent(self.clock.now)
+
+    def seconds_between(self, start: ClockEvent, end: ClockEvent) -> float:
+        return end.at - start.at
+
     def is_capturing(self) -> bool:
         return False
 

@@ -5,7 +5,8 @@ saved activations are parked outside the device, and which leaves no trace), pla
 out under the plan, as are all that follow. After each of the first two planned steps the measured stalls and, on an
 accelerator, the measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of
 the memory, of compute or of the link is corrected by the difference (corrections.py) and the plan is made again: from
-start to stable in three planned steps.
+start to stable in three planned steps. Then a few plans take turns on at most twelve steps, and the fastest stays
+(race.py, planner/rivals.py), until the time of a step drifts and they race again.
 
 Where it stands is a phase (phases.py); where plans come from is a `PlanSource` (plan_source.py), which need not have a
 budget: then plans are carried out as they are, and of the above only observe, plan, apply is left.
@@ -18,7 +19,8 @@ decision together; after that each rank plans for itself (consensus.py). A new s
 the model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
 
 Threads: those that train one model at once come to a plan one after another; one that arrives while another thread
-observes or plans waits until a plan is in force.
+observes or plans waits until a plan is in force. Plans do not race when several threads train: none may change while
+another thread is in the middle of a forward pass.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
 Not covered: DTensor parameters that FSDP2 did not make (tensors/fsdp.py has those that it did); what the caller does
@@ -47,15 +49,18 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
-from lowtide.errors import BudgetError, RecomputeRefusedError
+from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed
+from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, agreed_rivals
+from lowtide.runtime.autopilot.contest import BEFORE, SOLVERS, Contest, Entrant
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
 from lowtide.runtime.autopilot.phases import Phase, State
 from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket, shape_bucket
 from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
+from lowtide.runtime.autopilot.race import LATE_STEPS, Pace, Race, not_in_force, of_slowest_rank
+from lowtide.runtime.autopilot.step_clock import StepClock
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
@@ -76,6 +81,7 @@ _ACCUMULATES = "gradients stay"
 _VARIES = "shapes vary"
 _UNSTEADY = "recipes do not hold"
 _REFUSED = "layers cannot run again"
+_RACE = "race: "
 _PLAIN = (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED)
 """Whoever holds the lock in one of these observes at this moment, or came when all was over."""
 _NOT_CORRECTIONS = ("first step", "new shape", _ACCUMULATES, _VARIES, _UNSTEADY, _REFUSED)
@@ -89,12 +95,12 @@ class PlanEvent:
     """How many planned forward passes had run."""
     why: str
     """'first step', 'new shape', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
-    'peak: ...', 'compute: ...', 'stalls: ...', 'out of memory'."""
+    'peak: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118 ms'."""
     budget_bytes: int | None
     """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
     digest: str
     seconds: float
-    """Time that observing and planning took."""
+    """Time that observing and planning took; of a race, that of making the other plans."""
 
 
 class Autopilot:
@@ -148,6 +154,10 @@ class Autopilot:
         """Of the same steps, on a device whose allocator counts."""
         self._clock = BackwardClock()
         """Of the planned steps that are to be reviewed."""
+        self._steps = StepClock(engine, self._trained)
+        """Of the steps of plans that race, or have won."""
+        self._threads: set[int] = set()
+        """Those that have come with a forward pass."""
         self._rollback = Rollback(
             model,
             optimizer,
@@ -162,7 +172,9 @@ class Autopilot:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first step."""
-        return self.tide.plan if self.tide is not None else None
+        if self.tide is None or self._state.key is None:
+            return None
+        return dataclasses.replace(self.tide.plan, raced=self._shapes[self._state.key].result)
 
     @property
     def profile(self) -> Profile | None:
@@ -197,7 +209,8 @@ class Autopilot:
     @property
     def num_corrections(self) -> int:
         """How often a plan was made again because a step was not as predicted."""
-        return sum(event.why not in _NOT_CORRECTIONS for event in self.events)
+        whys = [event.why for event in self.events if not event.why.startswith(_RACE)]
+        return sum(why not in _NOT_CORRECTIONS for why in whys)
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
@@ -271,6 +284,8 @@ class Autopilot:
         output = planned(*args, **kwargs)
         if witness is not None:
             witness.compare(output)
+        if self.source.races:
+            self._steps.follow(output)
         if self.phase is Phase.COMPARED and tide is not None:
             self._peak.follow(output)
             if self.engine.device_type == "cpu":
@@ -287,6 +302,8 @@ class Autopilot:
 
     def _prepare(self, args: tuple, kwargs: dict) -> None:
         """See that a plan for these inputs is in force."""
+        self._steps.stop()
+        self._threads.add(threading.get_ident())
         if self._has_budget:
             if not self._facts.has_gradients and any(parameter.grad is not None for parameter in self._trained):
                 self._expect_gradients()
@@ -303,6 +320,9 @@ class Autopilot:
         else:
             self._review(key)
         self._was_smaller |= key != shape
+        if self.source.races:
+            self._race(key)
+            self._steps.start(self._timed(key) if key == shape else None)
 
     # -- shapes ----------------------------------------------------------------------------------------------------
 
@@ -327,6 +347,7 @@ class Autopilot:
             self._replace(shape, plan)
             self._use(key, why=_VARIES, seconds=time.perf_counter() - start)
         shape.profile = shape.profile.without_sizes()
+        shape.rivals = shape.before = None  # they may have recipes with sizes
         shape.serves_smaller = True
         return True
 
@@ -437,9 +458,13 @@ class Autopilot:
 
     def _drop_unsteady(self) -> None:
         """Recipes that did not hold in the last step are no recipes, and layers that could not be run again will not
-        be: plan again without them, so that memory fits."""
+        be: plan again without them, so that memory fits. A plan that is only tried is out, and nothing else changes."""
         failed = self.tide.failed_recipes if self.tide is not None else {}
         refused = self.tide.refused_layers if self.tide is not None else {}
+        if self._rival is not None:
+            if failed or refused:
+                self._drop_rival(next(iter(refused.values()), "a recipe did not hold"))
+            return
         before = self._facts
         failed = {name: why for name, why in failed.items() if name not in before.unsteady}
         refused = {name: why for name, why in refused.items() if name not in before.refused}
@@ -534,7 +559,8 @@ class Autopilot:
         # Also of a plan that is new: the device's counter remembers what came before it, the observed step too.
         self._restart_stats(shape.tide)
         is_compared = self._has_budget and shape.num_reviews < _NUM_REVIEWS
-        self._enter(Phase.COMPARED if is_compared else Phase.SETTLED, key, shape.tide)
+        phase = Phase.COMPARED if is_compared else Phase.SETTLED
+        self._enter(phase if shape.contest is None else Phase.RACING, key, shape.tide)
         self._was_smaller = False
         self._clock.seconds.clear()
 
@@ -559,8 +585,7 @@ class Autopilot:
         """Another plan for these shapes, from the next `_use` on."""
         if shape.tide is self.tide:
             self._take_off()
-        shape.retire()
-        shape.plan = plan
+        shape.replace(plan)
 
     def _take_off(self) -> None:
         """Bring the model back to its own forward: patches come off in the reverse order."""
@@ -603,7 +628,9 @@ class Autopilot:
             self._count_review(shape, _NUM_REVIEWS)
             self._warn_that_nothing_fits(found, error)
             return
+        corrected = shape.plan
         self._replace(shape, plan)
+        shape.before = corrected
         why = found.why if found is not None else "another rank corrected its plan"
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
@@ -669,6 +696,11 @@ class Autopilot:
             self._patch.undo()
             self._patch = self._patch.again()
             return None
+        self._steps.forget()
+        if self._rival is not None:
+            with self._lock:
+                self._drop_rival(str(error).partition("\n")[0] or type(error).__name__)
+            return "the plan that was tried is out of the race"
         if not self._has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
             return self.tide._tighten(error, num_tried)
         try:
@@ -676,6 +708,138 @@ class Autopilot:
         except BudgetError:
             return self.tide._tighten(error, num_tried)
         return f"the plan is made for {format_bytes(self.events[-1].budget_bytes or 0)} now"
+
+    # -- the race --------------------------------------------------------------------------------------------------
+
+    def _race(self, key: ShapeBucket) -> None:
+        """Between two forward passes, with the plan of `key` in force: begin a race, or see whose turn it is."""
+        shape = self._shapes[key]
+        self._steps.read()
+        if self.phase is Phase.SETTLED and self._may_race(shape):
+            self._begin_race(key, shape)
+        if self.phase is Phase.RACING:
+            assert shape.contest is not None
+            self._take_turn(key, shape, shape.contest)
+
+    def _timed(self, key: ShapeBucket) -> Any:
+        """Who wants to know how long the step takes that begins now."""
+        shape = self._shapes[key]
+        if shape.contest is not None:
+            return shape.contest.race.lap()
+        return shape.pace if self.phase is Phase.SETTLED else None
+
+    def _may_race(self, shape: CachedPlan) -> bool:
+        """The plan has run, there may be others, and no race has said which is the fastest, or steps have drifted."""
+        assert self.tide is not None
+        if shape.plan.does_nothing or len(self._threads) > 1 or not self.tide.has_run:
+            return False
+        if shape.pace is not None and shape.pace.is_due():
+            has_drifted = shape.pace.ask()
+            shape.is_raced = not (self._decide("pace") and any_rank(has_drifted, self._group))
+        return not shape.is_raced
+
+    def _begin_race(self, key: ShapeBucket, shape: CachedPlan) -> None:
+        shape.is_raced = True
+        if self.engine.mark_time() is None or not self._decide("race"):
+            return
+        start = time.perf_counter()
+        if shape.rivals is None:
+            shape.rivals = agreed_rivals(self._rivals_of(shape), self._group)
+        plans = {name: self.source.localized(plan, shape.profile) for name, plan in shape.rivals.items()}
+        names = not_in_force({name: plan.digest() for name, plan in plans.items()}, shape.plan.digest())
+        if not names:
+            return
+        entrants = [Entrant(shape.name, shape.plan, shape.tide), *(Entrant(name, plans[name]) for name in names)]
+        race = Race(
+            len(entrants),
+            is_fixed=self._consensus.num_ranks > 1,
+            num_late=0 if self.engine.device_type == "cpu" else LATE_STEPS,
+        )
+        shape.contest = Contest(entrants, race, time.perf_counter() - start)
+        self._say(f"lowtide: {len(entrants)} plans race: {', '.join(entrant.name for entrant in entrants)}")
+        self._enter(Phase.RACING, key, self.tide)
+
+    def _rivals_of(self, shape: CachedPlan) -> dict[str, Plan]:
+        """Other plans that fit, by name. None of them moves the optimizer's state, or brings it back."""
+        budget_bytes = self._budget_bytes - shape.unforeseen_bytes
+        found: dict[str, Plan] = {}
+        if shape.name != SOLVERS:
+            with contextlib.suppress(BudgetError):
+                found[SOLVERS] = self._make_plan(shape.profile, budget_bytes)
+        solvers = found.get(SOLVERS, shape.plan)
+        found |= self.source.rivals(solvers, shape.profile, self._facts, budget_bytes)
+        if shape.before is not None and _peak_bytes(shape.before) <= budget_bytes:
+            found[BEFORE] = shape.before
+        has_moved = self._facts.has_moved_state
+        return {name: plan for name, plan in found.items() if _moves_state(plan) == has_moved}
+
+    def _take_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
+        if len(self._threads) > 1:
+            self._end_race(key, shape, contest, contest.number)
+            return
+        peak_bytes = self.engine.device_peak_bytes()
+        if contest.number and peak_bytes is not None and peak_bytes > self._budget_bytes:
+            self._drop_rival(f"it needed {format_bytes(peak_bytes)}")
+        if contest.race.is_over(has_pending=self._steps.has_pending):
+            self._finish_race(key, shape, contest)
+        elif contest.race.turn != contest.number:
+            self._give_turn(key, shape, contest, contest.race.turn)
+
+    def _give_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
+        """Put the plan of this entrant in force."""
+        contest.in_force.tide = shape.tide
+        contest.number = number
+        shape.plan, shape.tide = contest.in_force.plan, contest.in_force.tide
+        try:
+            self._use(key)
+        except ConfigError as error:
+            if number == 0:
+                raise
+            self._drop_rival(str(error))  # somebody else's plan is on a part of the model by now
+
+    @property
+    def _rival(self) -> Contest | None:
+        """The race, if the plan in force is one that is only tried."""
+        contest = self._shapes[self._state.key].contest if self._state.key is not None else None
+        return contest if contest is not None and contest.number else None
+
+    def _drop_rival(self, why: str) -> None:
+        """The plan in force is out of the race, and the one that was there before is in force again."""
+        contest, key = self._rival, self._state.key
+        assert contest is not None and key is not None
+        out = contest.in_force
+        contest.race.drop(contest.number)
+        self._say(f"lowtide: plan '{out.name}' is out of the race: {why}")
+        self._give_turn(key, self._shapes[key], contest, 0)
+        if out.tide is not None:
+            out.tide.remove()
+
+    def _finish_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
+        medians = contest.race.medians
+        if not self._decide("end of the race"):
+            self._say("lowtide: the race is called off: the ranks have parted company")
+            self._end_race(key, shape, contest, 0)
+            return
+        number, result = contest.result(of_slowest_rank(gather(medians, self._group)))
+        own = medians[number]
+        self._end_race(key, shape, contest, number)
+        shape.rivals = contest.plans()
+        shape.pace = Pace(own) if own else None
+        shape.result = result
+        self._tell(shape, _RACE + result, contest.seconds)
+
+    def _end_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
+        """The plan of this entrant stays."""
+        winner = contest.entrants[number]
+        is_in_force = number == contest.number
+        contest.in_force.tide = shape.tide
+        shape.contest = None
+        shape.name, shape.plan, shape.tide = winner.name, winner.plan, winner.tide
+        if is_in_force:
+            self._enter(Phase.SETTLED, key, self.tide)
+        else:
+            self._use(key)
+        contest.retire(but=winner)
 
     def _settle(self) -> None:
         if self.tide is not None:
@@ -690,6 +854,15 @@ class _Lease:
 
     def __init__(self, engine: Engine) -> None:
         weakref.finalize(self, engine.close)
+
+
+def _peak_bytes(plan: Plan) -> int:
+    assert plan.predicted is not None
+    return plan.predicted.peak_bytes
+
+
+def _moves_state(plan: Plan) -> bool:
+    return plan.optimizer is not None and plan.optimizer.moves
 
 
 def _say_nothing(line: str) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -44,19 +45,19 @@ class PlanConsensus:
         self.is_together = True
         """Whether every rank came to every meeting so far."""
         self._name = f"lowtide/{answers[0][1]}"
-        self._num_ranks = len(answers)
+        self.num_ranks = len(answers)
         self._patience_seconds = patience_seconds
 
     def part(self) -> None:
         """From now on each rank decides for itself. To be called on all, or never."""
-        self.is_together = self._num_ranks == 1
+        self.is_together = self.num_ranks == 1
 
     def all_here(self, what: str) -> bool:
         """Whether every rank wants to decide `what` now. The same answer on all that ask; once False, always False."""
-        if self._num_ranks == 1 or not self.is_together:
+        if self.num_ranks == 1 or not self.is_together:
             return self.is_together
         store = default_store()
-        self.is_together = meet(store, f"{self._name}/{what}", self._num_ranks, self._patience_seconds)
+        self.is_together = meet(store, f"{self._name}/{what}", self.num_ranks, self._patience_seconds)
         return self.is_together
 
 
@@ -84,6 +85,14 @@ def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
         assert plan is not None
         return plan
     return Plan.from_json(answers[0][0])
+
+
+def agreed_rivals(rivals: Mapping[str, Plan], group: Any) -> dict[str, Plan]:
+    """The first rank's, of those that every rank has found."""
+    answers = gather({name: plan.to_json() for name, plan in rivals.items()}, group)
+    if len(answers) == 1:
+        return dict(rivals)
+    return {name: Plan.from_json(text) for name, text in answers[0].items() if all(name in each for each in answers)}
 
 
 def _packed(error: BudgetError | None) -> tuple[str, int, tuple[str, ...]] | None:

@@ -17,6 +17,8 @@ import torch
 
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.runtime.autopilot.contest import SOLVERS, Contest
+from lowtide.runtime.autopilot.race import Pace
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.private import tree_leaves
 
@@ -39,17 +41,42 @@ class CachedPlan:
     num_reviews: int = 0
     """How many planned steps were compared with their prediction."""
     unforeseen_bytes: int = 0
+    name: str = SOLVERS
+    """What the plan is called in a race."""
+    before: Plan | None = None
+    """What the plan was before it was corrected; None where it was not, or that is no plan any more."""
+    is_raced: bool = False
+    """It need not race, or not again."""
+    contest: Contest | None = None
+    """The race that is under way; the plan in force is that of whose turn it is."""
+    rivals: dict[str, Plan] | None = None
+    """What the plan has raced with."""
+    pace: Pace | None = None
+    """Of the plan that has won."""
+    result: str = ""
+    """Of the last race, in words."""
 
     @property
     def has_sizes(self) -> bool:
-        """Whether a recipe of the plan holds for these shapes only."""
-        return any(site.recipe is not None and not site.recipe.is_shape_free for site in self.plan.sites)
+        """Whether a recipe of the plan, or of one that it races with, holds for these shapes only."""
+        plans = [self.plan] if self.contest is None else [entrant.plan for entrant in self.contest.entrants]
+        sites = (site for plan in plans for site in plan.sites)
+        return any(site.recipe is not None and not site.recipe.is_shape_free for site in sites)
 
     def retire(self) -> None:
-        """Its plan is not used again."""
+        """Its plan is not used again, and no race that it is in goes on."""
+        if self.contest is not None:
+            self.contest.retire(but=None)
+            self.contest = None
         if self.tide is not None:
             self.tide.remove()
             self.tide = None
+
+    def replace(self, plan: Plan) -> None:
+        """Another plan, which has not raced."""
+        self.retire()
+        self.plan, self.name, self.before, self.rivals, self.pace, self.result = plan, SOLVERS, None, None, None, ""
+        self.is_raced = False
 
 
 class PlanCache:

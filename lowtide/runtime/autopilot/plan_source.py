@@ -11,6 +11,7 @@ Not covered: when a plan is made, and that ranks agree on it; that is the autopi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.loss.attach import attach_where
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.rivals import rivals_of
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.session.tide import Tide
@@ -68,6 +70,13 @@ class PlanSource(Protocol):
         Raises BudgetError where none fits.
         """
 
+    @property
+    def races(self) -> bool:
+        """Whether plans are to be tried on real steps. The same on all ranks."""
+
+    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
+        """Other plans for the same that are worth a try beside `plan`, by name. Called only where it `races`."""
+
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """A plan that may be another rank's, in the names of this one, which has observed `profile`."""
 
@@ -98,16 +107,35 @@ class BudgetSource:
     def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
         """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits."""
         assert facts.link is not None
-        steady = profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))
         config = dataclasses.replace(self._config, optimizer="swap") if facts.has_moved_state else self._config
         return plan_profile(
-            steady,
+            _steady(profile, facts),
             config,
             link=facts.link,
             budget_bytes=budget_bytes,
             has_gradients=facts.has_gradients,
             log_seconds=LOG_SECONDS,
         )
+
+    @property
+    def races(self) -> bool:
+        """As the user asked for it."""
+        return self._config.races
+
+    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
+        """See planner/rivals.py. The optimizer's state stays where it is."""
+        assert facts.link is not None
+        steady = _steady(profile, facts)
+        config = dataclasses.replace(self._config, optimizer="swap" if facts.has_moved_state else "keep")
+        make = functools.partial(
+            plan_profile,
+            steady,
+            link=facts.link,
+            budget_bytes=budget_bytes,
+            has_gradients=facts.has_gradients,
+            log_seconds=LOG_SECONDS,
+        )
+        return dict(rivals_of(plan, config, steady, make))
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """As it is: a solved plan has no process group in it."""
@@ -129,3 +157,8 @@ class BudgetSource:
         """The model's own loss again."""
         if self._loss is not None:
             self._loss.remove()
+
+
+def _steady(profile: Profile, facts: Facts) -> Profile:
+    """Without what did not hold in some step."""
+    return profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))

@@ -127,6 +127,11 @@ class Tide:
         return {watch.path(): watch.refusal for watch in watches if watch.refusal}
 
     @property
+    def has_run(self) -> bool:
+        """Whether a forward pass has shown what the model saves; the one that does takes longer."""
+        return bool(self._context.sites)
+
+    @property
     def stats(self) -> Stats:
         """A snapshot of what happened since `apply` or the last `reset_stats()`."""
         counters, in_use = self._counters, self.engine.memory_in_use()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.config.memory import load_memory
+from lowtide.engines.virtual import VirtualEngine
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.autopilot import Autopilot
@@ -104,11 +105,11 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, Phase]]:
     return gone
 
 
-def start(budget_bytes: int | None = None) -> tuple[Net, Autopilot]:
+def start(budget_bytes: int | None = None, engine: Any = "virtual:1") -> tuple[Net, Autopilot]:
     torch.manual_seed(0)
     model = Net()
     budget = budget_bytes or budget_of(model)
-    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1")
+    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine=engine)
 
 
 def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
@@ -207,8 +208,34 @@ def removed_while_observing() -> None:
     assert got and all(torch.equal(then, p.grad) for then, p in zip(got, model.parameters(), strict=True))
 
 
+class Ticking(VirtualEngine):
+    """Each step takes a little less than the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.now = 0.0
+
+    def mark_time(self) -> float:  # type: ignore[override]
+        self.now = 0.9 * self.now + 1.0
+        return self.now
+
+    def seconds_between(self, start: float, end: float) -> float:  # type: ignore[override]
+        return end - start
+
+
+def raced() -> None:
+    """Once to the end, which the plan wins that came last; once the user is done before that."""
+    for is_removed in (False, True):
+        model, tide = start(budget_of(Net()) // 9, engine=Ticking())
+        with tide:
+            while tide.phase is not Phase.RACING:
+                step(model)
+            while tide.phase is Phase.RACING and not is_removed:
+                step(model)
+
+
 LIVES: tuple[Callable[[], None], ...] = (
-    refused, never_run, once, other_shapes, accumulated, held_up, removed_while_observing,
+    refused, never_run, once, other_shapes, accumulated, held_up, removed_while_observing, raced,
 )  # fmt: skip
 
 

@@ -1,0 +1,59 @@
+"""A race of plans: who takes part, and whose tide is whose.
+
+What: `Contest` joins a `Race` (race.py, numbers alone) with plans and tides. One entrant is in force; the tides of the
+others are put aside, and know what they learned when their turn comes again.
+Cost: a tide for each plan while the race goes on. Not covered: putting plans on the model (autopilot.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.core.plan import Plan
+from lowtide.runtime.autopilot.race import Race, fastest, result_text
+from lowtide.runtime.session.tide import Tide
+
+SOLVERS = "solver's"
+BEFORE = "before the correction"
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A plan that takes part."""
+
+    name: str
+    plan: Plan
+    tide: Tide | None = None
+    """What carries it out; None while it has not run."""
+
+
+@dataclass(slots=True)
+class Contest:
+    """A race that is under way."""
+
+    entrants: list[Entrant]
+    """By their number in the race; the first was in force when it began."""
+    race: Race
+    seconds: float
+    """What making the plans took."""
+    number: int = 0
+    """Who is in force."""
+
+    @property
+    def in_force(self) -> Entrant:
+        return self.entrants[self.number]
+
+    def result(self, seconds: list[float | None]) -> tuple[int, str]:
+        """The winner's number, and how the race went, in words."""
+        return fastest(seconds), result_text([entrant.name for entrant in self.entrants], seconds)
+
+    def plans(self) -> dict[str, Plan]:
+        """By name, without those that are out."""
+        return {each.name: each.plan for n, each in enumerate(self.entrants) if n not in self.race.out}
+
+    def retire(self, but: Entrant | None) -> None:
+        """Take all tides off, for good; `but` stays. Graphs that are alive keep working."""
+        for entrant in self.entrants:
+            if entrant is not but and entrant.tide is not None:
+                entrant.tide.remove()
+                entrant.tide = None

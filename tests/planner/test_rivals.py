@@ -1,0 +1,95 @@
+"""The plans that race with the solver's: each fits, and is what its name says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+
+from lowtide.config.memory import MemoryConfig, load_memory
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.errors import BudgetError
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.rivals import FEWEST, NO_SWAP, rivals_of
+from lowtide.profiling.fake.trace import trace
+from lowtide.timeline.step import Link
+from tests.runtime.autopilot.test_autopilot import net, rows
+from tests.test_virtual_clock import HARDWARE
+
+LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return trace(net(num_layers=6), (rows(256),), hardware=HARDWARE)
+
+
+def config_for(profile: Profile, share: float, **more: Any) -> MemoryConfig:
+    """A budget so much of the way from the floor to everything kept."""
+    config = load_memory({"budget": 1 << 40, "min_bytes": 256, **more})
+    found = plan_profile(profile, load_memory({"budget": 1 << 40, "min_bytes": 256}), link=LINK).predicted
+    assert found is not None
+    budget = found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes))
+    return dataclasses.replace(config, budget=budget)
+
+
+def planned(profile: Profile, config: MemoryConfig) -> tuple[Plan, dict[str, Plan]]:
+    make = functools.partial(plan_profile, profile, link=LINK)
+    plan = make(config)
+    return plan, dict(rivals_of(plan, config, profile, make))
+
+
+def fates(plan: Plan) -> set[Fate]:
+    return {site.fate for site in plan.sites}
+
+
+def test_each_rival_fits_and_is_what_its_name_says(profile: Profile) -> None:
+    config = config_for(profile, 0.7)
+    plan, rivals = planned(profile, config)
+    assert Fate.SWAP in fates(plan) and list(rivals) == [NO_SWAP, FEWEST]
+    for rival in rivals.values():
+        assert rival.predicted is not None and config.budget is not None
+        assert rival.predicted.peak_bytes <= config.budget == rival.budget_bytes
+        assert Fate.SWAP not in fates(rival) and rival.is_solved
+    again = [rule.pattern.text for rule in rivals[FEWEST].rules.rules]
+    assert again == list(plan.layers[: len(again)]) and 0 < len(again) < len(plan.layers)
+    gone = {site.layer for site in rivals[FEWEST].sites if site.fate is Fate.RECOMPUTE}
+    assert gone == set(again)
+    with pytest.raises(BudgetError):  # one less does not fit
+        plan_profile(
+            profile,
+            dataclasses.replace(config, swap="none", recompute="none"),
+            link=LINK,
+            layers=tuple(again[:-1]),
+            with_ways_out=False,
+        )
+
+
+def test_where_no_number_of_layers_fits_there_is_no_such_plan(profile: Profile) -> None:
+    plan, rivals = planned(profile, config_for(profile, 0.1))
+    assert FEWEST not in rivals and not plan.does_nothing
+
+
+@pytest.mark.parametrize(
+    ("rules", "names"),
+    [
+        ({"swap": "none"}, [FEWEST]), ({"recompute": "none"}, []), ({"recompute": ["layers.0"]}, []),
+        ({"swap": [{"match": "layers.0"}]}, []),
+    ],
+)  # fmt: skip
+def test_rules_of_the_user_stay_rules(profile: Profile, rules: dict, names: list[str]) -> None:
+    assert list(planned(profile, config_for(profile, 0.7, **rules))[1]) == names
+
+
+def test_a_plan_that_keeps_everything_has_no_rival(profile: Profile) -> None:
+    plan, rivals = planned(profile, config_for(profile, 1.5))
+    assert plan.does_nothing and not rivals
+
+
+def test_layers_with_collectives_do_not_run_again(profile: Profile) -> None:
+    exchanging = dataclasses.replace(profile, num_collectives=1)
+    assert FEWEST not in planned(exchanging, config_for(profile, 0.7))[1]

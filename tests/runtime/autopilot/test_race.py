@@ -1,0 +1,158 @@
+"""The race as a game of numbers: whose turn it is, when it is over, and who has won."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lowtide.runtime.autopilot.race import (
+    EVERY_STEPS,
+    LATE_STEPS,
+    MAX_STEPS,
+    Pace,
+    Race,
+    fastest,
+    not_in_force,
+    of_slowest_rank,
+    result_text,
+)
+
+
+def run(race: Race, seconds_of: Callable[[int, int], float]) -> list[int]:
+    """Whose steps they were; `seconds_of(candidate, how many it ran before)`."""
+    turns: list[int] = []
+    while not race.is_over(has_pending=False):
+        lap = race.lap()
+        lap.over()
+        lap.note(seconds_of(lap.candidate, turns.count(lap.candidate)))
+        turns.append(lap.candidate)
+    return turns
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_the_fastest_wins_within_twelve_steps(num: int) -> None:
+    for order in itertools.permutations(range(num)):
+        race = Race(num)
+        # The first step of a plan learns, and takes ten times as long; plans differ by a fiftieth.
+        turns = run(race, lambda who, n, order=order: (1 + order[who] / 50) * (10 if who and not n else 1))
+        assert fastest(race.medians) == order.index(0)
+        assert len(turns) == MAX_STEPS
+        counts = [turns.count(who) for who in range(num)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_turns_are_interleaved_and_the_same_each_time() -> None:
+    turns = [run(Race(3), lambda who, n: 1.0 + who / 100) for _ in range(2)]
+    assert turns[0] == turns[1] == [0, 1, 2] * 4
+
+
+def test_a_clear_difference_ends_it_early() -> None:
+    race = Race(2)
+    assert run(race, lambda who, n: 1.0 + who) == [0, 1, 0, 1, 0, 1]
+    assert race.medians == [1.0, 2.0]
+
+
+def test_who_is_clearly_slower_has_no_more_turns() -> None:
+    turns = run(Race(3), lambda who, n: (1.0, 1.02, 3.0)[who])
+    assert turns == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 0]
+
+
+def test_one_outlier_of_each_decides_nothing() -> None:
+    """An evaluation between two steps, or a checkpoint."""
+    for seed in range(50):
+        draw = random.Random(seed)
+        num = draw.choice([2, 3])
+        times = draw.sample([1.0, 1.2, 1.5], num)
+        slow = [draw.randrange(1, 4) for _ in range(num)]
+        race = Race(num)
+        turns = run(race, lambda who, n, times=times, slow=slow: times[who] * (20 if n == slow[who] else 1))
+        assert fastest(race.medians) == times.index(min(times)), seed
+        assert len(turns) <= MAX_STEPS
+
+
+def test_a_candidate_that_is_out_has_no_turn_and_no_time() -> None:
+    race = Race(3)
+    race.lap().over()
+    assert race.turn == 1
+    lap = race.lap()
+    race.drop(1)
+    assert race.turn == 0
+    lap.note(0.1)
+    turns = run(race, lambda who, n: 1.0 + who / 100)
+    assert 1 not in turns and race.medians[1] is None
+    assert fastest(race.medians) == 0
+    race = Race(2)
+    race.lap().over()
+    race.drop(1)
+    assert race.is_over(has_pending=True)
+
+
+def test_ranks_take_the_same_turns_whatever_they_measure() -> None:
+    one, other = Race(3, is_fixed=True), Race(3, is_fixed=True)
+    assert run(one, lambda who, n: 1.0 + who) == run(other, lambda who, n: 3.0 - who) == [0, 1, 2] * 4
+
+
+def test_ranks_that_lost_a_candidate_keep_step() -> None:
+    race = Race(3, is_fixed=True)
+    for _ in range(4):
+        race.lap().over()
+    assert race.turn == 1
+    race.drop(1)
+    assert race.turn == 0
+    turns = run(race, lambda who, n: 1.0 + who)
+    assert turns == [0, 2, 0, 0, 2, 0, 0, 2]
+    assert race.num_steps == MAX_STEPS and race.medians[1] is None
+
+
+def test_times_that_come_late_are_waited_for() -> None:
+    race = Race(2, num_late=LATE_STEPS)
+    laps = []
+    while not race.is_over(has_pending=bool(laps)):
+        laps.append(race.lap())
+        laps[-1].over()
+        if len(laps) > 2:
+            lap = laps.pop(0)
+            lap.note(1.0 + lap.candidate / 100)
+    assert race.num_steps == MAX_STEPS + LATE_STEPS
+    known = Race(2, num_late=LATE_STEPS)
+    assert len(run(known, lambda who, n: 1.0 + who / 100)) == MAX_STEPS
+
+
+def test_the_slowest_rank_decides() -> None:
+    assert of_slowest_rank([[1.0, 2.0, None, 1.0], [3.0, 1.0, 1.0, 2.0]]) == [3.0, 2.0, None, 2.0]
+    assert fastest([3.0, 2.0, None, 2.0]) == 1
+    assert fastest([None, None]) == 0
+
+
+def test_it_says_who_won_and_by_how_much() -> None:
+    names = ["solver's", "no swap", "fewest layers", "before the correction"]
+    assert result_text(names, [0.118, 0.102, None, 0.11]) == (
+        "no swap 102.0 ms, before the correction 110.0 ms, solver's 118.0 ms, fewest layers not timed"
+    )
+
+
+def test_equal_plans_do_not_race() -> None:
+    assert not_in_force({"a": "1", "b": "2", "c": "2", "d": "3"}, "1") == ["b", "d"]
+
+
+@pytest.mark.parametrize(("factor", "drifts"), [(1.0, False), (1.1, False), (1.2, True), (0.8, True)])
+def test_a_pace_that_drifts(factor: float, drifts: bool) -> None:
+    pace = Pace(2.0)
+    for number in range(EVERY_STEPS):
+        assert not pace.is_due()
+        pace.over()
+        pace.note(2.0 if number < EVERY_STEPS - 20 else 2.0 * factor)
+    assert pace.is_due()
+    assert pace.ask() == drifts
+    assert not pace.is_due()
+
+
+def test_a_pace_of_few_times_says_nothing() -> None:
+    pace = Pace(2.0)
+    for _ in range(EVERY_STEPS):
+        pace.over()
+    pace.note(100.0)
+    assert pace.is_due() and not pace.ask()

@@ -1,0 +1,422 @@
+"""Plans that race on real steps: the best of them stays, and nobody can tell from bits that there was a race."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.config.memory import MemoryConfig, load_memory
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.errors import RecomputeRefusedError
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling.fake.trace import trace
+from lowtide.runtime.autopilot import race as race_module
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.phases import Phase
+from lowtide.runtime.autopilot.plan_cache import CachedPlan
+from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
+from lowtide.runtime.autopilot.race import MAX_STEPS
+from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
+from lowtide.runtime.session.optimizer_state import PlacedState
+from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.ranks import ALONE
+from lowtide.timeline.step import Link
+from tests import two_ranks
+from tests.engines.clocked import ClockedEngine, ClockMode
+from tests.runtime.autopilot.test_autopilot import MIN_BYTES, assert_same, budget_of, gradients, net, rows, step
+from tests.test_virtual_clock import HARDWARE, seconds_of
+
+BELIEVED = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
+NUM_LAYERS, NUM_ROWS = 6, 256
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+class Dice(VirtualEngine):
+    """Steps take as long as the seed says: anything can win."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._times = random.Random(seed)
+        self._now = 0.0
+
+    def mark_time(self) -> float:  # type: ignore[override]
+        self._now += self._times.expovariate(1.0)
+        return self._now
+
+    def seconds_between(self, start: float, end: float) -> float:  # type: ignore[override]
+        return end - start
+
+
+class Mispriced:
+    """Plans by prices that no measurement mends: those of `profile` and `BELIEVED`."""
+
+    def __init__(self, model: nn.Module, config: MemoryConfig, engine: Any, profile: Profile) -> None:
+        self._inner = BudgetSource(model, config, engine)
+        self._profile = profile
+        self.budget_bytes = config.budget
+        self.races = True
+        self.plans: dict[str, Plan] = {}
+
+    def measure_link(self) -> Link:
+        return BELIEVED
+
+    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
+        plan = self._inner.make_plan(self._profile, dataclasses.replace(facts, link=BELIEVED), budget_bytes)
+        self.plans["solver's"] = plan
+        return plan
+
+    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
+        found = self._inner.rivals(plan, self._profile, dataclasses.replace(facts, link=BELIEVED), budget_bytes)
+        self.plans |= found
+        return found
+
+    def localized(self, plan: Plan, profile: Profile) -> Plan:
+        return plan
+
+    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
+        self._inner.equip(tide, known, budget_bytes)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return trace(net(num_layers=NUM_LAYERS), (rows(NUM_ROWS),), hardware=HARDWARE)
+
+
+@pytest.fixture(scope="module")
+def config(profile: Profile) -> MemoryConfig:
+    """A budget that leaves room for plans of three kinds."""
+    found = plan_profile(profile, load_memory({"budget": 1 << 40, "min_bytes": MIN_BYTES}), link=BELIEVED).predicted
+    assert found is not None
+    budget = found.floor_bytes + int(0.7 * (found.plain_peak_bytes - found.floor_bytes))
+    return load_memory({"budget": budget, "min_bytes": MIN_BYTES, "check": "sampled"})
+
+
+def engine_of(link_factor: float) -> ClockedEngine:
+    rate = BELIEVED.out_bytes_per_second * link_factor
+    return ClockedEngine(out_bytes_per_second=rate, in_bytes_per_second=rate, latency_seconds=1e-6)
+
+
+def timed_step(model: nn.Module, engine: ClockedEngine, compute_factor: float) -> list[Tensor]:
+    with ClockMode(engine.clock, lambda *call: seconds_of(*call) * compute_factor):
+        return step(model, rows(NUM_ROWS))
+
+
+def true_seconds(plan: Plan, link_factor: float, compute_factor: float) -> float:
+    """What a step under this plan takes by itself."""
+    model, engine = net(num_layers=NUM_LAYERS), engine_of(link_factor)
+    with lowtide.apply(model, plan, engine=engine) as tide:
+        step(model, rows(NUM_ROWS))
+        tide.settle()
+        start = engine.clock.now
+        timed_step(model, engine, compute_factor)
+        return engine.clock.now - start
+
+
+@pytest.mark.parametrize(("link_factor", "compute_factor"), [(0.1, 1.0), (1.0, 0.5), (0.25, 0.5)])
+def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
+    profile: Profile, config: MemoryConfig, link_factor: float, compute_factor: float
+) -> None:
+    """The link is up to ten times slower than the solver believes, or compute twice as fast."""
+    truth, model, engine = net(num_layers=NUM_LAYERS), net(num_layers=NUM_LAYERS), engine_of(link_factor)
+    source = Mispriced(model, config, engine, profile)
+    placed = PlacedState(model, None, engine, "lowtide.optimize")
+    said: list[str] = []
+    torch.manual_seed(5)
+    expected = [step(truth, rows(NUM_ROWS)) for _ in range(18)]
+    num_raced = 0
+    with Autopilot(model, source, None, engine, owns_engine=False, placed=placed, group=ALONE, say=said.append) as tide:
+        torch.manual_seed(5)
+        for number in range(18):
+            assert_same(timed_step(model, engine, compute_factor), expected[number], f"step {number}")
+            num_raced += tide.phase is Phase.RACING
+            assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_spills == 0
+        assert tide.phase is Phase.SETTLED
+        assert 0 < num_raced <= MAX_STEPS
+        assert set(source.plans) == {"solver's", "no swap", "fewest layers"}
+        seconds = {name: true_seconds(plan, link_factor, compute_factor) for name, plan in source.plans.items()}
+        best = min(seconds, key=lambda name: seconds[name])
+        assert max(seconds.values()) > 1.05 * seconds[best]  # else nothing was at stake
+        assert tide.plan is not None and tide.plan.digest() == source.plans[best].digest(), seconds
+        (event,) = [event for event in tide.events if event.why.startswith("race: ")]
+        assert event.why.startswith(f"race: {best} ") and event.digest == tide.plan.digest()
+        assert f"\nrace: {event.why.removeprefix('race: ')}\n" in str(tide.plan)
+        assert any("3 plans race: solver's, no swap, fewest layers" in line for line in said)
+        assert Plan.from_json(tide.plan.to_json()) == tide.plan
+        assert tide.num_corrections <= 2
+    if link_factor == 0.1:
+        assert best != "solver's"
+    assert "forward" not in vars(model)
+
+
+def racing(engine: Any, *, num_layers: int = 4, share: float = 0.7, **more: Any) -> tuple[nn.Module, Autopilot]:
+    model = net(num_layers=num_layers)
+    budget = budget_of(net(num_layers=num_layers), (rows(),), share)
+    tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": MIN_BYTES, **more}, engine=engine)
+    return model, tide
+
+
+def until_racing(model: nn.Module, tide: Autopilot, *, with_rival: bool = False) -> None:
+    """Steps until plans race, and one that is only tried is in force."""
+    for _ in range(20):
+        step(model, rows())
+        if tide.phase is Phase.RACING and (tide._rival is not None or not with_rival):
+            return
+    raise AssertionError("no race")
+
+
+@pytest.mark.parametrize("kind", ["host", 1, 2, 3, 4])
+def test_a_race_changes_no_bit(kind: str | int) -> None:
+    """Dropout draws what it draws; whatever wins, parameters are the same after many steps of training."""
+    engine: Any = kind if isinstance(kind, str) else Dice(kind)
+    truth = net()
+    model, tide = racing(engine)
+    results = []
+    phases = []
+    with tide:
+        for one in (truth, model):
+            torch.manual_seed(5)
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            found = []
+            for number in range(20):
+                found.append(step(one, rows(seed=number)))
+                optimizer.step()
+                if one is model:
+                    phases.append(tide.phase)
+                    assert tide.stats is not None and tide.stats.num_divergences == 0
+            results.append([*found, [parameter.detach() for parameter in one.parameters()]])
+        for number, (plain, raced) in enumerate(zip(*results, strict=True)):
+            assert_same(raced, plain, f"step {number}")
+        assert 0 < phases.count(Phase.RACING) <= MAX_STEPS
+        assert [event.why[:6] for event in tide.events].count("race: ") == 1
+    if isinstance(engine, Dice):
+        assert not engine.violations and engine.num_slots == 0
+
+
+def test_every_plan_of_a_race_fits_the_budget() -> None:
+    model, tide = racing(Dice(2))
+    names = set()
+    with tide:
+        until_racing(model, tide)
+        contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+        assert contest is not None
+        while tide.phase is Phase.RACING:
+            names.add(contest.in_force.name)
+            plan, stats = tide.plan, tide.stats
+            assert plan is not None and plan.predicted is not None and stats is not None
+            assert plan.predicted.peak_bytes <= tide._budget_bytes
+            assert stats.peak_device_bytes <= tide._budget_bytes and stats.num_spills == 0
+            step(model, rows())
+    assert len(names) == len(contest.entrants) >= 2
+
+
+def test_without_a_race_the_plan_is_the_solvers() -> None:
+    model, tide = racing(Dice(1), race=False)
+    with tide:
+        for _ in range(8):
+            step(model, rows())
+        assert [event.why for event in tide.events] == ["first step"]
+        assert tide.phase is Phase.SETTLED and tide.plan is not None and not tide.plan.raced
+
+
+@pytest.mark.parametrize("share", [2.0, 0.05])
+def test_one_plan_is_no_race(share: float) -> None:
+    """Everything fits; or too little for any other plan."""
+    model, tide = racing(Dice(1), share=share)
+    with tide:
+        for _ in range(8):
+            step(model, rows())
+            assert tide.phase is not Phase.RACING
+        assert [event.why for event in tide.events] == ["first step"]
+
+
+def test_removed_in_the_middle_of_a_race() -> None:
+    truth, engine = net(), Dice(3)
+    before = zoo.footprint(net())
+    model, tide = racing(engine)
+    until_racing(model, tide, with_rival=True)
+    model.zero_grad(set_to_none=True)
+    state = torch.get_rng_state()
+    loss = model(rows())
+    tide.remove()
+    tide.remove()
+    assert tide.phase is Phase.REMOVED and tide.stats is not None
+    assert zoo.footprint(model) == before
+    loss.backward()  # of a plan that is gone
+    found = [loss.detach().clone(), *gradients(model)]
+    torch.set_rng_state(state)
+    assert_same(found, step(truth, rows())[:-1])
+    del loss
+    assert not engine.violations
+
+
+def test_each_shape_has_its_race() -> None:
+    sizes = [64] * 4 + [80] * 4 + [64, 80, 50, 70] * 14  # the last two are served by plans of larger ones
+    batches = [rows(size, seed=number) for number, size in enumerate(sizes)]
+    truth = net()
+    torch.manual_seed(5)
+    expected = [step(truth, batch) for batch in batches]
+    model = net()
+    budget = budget_of(net(), (rows(64),), 0.9)
+    engine = Dice(2)
+    memory = {"min_bytes": MIN_BYTES}
+    with lowtide.optimize(model, budget=budget, memory=memory, engine=engine) as tide:
+        torch.manual_seed(5)
+        for number, batch in enumerate(batches):
+            assert_same(step(model, batch), expected[number], f"step {number}")
+        whys = [event.why for event in tide.events]
+        assert whys.count("first step") == whys.count("new shape") == 1
+        raced = [shape for shape in tide._shapes if shape.result]
+        assert len(raced) == sum(why.startswith("race: ") for why in whys) >= 1
+        assert all(shape.contest is None for shape in tide._shapes)
+    assert not engine.violations
+
+
+def test_a_second_thread_ends_the_race_where_it_is() -> None:
+    model, tide = racing(Dice(3))
+    with tide:
+        until_racing(model, tide, with_rival=True)
+        thread = threading.Thread(target=lambda: step(model, rows()))
+        thread.start()
+        thread.join()
+        assert tide.phase is Phase.SETTLED
+        for _ in range(4):
+            step(model, rows())
+            assert tide.phase is Phase.SETTLED
+        assert not [event for event in tide.events if event.why.startswith("race")]
+
+
+@pytest.mark.parametrize("what", ["memory", "layer", "recipe"])
+def test_a_rival_that_fails_is_out_and_the_bits_are_the_same(what: str) -> None:
+    error: Exception = {
+        "memory": torch.OutOfMemoryError("no more"),
+        "layer": RecomputeRefusedError("it has changed", "layers.0", can_stay=True),
+        "recipe": RecipeMismatchError("layers.0.1.gelu"),
+    }[what]
+    truth, said = net(), []
+    model, tide = racing(Dice(3))
+    tide._say = said.append
+    failed: list[str] = []
+
+    def closure() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss = model(rows())
+        contest = tide._rival
+        if contest is not None and not failed:
+            failed.append(contest.in_force.name)
+            raise error
+        loss.backward()
+        return [loss.detach().clone(), *gradients(model), torch.get_rng_state()]
+
+    with tide, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(5)
+        found = [tide.step(closure) for _ in range(18)]
+        torch.manual_seed(5)
+        for number, each in enumerate(found):
+            assert_same(each, step(truth, rows()), f"step {number}")
+        assert failed and [line for line in said if f"plan '{failed[0]}' is out of the race: " in line]
+        assert tide.phase is Phase.SETTLED and failed[0] not in (tide._shapes[tide._state.key].rivals or {})
+        assert tide.plan is not None and not tide.plan.raced.startswith(failed[0])
+        assert "out of memory" not in [event.why for event in tide.events]
+
+
+def test_a_rival_whose_recipe_does_not_hold_is_out() -> None:
+    model, tide = racing(Dice(3))
+    with tide:
+        until_racing(model, tide, with_rival=True)
+        contest = tide._rival
+        assert contest is not None and tide.tide is not None
+        name = contest.in_force.name
+        watch = tide.tide._context.watch(model.layers[0])
+        watch.refusal = "It drew from a generator of its own."
+        step(model, rows())
+        assert contest.race.out and contest.in_force.name != name
+        for _ in range(12):
+            step(model, rows())
+        assert tide.phase is Phase.SETTLED
+        assert "layers cannot run again" not in [event.why for event in tide.events]
+
+
+def test_tighten_ends_the_race_and_begins_another() -> None:
+    model, tide = racing(Dice(3))
+    with tide:
+        until_racing(model, tide, with_rival=True)
+        tide.tighten()
+        assert tide.phase is Phase.SETTLED
+        for _ in range(16):
+            step(model, rows())
+        whys = [event.why[:6] for event in tide.events]
+        assert whys == ["first ", "out of", "race: "]
+        assert tide.plan is not None and tide.plan.budget_bytes == tide.events[1].budget_bytes
+
+
+def test_it_races_again_when_steps_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link becomes slower; and again nothing is known of that but the time of a step."""
+    monkeypatch.setattr(race_module, "EVERY_STEPS", 25)
+    model, engine = net(num_layers=NUM_LAYERS), engine_of(1.0)
+    tide = lowtide.optimize(
+        model, budget=budget_of(net(num_layers=NUM_LAYERS), (rows(),), 0.7), memory={"min_bytes": MIN_BYTES},
+        engine=engine,
+    )  # fmt: skip
+    with tide:
+        for number in range(80):
+            step(model, rows())
+            # As long as a step of the plan takes on this device, once for all plans.
+            engine.clock.now += 1.0 if number < 30 else 2.0
+        races = [event for event in tide.events if event.why.startswith("race: ")]
+        assert len(races) == 2
+        assert races[1].forward > 30
+        assert races[1].seconds < races[0].seconds  # the plans were there
+
+
+def ranks_race(rank: int) -> dict[str, Any]:
+    """Each rank is fast with another plan; and what is slow on one rank is slow for all."""
+    engine = engine_of(1.0)
+    model = net(num_layers=NUM_LAYERS)
+    costs = [{"solver's": 3.0, "no swap": 2.0}, {"solver's": 1.0, "no swap": 2.5}][rank]
+    budget = budget_of(net(num_layers=NUM_LAYERS), (rows(),), 0.7)
+    order = []
+    with lowtide.optimize(model, budget=budget, memory={"min_bytes": MIN_BYTES}, engine=engine) as tide:
+        torch.manual_seed(5)
+        truth = net(num_layers=NUM_LAYERS)
+        for _ in range(18):
+            state = torch.get_rng_state()
+            found = step(model, rows())
+            torch.set_rng_state(state)
+            assert_same(found, step(truth, rows()))
+            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            if contest is not None:
+                order.append(contest.in_force.name)
+                engine.clock.now += costs.get(contest.in_force.name, 4.0)
+        return {
+            "order": order,
+            "whys": [event.why for event in tide.events],
+            "digest": tide.plan.digest(),  # type: ignore[union-attr]
+            "phase": tide.phase.value,
+        }
+
+
+def test_two_ranks_race_in_one_order_and_the_slowest_decides(tmp_path: Path) -> None:
+    ((first, second),) = two_ranks.run(__name__, [("ranks_race", {})], tmp_path)
+    assert first == second
+    assert first["phase"] == "settled" and len(first["order"]) == MAX_STEPS
+    assert first["whys"][-1].startswith("race: no swap 2.50 s, solver's 3.00 s")
