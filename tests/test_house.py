@@ -47,6 +47,7 @@ WITHOUT = {
         f"pipeline/{file}": {"torch", "numpy", "transformers"}
         for file in ("schedule", "generators", "transfers", "verify", "figures", "clock", "csv_text", "picture")
     },
+    "pipeline/cluster": {"torch", "transformers"},
     "errors": {"torch", "numpy"},
     "units": {"torch", "numpy"},
 }
