@@ -58,6 +58,7 @@ WITHOUT = {
             "overlap_figures",
         )
     },
+    "pipeline/cluster": {"torch", "transformers"},
     "errors": {"torch", "numpy"},
     "units": {"torch", "numpy"},
 }

@@ -3,6 +3,7 @@
 The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
+With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli import plan_cluster
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.source import read_text
@@ -45,11 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--curve", action="store_true", help="draw the memory of the step over its time")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
+    plan_cluster.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises `ConfigError` for mistakes, `BudgetError` when no plan fits."""
     settings = load_run(args.run)
+    if plan_cluster.is_asked_for(settings, args):
+        return _run_cluster(settings, args)
     check_writable(args.out)
     memory = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
     if args.optimizer is not None:
@@ -71,6 +76,15 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write(args.out, plan.to_json())
     print(_document(plan, profile, rungs, curve) if args.json else "\n".join(_lines(plan, profile, rungs, curve)))
+    return 0
+
+
+def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
+    with _stdout_kept_clean():
+        found = plan_cluster.plan(settings, args)
+    from lowtide.pipeline.cluster.report import document, lines
+
+    print(json.dumps(document(found)) if args.json else "\n".join(lines(found)))
     return 0
 
 

@@ -10,9 +10,7 @@ Not covered: kernels that reach less than the stated shares; measured profiles r
 
 from __future__ import annotations
 
-import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -21,24 +19,31 @@ from typing import Any
 
 from lowtide.config.source import MOST_YAML_BYTES, read_text
 from lowtide.errors import ConfigError, did_you_mean
+from lowtide.timeline.sourced import Form, read_numbers
 from lowtide.timeline.step import Link
-from lowtide.units import parse_bytes
 
-_KEYS = (
-    "memory_bytes",
-    "flops_per_second.float32",
-    "attention_share",
-    "memory_bytes_per_second",
-    "launch_seconds",
-    "link.out_bytes_per_second",
-    "link.in_bytes_per_second",
-    "link.latency_seconds",
-    "link.compute_share",
+_DEVICE = Form(
+    keys=(
+        "memory_bytes",
+        "flops_per_second.float32",
+        "attention_share",
+        "memory_bytes_per_second",
+        "launch_seconds",
+        "link.out_bytes_per_second",
+        "link.in_bytes_per_second",
+        "link.latency_seconds",
+        "link.compute_share",
+    ),
+    optional=(
+        "flops_per_second.bfloat16",
+        "flops_per_second.float16",
+        "flops_per_second.float64",
+        "flops_per_second.float8",
+    ),
+    tables=("link", "flops_per_second"),
+    may_be_zero=("link.latency_seconds", "link.compute_share"),
+    sizes=("memory_bytes",),
 )
-_OPTIONAL_KEYS = ("flops_per_second.bfloat16", "flops_per_second.float16", "flops_per_second.float64")
-_MAY_BE_ZERO = ("link.latency_seconds", "link.compute_share")
-_FORM = '{ value = 1.0, source = "measured: how" }'
-_SOURCES = ("measured: ", "vendor: ", "assumed: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,7 @@ class Hardware:
     name: str
     memory_bytes: int
     flops_per_second: Mapping[str, float]
-    """Of large matrix products, by dtype (`bfloat16`, `float16`, `float32`)."""
+    """Of large matrix products, by dtype (`float8`, `bfloat16`, `float16`, `float32`)."""
     attention_share: float
     """Fused attention reaches this share of the above."""
     memory_bytes_per_second: float
@@ -97,21 +102,7 @@ def _is_toml(name: str) -> bool:
 
 
 def _parse(text: str, where: str, name: str) -> Hardware:
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}") from None
-    except (RecursionError, ValueError):  # tables without end; an integer of more than 4,300 digits
-        raise ConfigError(f"{where}: not valid TOML: nested too deep, or a number of too many digits") from None
-    entries = _flatten(document, "")
-    known = (*_KEYS, *_OPTIONAL_KEYS)
-    for key in entries:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key '{key}'{did_you_mean(key, known)}")
-    for key in _KEYS:
-        if key not in entries:
-            raise ConfigError(f"{where}: missing key '{key}'; write {key} = {_FORM}")
-    numbers = {key: _number(where, key, entry) for key, entry in entries.items()}
+    numbers, sources = read_numbers(text, where, _DEVICE)
     flops = {key.partition(".")[2]: value for key, value in numbers.items() if key.startswith("flops_per_second.")}
     return Hardware(
         name=name,
@@ -121,37 +112,5 @@ def _parse(text: str, where: str, name: str) -> Hardware:
         memory_bytes_per_second=numbers["memory_bytes_per_second"],
         launch_seconds=numbers["launch_seconds"],
         link=Link(**{key.partition(".")[2]: value for key, value in numbers.items() if key.startswith("link.")}),
-        sources={key: entry["source"] for key, entry in entries.items()},
+        sources=sources,
     )
-
-
-def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`link.latency_seconds` -> what was written there."""
-    entries: dict[str, Any] = {}
-    for key, value in table.items():
-        if not prefix and key in ("link", "flops_per_second") and isinstance(value, dict):
-            entries |= _flatten(value, f"{key}.")
-        else:
-            entries[prefix + key] = value
-    return entries
-
-
-def _number(where: str, key: str, entry: Any) -> float:
-    if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
-        raise ConfigError(f"{where}: {key}: expected {_FORM}")
-    source, value = entry["source"], entry["value"]
-    if not isinstance(source, str) or not source.startswith(_SOURCES):
-        raise ConfigError(
-            f"{where}: {key}: a source starts with 'measured: ', 'vendor: ' or 'assumed: ', unlike {source!r}"
-        )
-    if key == "memory_bytes" and isinstance(value, str):
-        try:
-            value = parse_bytes(value)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {key}: {error}") from None
-    may_be_zero = key in _MAY_BE_ZERO
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not may_be_zero):
-        wanted = "a number, zero or more" if may_be_zero else "a number greater than zero"
-        raise ConfigError(f"{where}: {key}: expected {wanted}, not {value!r}")
-    return float(value)

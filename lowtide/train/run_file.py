@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from lowtide.config.loader import FieldError, Locations, load_tree
 from lowtide.config.memory import MemoryConfig
+from lowtide.config.parallel import ParallelConfig
 from lowtide.config.source import Node, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import Sections, has_sections, read_sections
@@ -29,7 +30,7 @@ from lowtide.mindformers.schema import Sections, has_sections, read_sections
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
 
-_OURS = ("model", "data", "train", "memory", "pipeline")
+_OURS = ("model", "data", "train", "memory", "pipeline", "parallel")
 _UPSTREAMS = ("trainer", "run_mode", "modelarts")
 """Keys of MindSpore Transformers that look like a misspelt one of ours."""
 _MOST = {
@@ -153,6 +154,8 @@ class RunConfig:
     train: TrainConfig
     memory: MemoryConfig | None = None
     """None, and no sections: plain training, lowtide's runtime is not touched."""
+    parallel: ParallelConfig | None = None
+    """Only planned for: `lowtide plan`. Training does not read it."""
     sections: Sections | None = None
     """`recompute_config` and `swap_config`."""
     output_dir: Path
@@ -197,6 +200,7 @@ class _RunFile:
     train: TrainConfig
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig | None = None
+    parallel: ParallelConfig | None = None
     places: Locations
 
 
@@ -231,6 +235,7 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
         data=file.data,
         train=train,
         memory=file.memory,
+        parallel=file.parallel,
         sections=sections,
         output_dir=output_dir,
         places=file.places,
@@ -238,9 +243,11 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
 
 
 def _without_sections(root: Node) -> Node:
-    """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in."""
-    foreign = [entry.key for entry in root.entries if entry.key in _UPSTREAMS or not did_you_mean(entry.key, _OURS)]
-    kept = [entry for entry in root.entries if entry.key in _OURS or entry.key not in foreign]
+    """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in.
+    `parallel` is upstream's beside them."""
+    ours = tuple(key for key in _OURS if key != "parallel")
+    foreign = [entry.key for entry in root.entries if entry.key in _UPSTREAMS or not did_you_mean(entry.key, ours)]
+    kept = [entry for entry in root.entries if entry.key in ours or entry.key not in foreign]
     entries = []
     for entry in kept:
         node = entry.node

@@ -27,6 +27,8 @@ class Counts:
             return self.grid.table() if value else self.grid.zeros()
         if not isinstance(value, list | tuple):
             self._illegal(path, value)
+        if self.grid.comes_back:
+            value = self._turned(value, path)
         if all(isinstance(item, int) for item in value):
             return self._per_stage(value, path)
         if all(isinstance(item, str) for item in value):
@@ -40,6 +42,19 @@ class Counts:
         if all(isinstance(row, bool | list | tuple) for row in value):
             return self._per_cell(value, path)
         self._illegal(path, value)
+
+    def _turned(self, value: Any, path: str) -> Any:
+        """With zero_bubble_v, the table with its second row in the order of layers. Upstream turns it round before it
+        looks at it, and crashes on whatever has no second row."""
+        if all(isinstance(item, str) for item in value):
+            return value
+        if len(value) < 2 or not isinstance(value[1], list | tuple):
+            self.issues.refuse(
+                path,
+                f"must be true, false or 2 rows [chunk][stage] with zero_bubble_v, whose second row comes back, not "
+                f"{value!r}",
+            )
+        return [value[0], value[1][::-1], *value[2:]]
 
     def _per_stage(self, value: Any, path: str) -> Table:
         num_stages = self.grid.num_stages

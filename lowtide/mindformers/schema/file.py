@@ -50,6 +50,8 @@ class Sections:
     pipeline_stage: Any = 1
     pp_interleave_num: Any = 1
     offset: object = 0
+    zero_bubble_v: bool = False
+    """`parallel.pipeline_config.pipeline_scheduler` says so."""
     start_stage: int = 0
     """Added to the number of a stage where it is shown; it decides nothing."""
     model_type: str = ""
@@ -98,6 +100,7 @@ class Sections:
             names=names,
             issues=issues,
             held=held,
+            zero_bubble_v=self.zero_bubble_v,
         )
 
 
@@ -139,6 +142,8 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
         pipeline_stage=model.get("stage_num") or _below(values, "parallel_config").get("pipeline_stage", 1),
         pp_interleave_num=_num_chunks(values, model, issues),
         offset=model.get("offset", 0),
+        zero_bubble_v=_below(_below(values, "parallel"), "pipeline_config").get("pipeline_scheduler")
+        == "zero_bubble_v",
         start_stage=model.get("start_stage") or 0,
         model_type=str(kind),
         compat=compat,

@@ -5,6 +5,10 @@ out chunk by chunk, inside a chunk stage by stage. A table of counts has the sha
 that many layers from the first layer of the cell.
 
 The grid needs no devices, so a configuration written for 16 stages keeps its meaning on one.
+
+`zero_bubble_v` is a pipeline whose second chunk comes back: the stage that has the first layers has the last ones,
+too. A file writes both rows of a table by stage; here, as in upstream's newer code, the second row is in the order of
+layers, which is the reverse.
 Not covered: `start_stage`, which only shifts the numbers of stages.
 """
 
@@ -29,6 +33,8 @@ class Grid:
     num_layers: int
     sizes: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
+    comes_back: bool = False
+    """The second chunk of a stage is that of the stage at the other end of the row."""
 
     @property
     def num_chunks(self) -> int:
@@ -57,15 +63,20 @@ class Grid:
 
     def locate(self, layer: int) -> tuple[int, int]:
         """(chunk, stage) of a layer."""
+        chunk, column = self.cell(layer)
+        return chunk, self.num_stages - 1 - column if self.comes_back and chunk == 1 else column
+
+    def cell(self, layer: int) -> tuple[int, int]:
+        """(row, column) of a layer in a table."""
         for chunk, row in enumerate(self.accumulated()):
-            for stage, end in enumerate(row):
+            for column, end in enumerate(row):
                 if layer < end:
-                    return chunk, stage
+                    return chunk, column
         raise AssertionError(f"layer {layer} is outside the grid {self.sizes}")
 
     def selects(self, table: Sequence[Sequence[int]], layer: int) -> bool:
         """Does a table of counts select this layer? A cell that the table does not have selects none."""
-        chunk, stage = self.locate(layer)
+        chunk, stage = self.cell(layer)
         count = table[chunk][stage] if chunk < len(table) and stage < len(table[chunk]) else 0
         return layer - self.starts[chunk][stage] < count
 
@@ -82,7 +93,9 @@ class Grid:
         return table
 
 
-def make_grid(num_layers: int, num_stages: int, num_chunks: int, offset: object, issues: Issues) -> Grid:
+def make_grid(
+    num_layers: int, num_stages: int, num_chunks: int, offset: object, issues: Issues, *, zero_bubble_v: bool = False
+) -> Grid:
     """The grid, or a refusal that names what does not add up."""
     named = (("num_layers", num_layers), ("pipeline_stage", num_stages), ("pp_interleave_num", num_chunks))
     for name, value in named:
@@ -104,7 +117,14 @@ def make_grid(num_layers: int, num_stages: int, num_chunks: int, offset: object,
             f"{remainder}",
         )
     average = num_layers // cells
-    sizes = tuple(tuple(average + extra for extra in row) for row in offsets.full)
+    if zero_bubble_v and num_chunks != 2:
+        issues.refuse(
+            "pp_interleave_num", f"must be 2 with zero_bubble_v, which has 2 chunks a stage, not {num_chunks}"
+        )
+    rows = [list(row) for row in offsets.full]
+    if zero_bubble_v:
+        rows[1].reverse()
+    sizes = tuple(tuple(average + extra for extra in row) for row in rows)
     _check_sizes(sizes, issues)
     total = sum(map(sum, sizes))
     if total != num_layers:
@@ -119,7 +139,7 @@ def make_grid(num_layers: int, num_stages: int, num_chunks: int, offset: object,
     for row in sizes:
         starts.append(tuple(at + sum(row[:stage]) for stage in range(num_stages)))
         at += sum(row)
-    return Grid(num_layers=num_layers, sizes=sizes, starts=tuple(starts))
+    return Grid(num_layers=num_layers, sizes=sizes, starts=tuple(starts), comes_back=zero_bubble_v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ def resolve(
     offset: object = 0,
     names: Names | None = None,
     compat: bool = True,
+    zero_bubble_v: bool = False,
 ) -> Resolution:
     """Resolve the two sections for a model of `num_layers` layers.
 
@@ -38,6 +39,7 @@ def resolve(
     for a module; one for all layers or one per layer. Absent: any name matches.
     `compat`: True follows MindSpore Transformers and warns where it hangs, crashes or silently does nothing; False
     refuses there. Raises `ConfigError`; the dotted key is the place.
+    `zero_bubble_v`: the second chunk of the pipeline comes back (grid.py), and counts are true, false or tables.
     """
     return resolve_sections(
         recompute_config,
@@ -48,6 +50,7 @@ def resolve(
         offset=offset,
         names=names,
         issues=Issues(compat=compat),
+        zero_bubble_v=zero_bubble_v,
     )
 
 
@@ -62,9 +65,10 @@ def resolve_sections(
     names: Names | None,
     issues: Issues,
     held: range | None = None,
+    zero_bubble_v: bool = False,
 ) -> Resolution:
     """`resolve` for values whose places are known to `issues`. `held`: only these layers, those of one stage."""
-    grid = make_grid(num_layers, pipeline_stage, pp_interleave_num, offset, issues)
+    grid = make_grid(num_layers, pipeline_stage, pp_interleave_num, offset, issues, zero_bubble_v=zero_bubble_v)
     trees = trees_of(names, num_layers, issues)
     families = {family_of(tree) for tree in trees}
     family = "mcore" if families == {"mcore"} else "legacy"
@@ -93,8 +97,9 @@ def resolve_sections(
 def _note_other_split(grid: Grid, held: range, issues: Issues) -> None:
     """Counts are of the file's stages; say so where the module at hand is not one of them."""
     chunk, stage = grid.locate(held[0])
-    first = grid.starts[chunk][stage]
-    written = range(first, first + grid.sizes[chunk][stage])
+    row, column = grid.cell(held[0])
+    first = grid.starts[row][column]
+    written = range(first, first + grid.sizes[row][column])
     if held != written and grid.num_stages * grid.num_chunks > 1:
         issues.note(
             f"this module holds {layers_text(held)}, but by the file stage {stage} of chunk {chunk} holds "

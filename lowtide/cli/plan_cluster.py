@@ -1,0 +1,156 @@
+"""`lowtide plan RUN.yaml --devices 2048`: the fastest layout of a model over a cluster, without having one.
+
+What: taken instead of a plan for one device where the run file has a section `parallel` or `--devices` is given. Sizes
+that the section pins are kept, the others are looked for. Of the model only its config is read.
+stdout has the plan, or with `--json` one JSON document; `--export` writes it for another system as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.cli.waiting import Waiting
+from lowtide.config.memory import MemoryConfig
+from lowtide.config.parallel import ParallelConfig
+from lowtide.core.fate import Fate
+from lowtide.errors import ConfigError
+from lowtide.train.run_file import RunConfig
+from lowtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.pipeline.cluster.search import ClusterPlan, Question
+
+_ONE_DEVICE_ONLY = ("profile", "curve", "out", "host_budget", "optimizer")
+_EXPORTS = ("mindformers", "megatron")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, metavar="N", help="plan layouts of so many devices, see 'parallel'")
+    parser.add_argument("--cluster", metavar="NAME", help="what connects them: h800, ideal, ... or a TOML file")
+    parser.add_argument(
+        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {' or '.join(_EXPORTS)}"
+    )
+
+
+def is_asked_for(settings: RunConfig, args: argparse.Namespace) -> bool:
+    if settings.parallel is None and args.devices is None:
+        for option in ("cluster", "export"):
+            if getattr(args, option) is not None:
+                raise ConfigError(f"--{option}: is for a plan for a cluster; write --devices, or a section 'parallel'")
+        return False
+    return True
+
+
+def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
+    """The plan, exported where that is asked for. Raises `ConfigError` for mistakes and where nothing fits."""
+    for option in _ONE_DEVICE_ONLY:
+        if getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')}: is for a plan for one device; leave it out")
+    if args.export is not None and args.export[0] not in _EXPORTS:
+        raise ConfigError(f"--export: unknown system '{args.export[0]}'; known are {' and '.join(_EXPORTS)}")
+    with Waiting() as waiting:
+        waiting.say("starting")
+        question = make_question(settings, args)
+        from lowtide.pipeline.cluster.search import plan_cluster
+
+        found = plan_cluster(question, progress=waiting.say)
+        if args.export is not None:
+            from lowtide.pipeline.cluster.export import export
+
+            export(found, args.export[0], Path(args.export[1]))
+    return found
+
+
+def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
+    """What the run file and the command line ask for."""
+    from lowtide.pipeline.cluster.layout import Batch
+    from lowtide.pipeline.cluster.search import Question
+    from lowtide.pipeline.cluster.shape import shape_of
+    from lowtide.timeline.cluster import load_cluster
+    from lowtide.timeline.hardware import load_hardware
+
+    config = settings.parallel or ParallelConfig()
+    if args.hardware is None:
+        raise ConfigError("--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file")
+    hardware = load_hardware(args.hardware)
+    cluster = load_cluster(args.cluster or config.cluster or args.hardware)
+    if config.precision == "fp8" and "float8" not in hardware.flops_per_second:
+        raise ConfigError(
+            f"{config.places.of('precision')}: 'parallel.precision' is fp8, but {hardware.name} has no rate for it; "
+            "write bf16, or give a file with flops_per_second.float8"
+        )
+    devices = _num_devices(config, args.devices)
+    if config.global_batch is None and config.data is None:
+        raise ConfigError(
+            f"{config.places.of('global_batch')}: 'parallel.global_batch' is missing: without it, or 'parallel.data', "
+            "nobody knows how many sequences a step has; write e.g. global_batch: 1024"
+        )
+    from lowtide.train.model import model_config  # imports torch
+
+    return Question(
+        shape=shape_of(model_config(settings)),
+        batch=Batch(
+            sequences=config.global_batch,
+            micro_batch=settings.train.batch_size,
+            accumulation=settings.train.grad_accumulation,
+            sequence_length=settings.data.sequence_length,
+        ),
+        config=config,
+        devices=devices,
+        hardware=hardware,
+        cluster=cluster,
+        budget_bytes=_budget(settings, args.budget) or int(hardware.memory_bytes * (1 - cluster.reserved_share)),
+        fates=_fates(settings.memory or MemoryConfig()),
+    )
+
+
+def _num_devices(config: ParallelConfig, asked: int | None) -> int:
+    if asked is not None:
+        if asked < 1:
+            raise ConfigError(f"--devices: must be at least 1, not {asked}")
+        return asked
+    if config.devices is not None:
+        return config.devices
+    sizes = (config.tensor, config.pipeline, config.context, config.data)
+    if None in sizes:
+        raise ConfigError(
+            f"{config.places.of('devices')}: 'parallel.devices' is missing; write it, or --devices 2048, or all of "
+            "tensor, pipeline, context and data"
+        )
+    tensor, pipeline, context, data = (size or 1 for size in sizes)
+    return tensor * pipeline * context * data
+
+
+def _budget(settings: RunConfig, text: str | None) -> int | None:
+    if text is None:
+        return settings.memory.budget if settings.memory is not None else None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--budget: {error}") from None
+
+
+def _fates(memory: MemoryConfig) -> tuple[Fate, ...]:
+    """That the section leaves. Rules that name layers are for a plan of one device."""
+    for field in dataclasses.fields(memory):
+        if (
+            field.name not in ("budget", "recompute", "swap", "locations")
+            and getattr(memory, field.name) != field.default
+        ):
+            raise ConfigError(
+                f"{memory.locations.of(field.name)}: 'memory.{field.name}' is for a plan for one device; leave it out"
+            )
+    for key in ("recompute", "swap"):
+        if getattr(memory, key) not in (None, "auto", "none", "all"):
+            raise ConfigError(
+                f"{memory.locations.of(key)}: 'memory.{key}' must be auto, none or all in a plan for a cluster"
+            )
+    if memory.recompute == "all":
+        return (Fate.RECOMPUTE,)
+    if memory.swap == "all":
+        return (Fate.SWAP,)
+    swap = () if memory.swap == "none" else (Fate.SWAP,)
+    return (Fate.KEEP, *swap, *(() if memory.recompute == "none" else (Fate.RECOMPUTE,)))

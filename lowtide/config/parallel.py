@@ -1,0 +1,74 @@
+"""The `parallel` section of a run file: over how many devices a model is spread, and how.
+
+What: every key may be left out; `lowtide plan` then looks for the best value. A value that is written is never changed.
+Sizes count ranks: `tensor` x `pipeline` x `context` x `data` is the number of devices, and `expert` ranks are taken
+from `tensor` x `context` x `data`. Only `lowtide plan` reads this section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lowtide.config.loader import FieldError, Locations
+
+AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimizer_shards")
+"""The keys that are sizes of a layout, in the order in which they are printed."""
+_MOST = 2**24
+
+ScheduleName = Literal[
+    "auto", "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """The section as written; None is free."""
+
+    tensor: int | None = None
+    """Ranks that share each product of a layer."""
+    pipeline: int | None = None
+    """Ranks that layers are dealt to."""
+    interleave: int | None = None
+    """Stages on each pipeline rank."""
+    expert: int | None = None
+    """Ranks that share the experts."""
+    context: int | None = None
+    """Ranks that share each sequence."""
+    data: int | None = None
+    """Ranks that have the same layers and other sequences."""
+    optimizer_shards: int | None = None
+    """Ranks that the optimizer's state is dealt to; 1: each rank has all of that of its parameters."""
+    schedule: ScheduleName = "auto"
+    devices: int | None = None
+    """Of the whole cluster; `--devices` instead of it."""
+    global_batch: int | None = None
+    """Sequences of one optimizer step, over all devices. Left out: `train.batch_size` x `train.grad_accumulation` for
+    each of the data ranks."""
+    layers: Literal["balanced", "even"] | tuple[int, ...] = "balanced"
+    """How layers are dealt to stages: balanced by their time, equally many, or so many to each stage."""
+    sequence_parallel: bool = True
+    """With tensor ranks: norms and the residual stream are split over them too, along the sequence."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """Of the linear layers' products. `fp8`: their saved inputs are bytes as well."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Of the optimizer. Master weights and gradients are float32."""
+    cluster: str | None = None
+    """What connects the devices: `h800`, `ideal` (communication is left out), or the path of a TOML file. Left out:
+    that of the device's own name."""
+    places: Locations = field(default_factory=lambda: Locations(prefix="parallel"), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for key in (*AXES, "devices", "global_batch"):
+            value = getattr(self, key)
+            if value is not None and not 1 <= value <= _MOST:
+                bound = "at least 1" if value < 1 else f"at most {_MOST}"
+                raise FieldError(key, f"must be {bound}, not {value}")
+        if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 0):
+            raise FieldError("layers", "must be one number of layers for each stage, none of them below 0")
+        if self.schedule == "one_stage_overlap" and self.pipeline not in (None, 1):
+            raise FieldError("schedule", f"'one_stage_overlap' is for 1 pipeline rank, not {self.pipeline}")
+
+    def pinned(self) -> dict[str, int]:
+        """The sizes that are written."""
+        return {key: value for key in AXES if (value := getattr(self, key)) is not None}

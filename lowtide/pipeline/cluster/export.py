@@ -1,0 +1,253 @@
+"""A plan for a cluster in the words of MindSpore Transformers or of Megatron-LM.
+
+What: `export` writes a file. For MindSpore Transformers it is YAML: the sizes, `offset` and chunks, and
+`recompute_config` and `swap_config`, whose counts are tables [chunk][stage] where nothing is swapped, and indices of
+layers where something is, because there a number means that. For Megatron-LM it is the arguments of its command.
+Both start with what they cannot say. MindSpore Transformers has no name for the input of a layer and for dispatched
+tokens; Megatron-LM's flags hold for all ranks and layers alike, so they do as much as the fullest rank needs.
+
+Not covered: anything else that a run needs, such as its data and its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lowtide.core.fate import Fate
+from lowtide.errors import ConfigError
+from lowtide.pipeline.cluster.decisions import Decisions, decisions
+from lowtide.pipeline.cluster.layout import Layout
+from lowtide.pipeline.cluster.search import ClusterPlan, LayoutPlan, Question
+from lowtide.units import format_bytes
+
+PREFETCH = 1
+"""Operators ahead of its reader at which a swapped activation is asked for. The timeline knows better, a file for
+another system's operators does not."""
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "n1": ("attention_norm",),
+    "cq": ("attention.q2l_proj",),
+    "ckv": ("attention.kv2l_latent_kv",),
+    "a": ("attention.flash_attention",),
+    "x2": ("add",),
+    "n2": ("ffn_norm",),
+}
+_QKV = {"q": ("attention.wq",), "k": ("attention.wk",), "v": ("attention.wv",)}
+_LATENT_QKV = {
+    "q": ("attention.l2q_nope_proj", "attention.l2q_pe_proj"),
+    "k": ("attention.lkv2kv_k_nope",),
+    "v": ("attention.lkv2kv_v",),
+}
+_MLPS = {"": "feed_forward", "shared ": "feed_forward.shared_experts", "expert ": "feed_forward.routed_experts.ffn"}
+_MODULES = {
+    "layernorm": ("n1", "n2"),
+    "mla_up_proj": ("q", "k", "v"),
+    "mlp": ("h", "g"),
+    "shared_experts": ("shared h", "shared g"),
+    "moe_act": ("expert g",),
+    "moe": ("expert h",),
+}
+"""Of `--recompute-modules`: what each drops."""
+_OFFLOADED = {
+    "attn_norm": ("x1",),
+    "qkv_linear": ("n1",),
+    "core_attn": ("q", "k", "v"),
+    "attn_proj": ("a",),
+    "mlp_norm": ("x2",),
+    "expert_fc1": ("d",),
+    "moe_act": ("expert h",),
+}
+"""Of `--offload-modules`: each keeps its inputs elsewhere."""
+
+
+def export(plan: ClusterPlan, system: str, path: Path) -> None:
+    """Writes the best layout. Raises `ConfigError` where the system has no word for its schedule."""
+    made = mindformers_lines if system == "mindformers" else megatron_lines
+    text = "\n".join(made(plan.question, plan.best)) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--export: {path} cannot be written: {error.strerror}") from None
+
+
+# -- MindSpore Transformers ----------------------------------------------------------------------------------------
+
+
+def patterns_of(question: Question, name: str) -> tuple[str, ...]:
+    """The parts of a layer of MindSpore Transformers whose outputs are this activation; none where it has no name."""
+    qkv = _QKV if question.shape.latent is None else _LATENT_QKV
+    if name in _NAMES or name in qkv:
+        return (*_NAMES.get(name, ()), *qkv.get(name, ()))
+    for prefix, module in _MLPS.items():
+        if name == f"{prefix}h":
+            return tuple(f"{module}.{part}" for part in (("w1", "w3") if question.shape.is_gated else ("w1",)))
+        if name == f"{prefix}g":
+            return (f"{module}.mul",) if question.shape.is_gated else (f"{module}.w1.activation",)
+    return ()
+
+
+def mindformers_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
+    """The file."""
+    layout = plan.layout
+    schedulers = {"zb_v": "zero_bubble_v", "dualpipev": "zero_bubble_v", "1f1b": "1f1b", "interleaved": "1f1b"}
+    if layout.schedule not in schedulers:
+        hint = "; 'dualpipev' on half of the ranks is the same" if layout.schedule == "dualpipe" else ""
+        raise ConfigError(f"--export: MindSpore Transformers has no schedule '{layout.schedule}'{hint}")
+    by_layer = decisions(plan)
+    is_v = schedulers[layout.schedule] == "zero_bubble_v"
+    offset = _cells([count - question.shape.num_layers // layout.num_stages for count in plan.num_layers], layout, is_v)
+    yield f"# {layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
+    yield "# What this file cannot say:"
+    yield from (f"# - {line}" for line in _unsaid(question, plan, by_layer))
+    yield "parallel_config:"
+    yield f"  data_parallel: {layout.data}"
+    yield f"  model_parallel: {layout.tensor}"
+    yield f"  context_parallel: {layout.context}"
+    yield f"  expert_parallel: {layout.expert}"
+    yield f"  pipeline_stage: {layout.pipeline}"
+    yield f"  micro_batch_num: {plan.num_micro_batches}"
+    yield f"  use_seq_parallel: {_word(question.config.sequence_parallel and layout.tensor > 1)}"
+    yield "parallel:"
+    yield f"  enable_parallel_optimizer: {_word(layout.optimizer_shards > 1)}"
+    yield "  pipeline_config:"
+    yield f"    pipeline_interleave: {_word(layout.interleave > 1)}"
+    yield f'    pipeline_scheduler: "{schedulers[layout.schedule]}"'
+    yield "model:"
+    yield "  model_config:"
+    yield f"    num_layers: {question.shape.num_layers}"
+    yield f"    pp_interleave_num: {layout.interleave}"
+    yield f"    offset: {offset if layout.interleave > 1 else offset[0]}"
+    yield from _sections(question, plan, by_layer, is_v=is_v)
+
+
+def _sections(question: Question, plan: LayoutPlan, by_layer: Sequence[Decisions], *, is_v: bool) -> Iterator[str]:
+    """`recompute_config` and `swap_config`."""
+    recomputed, swapped = (_layers_of(question, by_layer, fate) for fate in (Fate.RECOMPUTE, Fate.SWAP))
+    yield "recompute_config:"
+    yield "  recompute: false"
+    yield f"  select_recompute:{'' if recomputed else ' false'}"
+    for pattern, layers in recomputed.items():
+        value = layers if swapped else _counts(plan, layers, is_v)
+        yield f"    '{_escaped(pattern)}': {value}"
+    if swapped:
+        yield "swap_config:"
+        yield "  swap: true"
+        yield "  op_swap:"
+        for pattern, layers in swapped.items():
+            yield f"    - op_name: '{_escaped(pattern)}'"
+            yield f"      backward_prefetch: {PREFETCH}"
+            yield f"      layers: {layers}"
+
+
+def _layers_of(question: Question, by_layer: Sequence[Decisions], fate: Fate) -> dict[str, list[int]]:
+    """Pattern -> the layers in which it has this fate."""
+    found: dict[str, list[int]] = {}
+    for index, layer in enumerate(by_layer):
+        for name, its_fate in layer.items():
+            for pattern in patterns_of(question, name) if its_fate is fate else ():
+                found.setdefault(pattern, []).append(index)
+    return found
+
+
+def _counts(plan: LayoutPlan, layers: Sequence[int], is_v: bool) -> list[list[int]]:
+    """A table [chunk][stage] that selects these layers; a cell counts from its first one on."""
+    counts, start = [], 0
+    for number in plan.num_layers:
+        mine = [index - start for index in layers if start <= index < start + number]
+        counts.append(max(mine) + 1 if mine else 0)
+        start += number
+    return _cells(counts, plan.layout, is_v)
+
+
+def _cells(of_stage: Sequence[int], layout: Layout, is_v: bool) -> list[list[int]]:
+    """[chunk][stage]. In a V the second row comes back: its first number is that of the first stage's rank."""
+    ranks = layout.schedule_ranks
+    rows = [list(of_stage[start : start + ranks]) for start in range(0, len(of_stage), ranks)]
+    return [rows[0], rows[1][::-1]] if is_v else rows
+
+
+def _unsaid(question: Question, plan: LayoutPlan, by_layer: Sequence[Decisions]) -> Iterator[str]:
+    names = sorted({name for layer in by_layer for name in layer if not patterns_of(question, name)})
+    for name in names:
+        layers = [index for index, layer in enumerate(by_layer) if name in layer]
+        yield f"'{name}' is to be swapped in layers {layers}; no part of a layer has that name, so it is kept"
+    yield "which micro-batch: the solver may treat each chunk in flight by itself; here whole layers are, rounded up"
+    yield f"when: backward_prefetch is {PREFETCH} everywhere; the plan's copies follow the timeline"
+    yield f"how much: the plan fits {format_bytes(question.budget_bytes)}, at {format_bytes(plan.peak_bytes)} predicted"
+    if plan.layout.schedule == "dualpipev":
+        yield "pairs: 'zero_bubble_v' stands for 'dualpipev'; whether a pair hides anything is up to the runtime"
+    yield f"shards: the plan has {plan.layout.optimizer_shards} of the optimizer's state; here it is all or none"
+
+
+def _escaped(pattern: str) -> str:
+    return pattern.replace(".", "\\.")
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"
+
+
+# -- Megatron-LM ---------------------------------------------------------------------------------------------------
+
+
+def megatron_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
+    """The arguments, one on a line."""
+    layout, batch, config = plan.layout, question.batch, question.config
+    if layout.schedule not in ("1f1b", "interleaved", "interleaved_overlap"):
+        raise ConfigError(
+            f"--export: Megatron-LM has no schedule '{layout.schedule}'; pin 'schedule' to 1f1b, interleaved or "
+            "interleaved_overlap"
+        )
+    recomputed, offloaded, rest = _flags(decisions(plan))
+    yield f"# {layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
+    yield "# What these arguments cannot say:"
+    yield "# - which layers and which ranks: they hold for all alike, so they do what the fullest rank needs"
+    if rest:
+        yield f"# - {', '.join(rest)}: no module of theirs drops or offloads these alone, so they are kept"
+    yield f"# - how much: the plan fits {format_bytes(question.budget_bytes)} at {format_bytes(plan.peak_bytes)}"
+    yield f"--tensor-model-parallel-size {layout.tensor}"
+    if config.sequence_parallel and layout.tensor > 1:
+        yield "--sequence-parallel"
+    yield f"--context-parallel-size {layout.context}"
+    yield f"--pipeline-model-parallel-size {layout.pipeline}"
+    if layout.num_stages > 1:
+        yield f"--pipeline-model-parallel-layout '{_stages_text(plan)}'"
+    if layout.schedule == "interleaved_overlap":
+        yield "--overlap-moe-expert-parallel-comm"
+    if question.shape.experts is not None:
+        yield f"--expert-model-parallel-size {layout.expert}"
+        yield "--expert-tensor-parallel-size 1"
+    yield f"--micro-batch-size {batch.micro_batch}"
+    yield f"--global-batch-size {plan.num_micro_batches * layout.data * batch.micro_batch}"
+    if layout.optimizer_shards > 1:
+        yield "--use-distributed-optimizer"
+    if recomputed:
+        yield "--recompute-granularity selective"
+        yield f"--recompute-modules {' '.join(recomputed)}"
+    if offloaded:
+        yield "--fine-grained-activation-offloading"
+        yield f"--offload-modules {' '.join(offloaded)}"
+
+
+def _flags(by_layer: Sequence[Decisions]) -> tuple[list[str], list[str], list[str]]:
+    """Modules to recompute, modules to offload, and activations that neither reaches."""
+    wanted = {
+        fate: {name for layer in by_layer for name, its_fate in layer.items() if its_fate is fate}
+        for fate in (Fate.RECOMPUTE, Fate.SWAP)
+    }
+    recomputed = [module for module, names in _MODULES.items() if wanted[Fate.RECOMPUTE] & set(names)]
+    if "moe" in recomputed and "moe_act" in recomputed:
+        recomputed.remove("moe_act")  # it is within the other
+    dropped = {name for module in recomputed for name in _MODULES[module]}
+    left = (wanted[Fate.SWAP] | wanted[Fate.RECOMPUTE]) - dropped
+    offloaded = [module for module, names in _OFFLOADED.items() if wanted[Fate.SWAP] & left & set(names)]
+    reached = {name for module in offloaded for name in _OFFLOADED[module]}
+    return recomputed, offloaded, sorted(left - reached)
+
+
+def _stages_text(plan: LayoutPlan) -> str:
+    """Stages as `Et|tt|tL`: embedding, layers, loss."""
+    stages = ["t" * number for number in plan.num_layers]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
+    return "|".join(stages)

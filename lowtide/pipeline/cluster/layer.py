@@ -1,0 +1,344 @@
+"""One layer on one rank: its operators with their times, what they save, and how that is made again.
+
+What: a layer is a row of operators. Each reads saved activations in its backward, makes others, and takes as long as
+the roofline of its products or of its traffic says. Kernels are those of the field: fused norms, fused attention,
+grouped products for experts; a rank has its tensor, context and expert part of each.
+Backward: a product takes as long again for the gradient of its input, and once more for that of its weight. Attention
+takes two and a half times its forward, everything else twice.
+Collectives stand with the operator that waits for them: `collective_seconds` (tensor and context ranks), which nothing
+hides, and `exchange_seconds` (experts' all-to-all), which a pair can hide.
+
+What the all-to-all brings can be kept or swapped, not recomputed: a rank alone cannot make it again.
+Not covered: uneven routing (each rank gets as many tokens as it sends), quantising (in the rate of float8), dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lowtide.config.parallel import ParallelConfig
+from lowtide.pipeline.cluster.layout import Batch, Layout
+from lowtide.pipeline.cluster.network import all_to_all_seconds, ring_seconds
+from lowtide.pipeline.cluster.shape import DENSE, ModelShape
+from lowtide.timeline.cluster import Cluster
+from lowtide.timeline.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator. Seconds of its forward; `input_seconds` and `weight_seconds` of the halves of its backward."""
+
+    name: str
+    seconds: float
+    input_seconds: float
+    weight_seconds: float = 0.0
+    reads: tuple[str, ...] = ()
+    """What its backward reads of what there was before it."""
+    makes: tuple[str, ...] = ()
+    saves_own: bool = False
+    """Its backward reads what it makes, too."""
+    collective_seconds: float = 0.0
+    """Of the forward; the backward has as much."""
+    exchange_seconds: float = 0.0
+    """The same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A layer of one kind on one rank."""
+
+    kind: str
+    ops: tuple[Op, ...]
+    nbytes: dict[str, int]
+    """Of each saved activation."""
+    recipes: dict[str, tuple[float, tuple[str, ...]]]
+    """What makes it again: seconds, and from what."""
+    last_uses: dict[str, int]
+    """Operators after which the forward itself no longer needs the residual stream: name -> number."""
+    temporary_bytes: int
+    parameters: int
+    """Of this rank, without routed experts."""
+    expert_parameters: int
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(op.seconds for op in self.ops)
+
+    @property
+    def input_seconds(self) -> float:
+        return sum(op.input_seconds for op in self.ops)
+
+    @property
+    def weight_seconds(self) -> float:
+        return sum(op.weight_seconds for op in self.ops)
+
+    @property
+    def collective_seconds(self) -> float:
+        return sum(op.collective_seconds for op in self.ops)
+
+    @property
+    def exchange_seconds(self) -> float:
+        return sum(op.exchange_seconds for op in self.ops)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of one micro-batch, with everything kept."""
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a layer runs, and on what."""
+
+    shape: ModelShape
+    layout: Layout
+    batch: Batch
+    config: ParallelConfig
+    hardware: Hardware
+    """Its rates are already those that a whole step reaches."""
+    cluster: Cluster
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank, without what sequence parallelism splits further."""
+        return self.batch.micro_batch * self.batch.sequence_length // self.layout.context
+
+    @property
+    def residual_tokens(self) -> int:
+        """Of the residual stream and the norms."""
+        return self.tokens // (self.layout.tensor if self.config.sequence_parallel else 1)
+
+    @property
+    def product_dtype(self) -> str:
+        return "float8" if self.config.precision == "fp8" else "bfloat16"
+
+    @property
+    def hand_over_bytes(self) -> int:
+        """Of the activations between two stages."""
+        return 2 * self.residual_tokens * self.shape.hidden
+
+
+def make_layer(place: Place, kind: str) -> Layer:
+    """A layer of this kind."""
+    maker = _Maker(place)
+    maker.attention()
+    if kind == DENSE:
+        maker.mlp(place.shape.inner, place.tokens, place.layout.tensor, "")
+    else:
+        maker.experts()
+    parameters, expert_parameters = place.shape.layer_parameters(kind)
+    # Attention and dense MLPs are split over tensor ranks; router and shared experts are on each of them.
+    split = parameters if kind == DENSE else place.shape.attention_parameters()
+    largest = max(nbytes for name, nbytes in maker.nbytes.items() if name in maker.inner_names)
+    residual_bytes = maker.nbytes["x1"]
+    return Layer(
+        kind=kind,
+        ops=tuple(maker.ops),
+        nbytes=maker.nbytes,
+        recipes=maker.recipes,
+        last_uses={"x1": maker.num_attention_ops, "x2": len(maker.ops)},
+        temporary_bytes=3 * largest + 2 * residual_bytes,
+        parameters=split // place.layout.tensor + parameters - split,
+        expert_parameters=expert_parameters // place.layout.expert,
+    )
+
+
+@dataclass(slots=True)
+class _Maker:
+    """A layer while it is written down, operator by operator."""
+
+    place: Place
+    ops: list[Op] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    recipes: dict[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict)
+    inner_names: list[str] = field(default_factory=list)
+    """What activation functions make: the widest tensors, in whose backward the most temporaries are."""
+    num_attention_ops: int = 0
+
+    # ---- parts of a layer
+
+    def attention(self) -> None:
+        place, shape = self.place, self.place.shape
+        tensor = place.layout.tensor
+        self.nbytes["x1"] = place.hand_over_bytes
+        self._norm("norm1", "x1", "n1")
+        heads, key_heads = shape.heads / tensor, max(shape.key_heads / tensor, 1)
+        queries, keys, values = heads * shape.key_width, key_heads * shape.key_width, key_heads * shape.value_width
+        if shape.latent is None:
+            self._project("n1", {"q": queries, "k": keys, "v": values}, gathered=True)
+        else:
+            latent = shape.latent
+            if latent.query_rank:
+                self._project("n1", {"cq": latent.query_rank}, is_split=True, narrow=True)
+                self._project("cq", {"q": queries}, gathered=True)
+            else:
+                self._project("n1", {"q": queries}, gathered=True)
+            self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, is_split=True, narrow=True)
+            self._project("ckv", {"k": keys, "v": values}, gathered=True, columns=shape.up_columns / tensor)
+        self._attend(heads)
+        out = place.tokens * heads * shape.value_width
+        self._product(
+            "projection", ("a",), out * shape.hidden, out + place.tokens * shape.hidden,
+            heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._tensor_seconds(),
+        )  # fmt: skip
+        self.nbytes["x2"] = self.nbytes["x1"]
+        self.recipes["x2"] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, ("x1", "a"))
+        self.num_attention_ops = len(self.ops)
+        self._norm("norm2", "x2", "n2")
+
+    def mlp(self, inner: int, tokens: int, tensor: int, prefix: str, reads: str = "n2") -> None:
+        """`prefix` tells several MLPs of a layer apart."""
+        hidden, columns = self.place.shape.hidden, inner / tensor
+        wide = 2 * columns if self.place.shape.is_gated else columns
+        collective = self._tensor_seconds() if tensor > 1 else 0.0
+        up, act, h, g = f"{prefix}up", f"{prefix}act", f"{prefix}h", f"{prefix}g"
+        self._product(
+            up, (reads,), tokens * hidden * wide, tokens * (hidden + wide), hidden * wide, makes=(h,),
+            collective=collective,
+        )  # fmt: skip
+        self.nbytes[h] = int(tokens * wide) * self._saved_width()
+        self.recipes[h] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, (reads,))
+        self._traffic(act, 2 * tokens * (wide + columns), (h,), (g,))
+        self.nbytes[g] = int(tokens * columns) * self._saved_width()
+        self.recipes[g] = (self.ops[-1].seconds, (h,))
+        self.inner_names.append(g)
+        self._product(
+            f"{prefix}down", (g,), tokens * columns * hidden, tokens * (hidden + columns), hidden * columns,
+            collective=collective,
+        )  # fmt: skip
+
+    def experts(self) -> None:
+        place, shape = self.place, self.place.shape
+        experts = shape.experts
+        assert experts is not None
+        tokens = place.residual_tokens
+        self._product("router", ("n2",), tokens * shape.hidden * experts.num, tokens * shape.hidden, 0, fp8=False)
+        if experts.shared_inner:
+            self.mlp(experts.shared_inner, tokens, 1, "shared ")
+        copies = tokens * experts.top_k
+        moved = 2 * 2 * copies * shape.hidden  # rows are put in the order of the experts
+        is_fp8 = place.config.precision == "fp8"
+
+        def exchange(width: int) -> float:
+            return all_to_all_seconds(
+                place.cluster,
+                place.layout.expert,
+                tokens=tokens,
+                vector_bytes=width * shape.hidden,
+                top_k=experts.top_k,
+                most_nodes=experts.most_nodes,
+            )
+
+        self._traffic("dispatch", moved, (), ("d",), exchange=exchange(1 if is_fp8 else 2))
+        self.nbytes["d"] = copies * shape.hidden * self._saved_width()
+        self.mlp(experts.inner, copies, 1, "expert ", reads="d")
+        self._traffic("combine", moved, (), (), exchange=exchange(2))
+
+    # ---- operators
+
+    def _saved_width(self) -> int:
+        """Bytes of an element that only a product in low precision reads again."""
+        return 1 if self.place.config.precision == "fp8" else 2
+
+    def _tensor_seconds(self) -> float:
+        """Gather before, or scattered sum after, the products of tensor ranks. A sum on all of them, which is what
+        there is without sequence parallelism, takes both; it stands after the products only, so each place has one."""
+        place = self.place
+        return ring_seconds(place.cluster, place.layout.tensor, 2.0 * place.tokens * place.shape.hidden)
+
+    def _norm(self, name: str, reads: str, makes: str) -> None:
+        elements = self.place.residual_tokens * self.place.shape.hidden
+        self._traffic(name, 2 * 2 * elements, (reads,), (makes,))
+        self.nbytes[makes] = elements * self._saved_width()
+        self.recipes[makes] = (self.ops[-1].seconds, (reads,))
+
+    def _project(
+        self,
+        source: str,
+        columns_of: dict[str, float],
+        *,
+        is_split: bool = False,
+        gathered: bool = False,
+        columns: float | None = None,
+        narrow: bool = False,
+    ) -> None:
+        """One product whose columns are several saved activations. `narrow`: only products read them again."""
+        place = self.place
+        rows = self._rows(source)
+        total = sum(columns_of.values()) if columns is None else columns
+        tokens = place.residual_tokens if is_split else place.tokens
+        self._product(
+            "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
+            makes=tuple(columns_of), collective=self._tensor_seconds() if gathered and source == "n1" else 0.0,
+        )  # fmt: skip
+        op = self.ops[-1]
+        for name, wide in columns_of.items():
+            self.nbytes[name] = int(tokens * wide) * (self._saved_width() if narrow else 2)
+            share = wide / sum(columns_of.values())
+            self.recipes[name] = (op.seconds * share + op.collective_seconds, (source,))
+
+    def _rows(self, source: str) -> float:
+        latent = self.place.shape.latent
+        if source == "n1" or latent is None:
+            return self.place.shape.hidden
+        return latent.query_rank if source == "cq" else latent.key_rank
+
+    def _attend(self, heads: float) -> None:
+        place, shape = self.place, self.place.shape
+        # Causal: half of the scores, and of their product with the values.
+        flops = place.tokens * place.batch.sequence_length * heads * (shape.key_width + shape.value_width)
+        seconds = place.hardware.op_seconds(flops, 0, "bfloat16", is_attention=True)
+        exchanged = self.nbytes["k"] + self.nbytes["v"]
+        ring = ring_seconds(
+            place.cluster, place.layout.context, place.layout.context * exchanged, stride=place.layout.tensor
+        )
+        self.nbytes["a"] = int(2 * place.tokens * heads * shape.value_width)
+        self.ops.append(
+            Op(
+                name="attention",
+                seconds=seconds,
+                input_seconds=2.5 * seconds,
+                reads=("q", "k", "v"),
+                makes=("a",),
+                saves_own=True,
+                collective_seconds=max(0.0, ring - seconds),  # keys come while those that are there are worked on
+            )
+        )
+        self.recipes["a"] = (seconds + self.ops[-1].collective_seconds, ("q", "k", "v"))
+
+    def _product(
+        self,
+        name: str,
+        reads: tuple[str, ...],
+        multiplications: float,
+        elements: float,
+        weights: float,
+        *,
+        makes: tuple[str, ...] = (),
+        collective: float = 0.0,
+        fp8: bool = True,
+    ) -> None:
+        dtype = self.place.product_dtype if fp8 else "bfloat16"
+        seconds = self.place.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
+        self.ops.append(
+            Op(
+                name=name,
+                seconds=seconds,
+                input_seconds=seconds,
+                weight_seconds=seconds,
+                reads=reads,
+                makes=makes,
+                collective_seconds=collective,
+            )
+        )
+
+    def _traffic(
+        self, name: str, nbytes: float, reads: tuple[str, ...], makes: tuple[str, ...], exchange: float = 0.0
+    ) -> None:
+        seconds = self.place.hardware.op_seconds(0, nbytes, "bfloat16")
+        self.ops.append(
+            Op(
+                name=name, seconds=seconds, input_seconds=2 * seconds, reads=reads, makes=makes,
+                exchange_seconds=exchange,
+            )
+        )  # fmt: skip

@@ -1,0 +1,350 @@
+"""How a model is spread over devices: the sizes of the groups of ranks, and the schedule.
+
+What: `Layout` is one way; `fault` says what is wrong with it for a model and a batch, and which key says so. `layouts`
+gives all ways that a `parallel` section leaves open.
+Ranks stand in the order tensor, context, data, pipeline: tensor ranks are next to each other. Expert ranks are taken
+from tensor x context x data.
+
+Free sizes are looked for among: tensor, the powers of 2 within a node; context, those that leave 2,048 tokens of a
+sequence to a rank; pipeline and data, divisors of the devices; expert, divisors of the number of experts; 2, 3 or 4
+stages a rank where schedules leave it open; optimizer shards, all that there are.
+Not covered: tensor ranks inside an expert, uneven groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.config.parallel import AXES, ParallelConfig
+from lowtide.errors import ConfigError
+from lowtide.pipeline.cluster.shape import ModelShape
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
+
+_LEAST_TOKENS = 2048
+_INTERLEAVES = (2, 3, 4)
+_MOST_ROUNDS = 4
+_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "one_stage_overlap": 1, "zb_v": 2, "dualpipev": 2, "dualpipe": 2}
+_PAIRED = ("interleaved_overlap", "dualpipev", "dualpipe", "one_stage_overlap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes in ranks, `interleave` in stages a rank."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    expert: int = 1
+    context: int = 1
+    data: int = 1
+    optimizer_shards: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def copies(self) -> int:
+        """Of the model on the ranks of one pipeline. DualPipe feeds a pipeline from both ends, each with a copy."""
+        return 2 if self.schedule == "dualpipe" else 1
+
+    @property
+    def schedule_ranks(self) -> int:
+        """Of the schedule that is played. DualPipe on P ranks is, rank r and rank P - 1 - r doing the same at the same
+        time, DualPipeV on P / 2 ranks with half of the micro-batches."""
+        return self.pipeline // self.copies
+
+    @property
+    def played_name(self) -> str:
+        return "dualpipev" if self.schedule == "dualpipe" else self.schedule
+
+    @property
+    def num_stages(self) -> int:
+        return self.schedule_ranks * self.interleave
+
+    @property
+    def shared_ranks(self) -> int:
+        """Ranks that have the same parameters, those of routed experts excepted."""
+        return self.data * self.context * self.copies
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that have the same routed experts."""
+        return max(self.shared_ranks * self.tensor // self.expert, 1)
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.schedule in _PAIRED
+
+    def __str__(self) -> str:
+        stages = f" x {self.interleave} stages" if self.interleave > 1 and "interleaved" in self.schedule else ""
+        sizes = [f"PP {self.pipeline}{stages} {self.schedule}" if self.pipeline > 1 else "PP 1"]
+        if self.pipeline == 1 and self.has_pairs:
+            sizes = [f"PP 1 {self.schedule}"]
+        sizes += [f"TP {self.tensor}"]
+        sizes += [f"CP {self.context}"] if self.context > 1 else []
+        sizes += [f"EP {self.expert}"] if self.expert > 1 else []
+        return ", ".join([*sizes, f"DP {self.data}", f"ZeRO-1 over {self.optimizer_shards}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimizer step takes in."""
+
+    sequences: int | None
+    """Over all devices; None: `micro_batch` x `accumulation` for each of the data ranks."""
+    micro_batch: int
+    """Sequences."""
+    accumulation: int
+    sequence_length: int
+
+    def num_micro_batches(self, layout: Layout) -> int:
+        """Of one pipeline, in the schedule that is played."""
+        if self.sequences is None:
+            return self.accumulation // layout.copies
+        return self.sequences // (layout.data * self.micro_batch * layout.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a layout cannot be, and the key of `parallel` that says so."""
+
+    key: str
+    text: str
+
+
+def fault(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig, devices: int) -> Fault | None:
+    """What is wrong, or None."""
+    if layout.num_devices != devices:
+        product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
+        return Fault("data", f"{product} makes {layout.num_devices} devices, not {devices}; leave one of them out")
+    return _fault_of_model(layout, shape, batch, config) or _fault_of_batch(layout, batch)
+
+
+def _fault_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig) -> Fault | None:
+    tensor, experts = layout.tensor, shape.experts
+    key_heads = shape.heads if shape.latent is not None else shape.key_heads
+    if shape.heads % tensor or (key_heads % tensor and tensor % key_heads):
+        return Fault("tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks")
+    if shape.inner % tensor:
+        return Fault("tensor", f"an MLP of {shape.inner} columns does not divide over {tensor} tensor ranks")
+    parts = layout.context * (tensor if config.sequence_parallel else 1)
+    if batch.sequence_length % parts:
+        return Fault("context", f"a sequence of {batch.sequence_length} tokens does not divide into {parts} parts")
+    if experts is None and layout.expert > 1:
+        return Fault("expert", f"'{shape.name}' has no experts to divide over {layout.expert} ranks; remove the key")
+    if experts is not None:
+        if experts.num % layout.expert:
+            return Fault("expert", f"{experts.num} experts do not divide over {layout.expert} expert ranks")
+        ranks = layout.shared_ranks * tensor
+        if ranks % layout.expert:
+            return Fault(
+                "expert", f"{layout.expert} expert ranks cannot be taken from {ranks} (tensor x context x data)"
+            )
+        if tensor > 1 and not config.sequence_parallel:
+            return Fault("sequence_parallel", "experts beside tensor ranks need 'sequence_parallel: true'")
+    if layout.shared_ranks % layout.optimizer_shards:
+        return Fault(
+            "optimizer_shards",
+            f"{layout.optimizer_shards} shards do not divide {layout.shared_ranks} ranks with the same parameters",
+        )
+    return _fault_of_stages(layout, shape, config)
+
+
+def _fault_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Fault | None:
+    num_stages = layout.num_stages
+    if isinstance(config.layers, tuple):
+        if len(config.layers) != num_stages:
+            return Fault("layers", f"has {len(config.layers)} numbers for {num_stages} stages")
+        if sum(config.layers) != shape.num_layers:
+            return Fault("layers", f"adds up to {sum(config.layers)} of {shape.num_layers} layers")
+        if 0 in config.layers[1:-1]:
+            return Fault("layers", "leaves a stage between the first and the last without a layer")
+    elif config.layers == "even":
+        try:
+            layers_of_stages(shape.num_layers, num_stages)
+        except ConfigError as error:
+            return Fault("layers", str(error).removeprefix("pipeline: "))
+    elif shape.num_layers < max(num_stages - 2, 1):
+        return Fault("pipeline", f"{shape.num_layers} layers are too few for {num_stages} stages")
+    return None
+
+
+def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
+    if batch.sequences is not None and batch.sequences % (layout.data * batch.micro_batch * layout.copies):
+        ways = layout.data * layout.copies
+        return Fault(
+            "global_batch",
+            f"{batch.sequences} sequences do not divide into micro-batches of {batch.micro_batch} on {ways} data ranks"
+            + (" (two copies a pipeline)" if layout.copies > 1 else ""),
+        )
+    if layout.pipeline % layout.copies:
+        return Fault("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
+    per_rank = _STAGES_PER_RANK.get(layout.schedule)
+    if per_rank is not None and layout.interleave != per_rank:
+        return Fault("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")
+    if layout.schedule == "interleaved_overlap" and layout.interleave < 2:
+        return Fault("interleave", f"'{layout.schedule}' has 2 or more stages a rank, not {layout.interleave}")
+    if layout.pipeline == 1 and layout.interleave > 1:
+        return Fault("interleave", f"1 pipeline rank has no use for {layout.interleave} stages")
+    num_micro_batches = batch.num_micro_batches(layout)
+    if num_micro_batches < 1:
+        return Fault("global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch")
+    if _has_no_schedule(layout, num_micro_batches):
+        try:
+            _made(layout.played_name, layout.schedule_ranks, layout.interleave, num_micro_batches, 0)
+        except ConfigError as error:
+            return Fault("schedule", str(error).removeprefix("pipeline: "))
+    return None
+
+
+def _has_no_schedule(layout: Layout, num_micro_batches: int) -> bool:
+    ranks = layout.schedule_ranks
+    if layout.schedule in ("dualpipev", "dualpipe"):
+        return num_micro_batches < 2 * ranks
+    return "interleaved" in layout.schedule and num_micro_batches % max(1, num_micro_batches // ranks) != 0
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedule of a step, and a shorter one where the step is longer than it takes to show how it repeats
+    itself."""
+
+    schedule: Schedule
+    shorter: Schedule | None
+
+    @functools.cached_property
+    def live(self) -> tuple[np.ndarray, ...]:
+        """Of each rank: the mixes of chunks that are live at once. One row a mix, one column a stage of the rank."""
+        return tuple(_mixes(self.schedule, rank) for rank in range(self.schedule.num_ranks))
+
+    def fullest(self, weights: Sequence[float]) -> list[tuple[int, ...]]:
+        """Of each rank, the mix that weighs most; `weights` are those of a chunk, by stage."""
+        found = []
+        for rank, mixes in enumerate(self.live):
+            mine = [weights[stage] for stage in self.schedule.stages_of(rank)]
+            # Where weights say nothing, as for a stage without a layer, more chunks count.
+            heaviest = int(np.argmax(mixes @ np.asarray(mine) + 1e-6 * mixes.sum(axis=1)))
+            found.append(tuple(int(number) for number in mixes[heaviest]))
+        return found
+
+
+def _mixes(schedule: Schedule, rank: int) -> np.ndarray:
+    column = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
+    steps = np.zeros((len(schedule.actions[rank]) + 1, len(column)), dtype=np.int64)
+    ends = np.zeros_like(steps)
+    for number, every in enumerate(schedule.actions[rank]):
+        for action in every.parts:
+            if action.kind is Kind.FORWARD:
+                steps[number, column[action.stage]] += 1
+            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                ends[number + 1, column[action.stage]] += 1
+    return np.unique(np.cumsum(steps - ends, axis=0)[:-1], axis=0)
+
+
+def schedules_of(layout: Layout, num_micro_batches: int) -> Schedules:
+    """At most four rounds of a micro-batch for each rank, and three: the rest of a step is more of the difference."""
+    ranks = layout.schedule_ranks
+    per_round, num_rounds = ranks, num_micro_batches / ranks
+    if "interleaved" in layout.schedule:
+        rounds = max(1, num_micro_batches // ranks)
+        per_round, num_rounds = num_micro_batches // rounds, rounds
+    most = None if num_rounds <= _MOST_ROUNDS else _MOST_ROUNDS * per_round
+    return _made(layout.played_name, ranks, layout.interleave, most or num_micro_batches, per_round if most else 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _made(name: str, num_ranks: int, interleave: int, num_micro_batches: int, per_round: int) -> Schedules:
+    """`per_round`: by how much the second schedule is shorter; 0: there is none."""
+    each = interleave if "interleaved" in name else None
+
+    def make(number: int) -> Schedule:
+        return make_schedule(name, num_ranks=num_ranks, num_micro_batches=number, stages_per_rank=each)
+
+    return Schedules(make(num_micro_batches), make(num_micro_batches - per_round) if per_round else None)
+
+
+def layouts(
+    config: ParallelConfig, shape: ModelShape, batch: Batch, devices: int, node_devices: int
+) -> tuple[list[Layout], Fault | None]:
+    """All layouts that can be, and where there are none, what is wrong with the last that was looked at."""
+    found, last = [], None
+    for layout in _candidates(config, shape, batch, devices, node_devices):
+        wrong = fault(layout, shape, batch, config, devices)
+        if wrong is None:
+            found.append(layout)
+        else:
+            last = wrong
+    return found, last if not found else None
+
+
+def _candidates(
+    config: ParallelConfig, shape: ModelShape, batch: Batch, devices: int, node_devices: int
+) -> Iterator[Layout]:
+    pinned = config.pinned()
+    powers = [1 << power for power in range(node_devices.bit_length()) if 1 << power <= node_devices]
+    tensors = [pinned["tensor"]] if "tensor" in pinned else powers
+    contexts = [1 << power for power in range(12) if batch.sequence_length >> power >= _LEAST_TOKENS] or [1]
+    if "context" in pinned:
+        contexts = [pinned["context"]]
+    pipelines = [pinned["pipeline"]] if "pipeline" in pinned else _divisors(devices, shape.num_layers + 2)
+    for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
+        group = tensor * context * pipeline
+        if "data" in pinned:
+            data = pinned["data"]
+        elif devices % group == 0:
+            data = devices // group
+        elif "tensor" in pinned and "context" in pinned and "pipeline" in pinned:
+            data = max(devices // group, 1)  # to be refused with words
+        else:
+            continue
+        experts = shape.experts.num if shape.experts else 1
+        expert_ranks = [pinned["expert"]] if "expert" in pinned else _divisors(experts, data * context * tensor)
+        for expert, (schedule, interleave) in itertools.product(
+            expert_ranks, _schedules(config, pipeline, has_exchange=experts > 1)
+        ):
+            if expert == 1 and schedule in _PAIRED and config.schedule == "auto":
+                continue  # there is nothing that pairs could hide
+            made = Layout(
+                tensor=tensor,
+                pipeline=pipeline,
+                interleave=interleave,
+                expert=expert,
+                context=context,
+                data=data,
+                schedule=schedule,
+            )
+            shards = pinned.get("optimizer_shards", made.shared_ranks)
+            yield Layout(
+                **{axis: getattr(made, axis) for axis in AXES} | {"optimizer_shards": shards}, schedule=schedule
+            )
+
+
+def _schedules(config: ParallelConfig, pipeline: int, *, has_exchange: bool) -> list[tuple[str, int]]:
+    """(name, stages a rank)."""
+    if config.schedule != "auto":
+        names: tuple[str, ...] = (config.schedule,)
+    elif pipeline == 1:
+        names = ("1f1b", "one_stage_overlap") if has_exchange else ("1f1b",)
+    else:
+        names = ("1f1b", "interleaved", "zb_v", *(("interleaved_overlap", "dualpipev", "dualpipe") * has_exchange))
+    found = []
+    for name in names:
+        own = _STAGES_PER_RANK.get(name)
+        if config.interleave is None:
+            found += [(name, own)] if own is not None else [(name, each) for each in _INTERLEAVES]
+        elif own in (None, config.interleave) or config.schedule != "auto":
+            found.append((name, config.interleave))
+    # Who writes a number of stages that no schedule has is told so.
+    return found or [(names[0], config.interleave or 1)]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]

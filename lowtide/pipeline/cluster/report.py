@@ -1,0 +1,247 @@
+"""A plan for a cluster as text for people, and as a document for programs.
+
+What: `lines` is what `lowtide plan` prints, `document` what it prints with `--json`. Both say every assumption: the
+rates of the device and of the cluster with their sources, and what a parameter costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lowtide.pipeline.cluster.rank import RankPlan
+from lowtide.pipeline.cluster.search import (
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    WEIGHT_BYTES,
+    ClusterPlan,
+    LayoutPlan,
+    Question,
+)
+from lowtide.pipeline.cluster.step import StepParts
+from lowtide.units import GIB, format_bytes, format_seconds
+
+_PARTS = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "stall": "waiting for copies",
+    "collective": "tensor and context ranks' collectives",
+    "exchange": "experts' all-to-all, as far as it shows",
+    "bubble": "bubble",
+    "gradients": "gradients and weights between data ranks",
+    "optimizer": "optimizer",
+}
+"""Of `StepParts`, in words."""
+_LEFT_OUT = (
+    "products reach the device's rate whatever their shape; routing is even; heads for more than the next token are "
+    "left out"
+)
+
+
+def lines(plan: ClusterPlan) -> list[str]:
+    """The plan for people."""
+    question, best = plan.question, plan.best
+    return [
+        _title(question),
+        *_choice(plan),
+        "",
+        "where the time of a step goes, on the rank that works most",
+        *_time_lines(best),
+        "",
+        "what each pipeline rank holds at its worst moment",
+        *_rank_lines(best),
+        *_reasons(plan),
+        "",
+        "assumed",
+        *_assumption_lines(question),
+    ]
+
+
+def document(plan: ClusterPlan) -> dict[str, Any]:
+    """The plan for programs: plain values, bytes and seconds."""
+    question = plan.question
+    return {
+        "model": question.shape.name,
+        "num_parameters": question.shape.num_parameters,
+        "devices": question.devices,
+        "hardware": question.hardware.name,
+        "cluster": question.cluster.name,
+        "budget_bytes": question.budget_bytes,
+        "num_layouts": plan.num_layouts,
+        "num_too_large": plan.num_too_large,
+        "num_planned": plan.num_planned,
+        "plans": [_plan_document(entry, question) for entry in plan.plans],
+        "assumptions": {key: {"value": value, "source": source} for key, value, source in _assumptions(question)},
+    }
+
+
+def _plan_document(plan: LayoutPlan, question: Question) -> dict[str, Any]:
+    return {
+        "layout": dataclasses.asdict(plan.layout),
+        "num_micro_batches": plan.num_micro_batches,
+        "num_layers": list(plan.num_layers),
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second_and_device": tokens_per_second(plan, question) / question.devices,
+        "parts": dataclasses.asdict(plan.parts),
+        "exchange_seconds": plan.exchange_seconds,
+        "gain_over_full_recompute": plan.gain,
+        "ceiling_gain": plan.ceiling_gain,
+        "gap": plan.gap,
+        "peak_bytes": plan.peak_bytes,
+        "ranks": [
+            {
+                "chunks_in_flight": list(rank.task.chunks),
+                "num_layers": [len(stage.kinds) for stage in rank.task.stages],
+                "state_bytes": rank.task.state_bytes,
+                "peak_bytes": rank.peak_bytes,
+                "saved_bytes": rank.saved_bytes,
+                "kept_bytes": rank.kept_bytes,
+                "swapped_bytes": rank.swapped_bytes,
+                "recomputed_bytes": rank.recomputed_bytes,
+                "recompute_seconds": list(rank.recompute_seconds),
+                "stall_seconds": list(rank.stall_seconds),
+                "shares": [
+                    {
+                        kind: {
+                            name: {"swapped": swapped, "recomputed": made} for name, (swapped, made) in shares.items()
+                        }
+                        for kind, shares in of_stage.items()
+                    }
+                    for of_stage in rank.shares
+                ],
+            }
+            for rank in plan.ranks
+        ],
+    }
+
+
+def tokens_per_second(plan: LayoutPlan, question: Question) -> float:
+    """Of the whole cluster."""
+    batch, layout = question.batch, plan.layout
+    sequences = plan.num_micro_batches * layout.copies * layout.data * batch.micro_batch
+    return sequences * batch.sequence_length / plan.step_seconds
+
+
+def _title(question: Question) -> str:
+    batch = question.batch
+    sequences = f"{batch.sequences:,} sequences" if batch.sequences is not None else "sequences"
+    return (
+        f"{question.shape.name}, {question.shape.num_parameters / 1e9:,.1f} B parameters, on {question.devices:,} x "
+        f"{question.hardware.name} (cluster {question.cluster.name}), {sequences} of {batch.sequence_length:,} tokens "
+        f"a step in micro-batches of {batch.micro_batch}"
+    )
+
+
+def _choice(plan: ClusterPlan) -> Iterator[str]:
+    question, best = plan.question, plan.best
+    if plan.num_layouts == 1:
+        yield f"layout, as given: {best.layout}"
+    else:
+        yield (
+            f"fastest of {plan.num_layouts:,} layouts: {best.layout} ({plan.num_too_large:,} do not fit, "
+            f"{plan.num_planned:,} planned in full, the others are slower by their bounds)"
+        )
+    each = tokens_per_second(best, question) / question.devices
+    yield (
+        f"predicted: {format_seconds(best.step_seconds)} a step, {each:,.0f} tokens a second and device; peak "
+        f"{format_bytes(best.peak_bytes)} of {format_bytes(question.budget_bytes)}"
+    )
+    yield (
+        f"forwards and backwards gain {best.gain:.1%} over recompute of every layer; no plan of this layout gains more "
+        f"than {best.ceiling_gain:.1%}"
+    )
+
+
+def _time_lines(plan: LayoutPlan) -> Iterator[str]:
+    parts = plan.parts
+    width = max(map(len, _PARTS.values()))
+    for key, words in _PARTS.items():
+        seconds = getattr(parts, key)
+        yield f"  {words:<{width}}  {format_seconds(max(seconds, 0.0)):>9}  {seconds / parts.total:6.1%}"
+    if plan.exchange_seconds:
+        hidden = 1 - min(parts.exchange / plan.exchange_seconds, 1.0)
+        yield f"  of {format_seconds(plan.exchange_seconds)} of all-to-all, {hidden:.0%} costs nothing"
+
+
+def _rank_lines(plan: LayoutPlan) -> list[str]:
+    head = ("ranks", "layers", "in flight", "state", "activations", "kept", "swapped", "made again", "peak")
+    rows: list[tuple[str, ...]] = [head]
+    start = 0
+    while start < len(plan.ranks):
+        end = start + 1
+        while end < len(plan.ranks) and _looks(plan.ranks[end]) == _looks(plan.ranks[start]):
+            end += 1
+        rank = plan.ranks[start]
+        rows.append((f"{start}-{end - 1}" if end - start > 1 else str(start), *_looks(rank)))
+        start = end
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _looks(rank: RankPlan) -> tuple[str, ...]:
+    """Cells of a rank, without its number."""
+    saved = max(rank.saved_bytes, 1)
+    return (
+        "+".join(str(len(stage.kinds)) for stage in rank.task.stages),
+        "+".join(map(str, rank.task.chunks)),
+        f"{rank.task.state_bytes / GIB:.1f} GiB",
+        f"{rank.saved_bytes / GIB:.1f} GiB",
+        *(f"{nbytes / saved:.0%}" for nbytes in (rank.kept_bytes, rank.swapped_bytes, rank.recomputed_bytes)),
+        f"{rank.peak_bytes / GIB:.1f} GiB",
+    )
+
+
+def _reasons(plan: ClusterPlan) -> Iterator[str]:
+    best = plan.best
+    if len(plan.plans) == 1:
+        return
+    yield ""
+    yield "the next best, and where they lose"
+    for other in plan.plans[1:]:
+        slower = other.step_seconds / best.step_seconds - 1
+        times = f"{format_seconds(other.step_seconds)} ({slower:+.1%})"
+        yield f"  {other.layout}: {times}, {_difference(best.parts, other.parts)}"
+
+
+def _difference(best: StepParts, other: StepParts) -> str:
+    """The parts in which another layout differs most from the best one."""
+    changes = {key: getattr(other, key) - getattr(best, key) for key in _PARTS}
+    largest = sorted(changes, key=lambda key: -abs(changes[key]))[:3]
+    told = [key for key in largest if abs(changes[key]) >= 1e-3 * best.total]
+    if not told:
+        return "the same in every part"
+    return ", ".join(
+        f"{_PARTS[key]} {'+' if changes[key] > 0 else '-'}{format_seconds(abs(changes[key]))}" for key in told
+    )
+
+
+def _assumption_lines(question: Question) -> Iterator[str]:
+    for key, value, source in _assumptions(question):
+        yield f"  {key}: {value:.4g}, {source}"
+    yield f"  {_LEFT_OUT}"
+
+
+def _assumptions(question: Question) -> Sequence[tuple[str, float, str]]:
+    """(key, value, source) of all that a prediction rests on."""
+    hardware, cluster, config = question.hardware, question.cluster, question.config
+    dtypes = ("bfloat16", "float8") if config.precision == "fp8" else ("bfloat16",)
+    moment = 4 if config.moments == "float32" else 2
+    link = hardware.link
+    values: list[tuple[str, float]] = [
+        *((f"flops_per_second.{dtype}", hardware.flops_per_second[dtype]) for dtype in dtypes),
+        ("attention_share", hardware.attention_share),
+        ("memory_bytes_per_second", hardware.memory_bytes_per_second),
+        ("link.out_bytes_per_second", link.out_bytes_per_second),
+        ("link.in_bytes_per_second", link.in_bytes_per_second),
+    ]
+    found = [(f"{hardware.name}.{key}", value, hardware.sources.get(key, "assumed: given")) for key, value in values]
+    found += [
+        (f"{cluster.name}.{key}", float(getattr(cluster, key)), source) for key, source in cluster.sources.items()
+    ]
+    sharded = MASTER_BYTES + 2 * moment
+    return [
+        *found,
+        ("bytes of a parameter on each rank", WEIGHT_BYTES + GRADIENT_BYTES, "bf16 weights, fp32 gradients"),
+        ("bytes of a parameter in shards", sharded, f"fp32 master weights, two {config.moments} moments"),
+    ]

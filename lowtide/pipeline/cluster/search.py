@@ -1,0 +1,452 @@
+"""The fastest layout of a model over so many devices, or what a given one is like.
+
+What: `plan_cluster` lists the layouts that the `parallel` section leaves open, bounds each from below in memory and
+time, and plans them from the lowest bound on: which layers each stage has (split.py), what each rank keeps, swaps and
+recomputes of the chunks in flight there (rank.py), and how long the step takes (step.py). It stops where no bound left
+is below the times of the layouts that it will show.
+Bounds: first the pace of the rank that works most, with everything kept; then the larger of the schedule played with
+everything kept, and the pace with what memory asks for at least. No layout that is left out is faster than those that
+are shown. A value that the section pins is never changed.
+
+Cost: 1 ms a layout for its first bound, 0.1 s for the second, 0.1 to 2 s for a plan; few layouts need all three. Equal
+layers are described once, equal ranks planned once.
+Not covered: sizes that the module docstring of layout.py leaves out, and the size of a micro-batch, which is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lowtide.config.parallel import ParallelConfig
+from lowtide.core.fate import Fate
+from lowtide.errors import ConfigError
+from lowtide.pipeline.cluster.layer import Layer, Place, make_layer
+from lowtide.pipeline.cluster.layout import Batch, Layout, layouts, schedules_of
+from lowtide.pipeline.cluster.network import hand_over_seconds, ring_seconds
+from lowtide.pipeline.cluster.rank import RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.pipeline.cluster.shape import ModelShape
+from lowtide.pipeline.cluster.split import split_layers
+from lowtide.pipeline.cluster.step import Clockwork, StageTimes, StepParts, step_parts
+from lowtide.timeline.cluster import Cluster
+from lowtide.timeline.hardware import Hardware
+from lowtide.units import format_bytes, format_seconds
+
+NUM_SHOWN = 5
+"""Layouts in a plan: the best, and the next best."""
+WEIGHT_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 4, 4
+_LOGIT_BYTES = 6
+"""Of one logit: bf16, and fp32 in the loss."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a cluster is planned for."""
+
+    shape: ModelShape
+    batch: Batch
+    config: ParallelConfig
+    devices: int
+    hardware: Hardware
+    cluster: Cluster
+    budget_bytes: int
+    """Of each device."""
+    fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+    """That may be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPlan:
+    """A layout with everything that was worked out for it."""
+
+    layout: Layout
+    num_micro_batches: int
+    """Of the schedule that is played."""
+    num_layers: tuple[int, ...]
+    """Of each stage, in the order of the model."""
+    parts: StepParts
+    full_recompute_seconds: float
+    """Of the forwards and backwards of a step in which every layer runs again, whether or not that fits."""
+    ceiling_seconds: float
+    """Of those of a step in which everything is kept, whether or not that fits."""
+    exchange_seconds: float
+    """All-to-all on the rank that works most, hidden or not."""
+    ranks: tuple[RankPlan, ...]
+    state_bytes: tuple[int, ...]
+    """Weights, gradients and optimizer, of each rank."""
+    stage_times: tuple[StageTimes, ...] = field(repr=False, default=())
+
+    @property
+    def step_seconds(self) -> float:
+        return self.parts.total
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Of the forwards and backwards: the step without what follows them."""
+        return self.parts.total - self.parts.gradients - self.parts.optimizer
+
+    @property
+    def gain(self) -> float:
+        """Over recompute of every layer, in forwards and backwards."""
+        return self.full_recompute_seconds / self.pipeline_seconds - 1
+
+    @property
+    def ceiling_gain(self) -> float:
+        """What no plan of this layout can exceed."""
+        return self.full_recompute_seconds / self.ceiling_seconds - 1
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.ranks)
+
+    @property
+    def gap(self) -> float:
+        return max(rank.gap for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """What was found. The first plan is the fastest."""
+
+    question: Question
+    plans: tuple[LayoutPlan, ...]
+    num_layouts: int
+    num_too_large: int
+    """Layouts that no plan fits."""
+    num_planned: int
+
+    @property
+    def best(self) -> LayoutPlan:
+        return self.plans[0]
+
+
+def plan_cluster(question: Question, *, progress: Progress | None = None, num_shown: int = NUM_SHOWN) -> ClusterPlan:
+    """The fastest layouts. Raises `ConfigError` where there is none, or none fits."""
+    tell = progress or (lambda _: None)
+    config = question.config
+    tell("listing layouts")
+    found, wrong = layouts(config, question.shape, question.batch, question.devices, question.cluster.node_devices)
+    if not found:
+        assert wrong is not None
+        raise ConfigError(f"{config.places.of(wrong.key)}: 'parallel.{wrong.key}': {wrong.text}")
+    planner = Planner(question)
+    waiting: list[tuple[float, int, str, Draft | LayoutPlan]] = []
+    num_too_large = num_planned = 0
+    for index, layout in enumerate(found):
+        if index % 100 == 0:
+            tell(f"bounding layout {index + 1} of {len(found)}")
+        draft = planner.draft(layout)
+        if draft.least_bytes > question.budget_bytes:
+            num_too_large += 1
+        else:
+            heapq.heappush(waiting, (draft.least_seconds, 0, str(layout), draft))
+    plans: list[LayoutPlan] = []
+    # What comes out first has the least bound of all. A bound is made sharper, then replaced by the plan's own time; a
+    # plan that comes out is faster than all that is left.
+    while waiting and len(plans) < num_shown:
+        bound, stage, name, entry = heapq.heappop(waiting)
+        if isinstance(entry, LayoutPlan):
+            plans.append(entry)
+        elif stage == 0:
+            tell("playing schedules for sharper bounds")
+            heapq.heappush(waiting, (max(bound, planner.sharper(entry)), 1, name, entry))
+        else:
+            num_planned += 1
+            tell(f"planning layout {num_planned}, at least {format_seconds(bound)} a step")
+            plan = planner.plan(entry)
+            if plan is None:
+                num_too_large += 1
+            else:
+                heapq.heappush(waiting, (plan.step_seconds, 2, name, plan))
+    if not plans:
+        raise _nothing_fits(question, [planner.draft(layout) for layout in found])
+    return ClusterPlan(
+        question=question,
+        plans=tuple(plans),
+        num_layouts=len(found),
+        num_too_large=num_too_large,
+        num_planned=num_planned,
+    )
+
+
+def _nothing_fits(question: Question, drafts: list[Draft]) -> ConfigError:
+    nearest = min(drafts, key=lambda draft: (draft.least_bytes, str(draft.layout)))
+    states = max(task.state_bytes for task in nearest.tasks)
+    needs = (
+        f"needs {format_bytes(nearest.least_bytes)} at least"
+        if nearest.least_bytes > question.budget_bytes
+        else "has no plan that fits either"
+    )
+    return ConfigError(
+        f"budget {format_bytes(question.budget_bytes)}: no layout of {question.devices} devices fits; the nearest, "
+        f"{nearest.layout}, {needs}, of which {format_bytes(states)} are weights, gradients and optimizer; take more "
+        "devices, a smaller micro-batch, or leave more of 'parallel' open"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A layout before its ranks are planned."""
+
+    layout: Layout
+    num_micro_batches: int
+    stages: tuple[Stage, ...]
+    times: tuple[StageTimes, ...]
+    tasks: tuple[RankTask, ...]
+    layers: Mapping[str, Layer]
+    layers_key: tuple[int, ...]
+    gradients: float
+    optimizer: float
+    transfer_seconds: float
+    least_bytes: int
+    least_seconds: float
+
+
+class Planner:
+    """Plans layouts of one question, and remembers what they have in common."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        share = question.cluster.compute_share
+        hardware = question.hardware
+        self._hardware = dataclasses.replace(
+            hardware,
+            flops_per_second={dtype: share * rate for dtype, rate in hardware.flops_per_second.items()},
+            memory_bytes_per_second=share * hardware.memory_bytes_per_second,
+        )
+        self._layers: dict[tuple[int, ...], dict[str, Layer]] = {}
+        self._ranks: dict[tuple[tuple[int, ...], RankTask], RankPlan | None] = {}
+
+    def draft(self, layout: Layout) -> Draft:
+        """Stages, bounds, and what each rank has to hold."""
+        question = self.question
+        key = (layout.tensor, layout.context, layout.expert)
+        place = Place(
+            shape=question.shape,
+            layout=layout,
+            batch=question.batch,
+            config=question.config,
+            hardware=self._hardware,
+            cluster=question.cluster,
+        )
+        if key not in self._layers:
+            self._layers[key] = {kind: make_layer(place, kind) for kind in dict.fromkeys(question.shape.kinds)}
+        layers = self._layers[key]
+        stages, times = self._stages(place, layers)
+        num_micro_batches = question.batch.num_micro_batches(layout)
+        schedules = schedules_of(layout, num_micro_batches)
+        schedule = schedules.schedule
+        saved = [sum(layers[kind].saved_bytes for kind in stage.kinds) for stage in stages]
+        tasks = []
+        for rank, chunks in enumerate(schedules.fullest(saved)):
+            mine = [stages[stage] for stage in schedule.stages_of(rank)]
+            tasks.append(
+                RankTask(
+                    stages=tuple(mine),
+                    chunks=chunks,
+                    state_bytes=self._state_bytes(layout, mine, layers),
+                    budget_bytes=question.budget_bytes,
+                    fates=question.fates,
+                )
+            )
+        clockwork = Clockwork(times, question.cluster.overlap_share)
+        pace = max(
+            clockwork.least_seconds(schedule.stages_of(rank), has_pairs=layout.has_pairs)
+            for rank in range(schedule.num_ranks)
+        )
+        gradients, optimizer = self._ends(layout, stages, layers, schedule.rank_of_stage)
+        return Draft(
+            layout=layout,
+            num_micro_batches=num_micro_batches,
+            stages=stages,
+            times=times,
+            tasks=tuple(tasks),
+            layers=layers,
+            layers_key=key,
+            gradients=gradients,
+            optimizer=optimizer,
+            transfer_seconds=hand_over_seconds(
+                question.cluster,
+                place.hand_over_bytes,
+                stride=layout.tensor * layout.context * layout.data,
+                ranks=layout.pipeline,
+            ),
+            least_bytes=max(least_bytes(task, layers) for task in tasks),
+            least_seconds=num_micro_batches * pace + gradients + optimizer,
+        )
+
+    def sharper(self, draft: Draft) -> float:
+        """A better bound than the first: with the schedule's own bubble, or with what memory asks for at least."""
+        schedules = schedules_of(draft.layout, draft.num_micro_batches)
+        plain = self._parts(draft, draft.times).total
+        clockwork = Clockwork(draft.times, self.question.cluster.overlap_share)
+        link, pace = self.question.hardware.link, 0.0
+        for rank, task in enumerate(draft.tasks):
+            stages = schedules.schedule.stages_of(rank)
+            # A chunk of each of its stages is a micro-batch of the rank.
+            extra = least_extra_seconds(task, draft.layers, link) * len(stages) / max(sum(task.chunks), 1)
+            least = clockwork.least_seconds(stages, has_pairs=draft.layout.has_pairs)
+            pace = max(pace, least + extra)
+        return max(plain, draft.num_micro_batches * pace + draft.gradients + draft.optimizer)
+
+    def _parts(self, draft: Draft, times: Sequence[StageTimes]) -> StepParts:
+        return step_parts(
+            schedules_of(draft.layout, draft.num_micro_batches),
+            Clockwork(tuple(times), self.question.cluster.overlap_share),
+            draft.num_micro_batches,
+            transfer_seconds=draft.transfer_seconds,
+            gradients=draft.gradients,
+            optimizer=draft.optimizer,
+        )
+
+    def plan(self, draft: Draft) -> LayoutPlan | None:
+        """The layout with a plan for each rank; None: one of them does not fit."""
+        # The fullest rank first: where it does not fit, the others need no plan.
+        order = sorted(range(len(draft.tasks)), key=lambda rank: -_fullness(draft, rank))
+        by_rank: dict[int, RankPlan] = {}
+        for rank in order:
+            key = (draft.layers_key, draft.tasks[rank])
+            if key not in self._ranks:
+                self._ranks[key] = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link)
+            found = self._ranks[key]
+            if found is None:
+                return None
+            by_rank[rank] = found
+        ranks = [by_rank[rank] for rank in range(len(draft.tasks))]
+        schedules = schedules_of(draft.layout, draft.num_micro_batches)
+        schedule = schedules.schedule
+        times = list(draft.times)
+        for rank, plan in enumerate(ranks):
+            for place, stage in enumerate(schedule.stages_of(rank)):
+                times[stage] = dataclasses.replace(
+                    times[stage], recompute=plan.recompute_seconds[place], stall=plan.stall_seconds[place]
+                )
+
+        end = draft.gradients + draft.optimizer
+        again = [_all_again(time, stage, draft.layers) for time, stage in zip(draft.times, draft.stages, strict=True)]
+        busiest = max(
+            range(schedule.num_ranks), key=lambda rank: sum(times[stage].plain for stage in schedule.stages_of(rank))
+        )
+        return LayoutPlan(
+            layout=draft.layout,
+            num_micro_batches=draft.num_micro_batches,
+            num_layers=tuple(len(stage.kinds) for stage in draft.stages),
+            parts=self._parts(draft, times),
+            full_recompute_seconds=self._parts(draft, again).total - end,
+            ceiling_seconds=self._parts(draft, draft.times).total - end,
+            exchange_seconds=draft.num_micro_batches
+            * sum(2 * times[stage].exchange for stage in schedule.stages_of(busiest)),
+            ranks=tuple(ranks),
+            state_bytes=tuple(task.state_bytes for task in draft.tasks),
+            stage_times=tuple(times),
+        )
+
+    # ---- parts of a draft
+
+    def _stages(self, place: Place, layers: Mapping[str, Layer]) -> tuple[tuple[Stage, ...], tuple[StageTimes, ...]]:
+        shape, layout, hardware = place.shape, place.layout, self._hardware
+        # Reads rows of the embedding, writes them to the residual stream; gradients add up where rows were read.
+        embed = hardware.op_seconds(0, 4.0 * place.residual_tokens * shape.hidden, "bfloat16")
+        columns = shape.vocabulary / layout.tensor
+        head = hardware.op_seconds(2.0 * place.tokens * shape.hidden * columns, 0, "bfloat16")
+        kinds = shape.kinds
+        costs = [_layer_times(layers[kind]).plain for kind in kinds]
+        counts = split_layers(costs, layout.num_stages, first=2 * embed, last=3 * head, wanted=place.config.layers)
+        stages, times, start = [], [], 0
+        for number, count in enumerate(counts):
+            mine = kinds[start : start + count]
+            start += count
+            is_first, is_last = number == 0, number == len(counts) - 1
+            stages.append(
+                Stage(
+                    kinds=mine,
+                    has_embedding=is_first,
+                    head_seconds=head if is_last else 0.0,
+                    head_bytes=int(_LOGIT_BYTES * place.tokens * columns) if is_last else 0,
+                )
+            )
+            each = [_layer_times(layers[kind]) for kind in mine]
+            extra = (embed if is_first else 0.0) + (head if is_last else 0.0)
+            times.append(
+                StageTimes(
+                    forward=sum(t.forward for t in each) + extra,
+                    backward_input=sum(t.backward_input for t in each) + extra,
+                    backward_weight=sum(t.backward_weight for t in each) + (head if is_last else embed * is_first),
+                    collective=sum(t.collective for t in each),
+                    exchange=sum(t.exchange for t in each),
+                )
+            )
+        return tuple(stages), tuple(times)
+
+    def _parameters(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> tuple[float, float]:
+        """Of a rank with these stages: (those of layers, embedding and head; those of routed experts)."""
+        shape = self.question.shape
+        embedding = shape.embedding_parameters / layout.tensor
+        ends = [stage.has_embedding for stage in stages], [stage.head_seconds > 0 for stage in stages]
+        num_embeddings = sum(map(any, ends))
+        if shape.is_tied:
+            num_embeddings = min(num_embeddings, 1)
+        own = sum(layers[kind].parameters for stage in stages for kind in stage.kinds)
+        experts = sum(layers[kind].expert_parameters for stage in stages for kind in stage.kinds)
+        return own + num_embeddings * embedding, experts
+
+    def _state_bytes(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> int:
+        own, experts = self._parameters(layout, stages, layers)
+        optimizer = MASTER_BYTES + 2 * self._moment_bytes
+        shards = layout.optimizer_shards
+        sharded = own / shards + experts / min(shards, layout.expert_ranks)
+        return int((WEIGHT_BYTES + GRADIENT_BYTES) * (own + experts) + optimizer * sharded)
+
+    @property
+    def _moment_bytes(self) -> int:
+        return 4 if self.question.config.moments == "float32" else 2
+
+    def _ends(
+        self, layout: Layout, stages: tuple[Stage, ...], layers: Mapping[str, Layer], rank_of_stage: tuple[int, ...]
+    ) -> tuple[float, float]:
+        """Seconds of the gradients' sum and the weights' gather, and of the optimizer, on the rank that has most."""
+        cluster = self.question.cluster
+        gradients = optimizer = 0.0
+        for rank in set(rank_of_stage):
+            mine = [stage for stage, home in zip(stages, rank_of_stage, strict=True) if home == rank]
+            own, experts = self._parameters(layout, mine, layers)
+            # Shards: gradients are summed where their shard is, weights come back. Without, sums go to all.
+            nbytes = GRADIENT_BYTES + (WEIGHT_BYTES if layout.optimizer_shards > 1 else GRADIENT_BYTES)
+            exchange = ring_seconds(cluster, layout.shared_ranks, nbytes * own, stride=layout.tensor)
+            exchange += ring_seconds(cluster, layout.expert_ranks, nbytes * experts, stride=layout.expert)
+            shards = layout.optimizer_shards
+            stepped = own / shards + experts / min(shards, layout.expert_ranks)
+            traffic = GRADIENT_BYTES + WEIGHT_BYTES + 2 * (MASTER_BYTES + 2 * self._moment_bytes)
+            gradients = max(gradients, exchange)
+            optimizer = max(optimizer, stepped * traffic / self._hardware.memory_bytes_per_second)
+        return gradients, optimizer
+
+
+def _fullness(draft: Draft, rank: int) -> float:
+    task = draft.tasks[rank]
+    saved = sum(
+        number * sum(draft.layers[kind].saved_bytes for kind in stage.kinds)
+        for stage, number in zip(task.stages, task.chunks, strict=True)
+    )
+    return task.state_bytes + saved
+
+
+def _layer_times(layer: Layer) -> StageTimes:
+    return StageTimes(
+        forward=layer.forward_seconds,
+        backward_input=layer.input_seconds,
+        backward_weight=layer.weight_seconds,
+        collective=layer.collective_seconds,
+        exchange=layer.exchange_seconds,
+    )
+
+
+def _all_again(times: StageTimes, stage: Stage, layers: Mapping[str, Layer]) -> StageTimes:
+    """Every layer runs its forward once more, collectives and all-to-all included."""
+    again = sum(layers[kind].forward_seconds + layers[kind].collective_seconds for kind in stage.kinds)
+    exchange = sum(layers[kind].exchange_seconds for kind in stage.kinds)
+    return dataclasses.replace(times, recompute=again, recompute_exchange=exchange)

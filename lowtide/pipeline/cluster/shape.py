@@ -1,0 +1,185 @@
+"""What a model is like, in numbers: widths, heads, experts, and which kind each layer is of.
+
+What: `shape_of` reads the config of a causal language model of transformers by its field names. Known are dense
+decoders with gated MLPs (llama, mistral, qwen2, qwen3), with a plain one (gpt_neox), mixtures of experts (mixtral,
+qwen3_moe), and latent attention (deepseek_v3).
+Why not a trace: the slice of a model that one of many ranks has, with its tensor, context and expert ranks, is no model
+that could be traced. Products and saved activations are few enough to be written down (layer.py).
+
+Not covered: biases and norms' weights (below 0.1 % of the parameters), heads for more than the next token, sliding
+windows, vision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import ConfigError
+
+DENSE, MOE = "dense", "moe"
+KNOWN = ("deepseek_v3", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Queries, keys and values that come from short vectors (multi-head latent attention)."""
+
+    query_rank: int
+    """0: queries come straight from the hidden state."""
+    key_rank: int
+    """Of keys and values together."""
+    rope_width: int
+    """The part of each key that carries positions; it comes straight from the hidden state, one for all heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of one layer."""
+
+    num: int
+    top_k: int
+    inner: int
+    shared_inner: int
+    """Of experts that every token goes to, all together; 0: none."""
+    most_nodes: int | None
+    """A token goes to experts of at most so many groups; None: of any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder. Widths are numbers of elements."""
+
+    name: str
+    hidden: int
+    vocabulary: int
+    kinds: tuple[str, ...]
+    """Of each layer: `dense` or `moe`."""
+    heads: int
+    key_heads: int
+    key_width: int
+    """Of one head's query and key."""
+    value_width: int
+    inner: int
+    """Of the MLP of dense layers."""
+    is_gated: bool = True
+    latent: Latent | None = None
+    experts: Experts | None = None
+    is_tied: bool = False
+    """The output layer's weight is that of the embedding."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def attention_parameters(self) -> int:
+        """Of one layer, in matrices."""
+        queries, values = self.heads * self.key_width, self.heads * self.value_width
+        out = values * self.hidden
+        if self.latent is None:
+            return self.hidden * (queries + self.key_heads * (self.key_width + self.value_width)) + out
+        latent = self.latent
+        into_queries = latent.query_rank * (self.hidden + queries) if latent.query_rank else self.hidden * queries
+        down = self.hidden * (latent.key_rank + latent.rope_width)
+        return into_queries + down + latent.key_rank * self.up_columns + out
+
+    @property
+    def up_columns(self) -> int:
+        """Of the matrix that makes keys and values from the latent vector."""
+        assert self.latent is not None
+        return self.heads * (self.key_width - self.latent.rope_width + self.value_width)
+
+    def mlp_parameters(self, inner: int) -> int:
+        return (3 if self.is_gated else 2) * self.hidden * inner
+
+    def layer_parameters(self, kind: str) -> tuple[int, int]:
+        """(those that every rank of the layer has or splits by tensor ranks, those of routed experts), in matrices."""
+        if kind == DENSE:
+            return self.attention_parameters() + self.mlp_parameters(self.inner), 0
+        assert self.experts is not None
+        router = self.hidden * self.experts.num
+        shared = self.mlp_parameters(self.experts.shared_inner)
+        return self.attention_parameters() + router + shared, self.experts.num * self.mlp_parameters(self.experts.inner)
+
+    @property
+    def num_parameters(self) -> int:
+        layers = sum(sum(self.layer_parameters(kind)) for kind in self.kinds)
+        return layers + self.embedding_parameters * (1 if self.is_tied else 2)
+
+
+def shape_of(config: Any) -> ModelShape:
+    """The shape of a config of transformers. Raises `ConfigError` for a model that is not known."""
+    kind = config.model_type
+    if kind not in KNOWN:
+        raise ConfigError(f"model: no cluster is planned for model_type '{kind}' yet; known are {', '.join(KNOWN)}")
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    width = getattr(config, "head_dim", None) or hidden // heads
+    common: dict[str, Any] = {
+        "name": kind,
+        "hidden": hidden,
+        "vocabulary": config.vocab_size,
+        "heads": heads,
+        "inner": config.intermediate_size,
+        "is_tied": bool(config.tie_word_embeddings),
+        "kinds": (DENSE,) * config.num_hidden_layers,
+    }
+    plain = {
+        "key_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "key_width": width,
+        "value_width": width,
+    }
+    if kind == "gpt_neox":
+        if getattr(config, "use_parallel_residual", False):
+            raise ConfigError(
+                "model: a cluster is planned for layers whose MLP follows the attention; write "
+                "'use_parallel_residual: false', or leave this model to a plan for one device"
+            )
+        return ModelShape(**common, **plain, is_gated=False)
+    if kind == "mixtral":
+        experts = Experts(
+            num=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            inner=config.intermediate_size,
+            shared_inner=0,
+            most_nodes=None,
+        )
+        return ModelShape(**common | {"kinds": (MOE,) * config.num_hidden_layers}, **plain, experts=experts)
+    if kind == "qwen3_moe":
+        experts = Experts(
+            num=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            inner=config.moe_intermediate_size,
+            shared_inner=0,
+            most_nodes=None,
+        )
+        sparse = tuple(
+            MOE if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0 else DENSE
+            for index in range(config.num_hidden_layers)
+        )
+        return ModelShape(**common | {"kinds": sparse}, **plain, experts=experts)
+    if kind == "deepseek_v3":
+        return _deepseek(config, common)
+    return ModelShape(**common, **plain)
+
+
+def _deepseek(config: Any, common: dict[str, Any]) -> ModelShape:
+    num_dense = min(config.first_k_dense_replace, config.num_hidden_layers)
+    rope = config.qk_rope_head_dim
+    return ModelShape(
+        **common | {"kinds": (DENSE,) * num_dense + (MOE,) * (config.num_hidden_layers - num_dense)},
+        key_heads=config.num_attention_heads,
+        key_width=config.qk_nope_head_dim + rope,
+        value_width=config.v_head_dim,
+        latent=Latent(query_rank=config.q_lora_rank or 0, key_rank=config.kv_lora_rank, rope_width=rope),
+        experts=Experts(
+            num=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            inner=config.moe_intermediate_size,
+            shared_inner=config.n_shared_experts * config.moe_intermediate_size,
+            most_nodes=config.topk_group if config.n_group > 1 else None,
+        ),
+    )

@@ -1,0 +1,150 @@
+"""One optimizer step of a layout: what each action takes, what pairs hide, and the pipeline on its clock.
+
+What: `StageTimes` has the times of one chunk of a stage; `step_parts` plays the schedule (pipeline/clock.py) with them
+and says where the time goes, on the rank that works most: compute, recompute, stalls, collectives of tensor and context
+ranks, the experts' all-to-all that nothing hides, waiting (the bubble), gradients and weights between the ranks that
+share them, and the optimizer.
+A pair of a forward and a backward takes as long as its compute, slowed by the cluster's `overlap_share` for as long as
+its all-to-all lasts, or as long as its all-to-all where that is longer.
+
+Assumed: nothing hides collectives of tensor ranks, nor gradients' exchange at the end of the step; hand-overs between
+stages run beside compute (they count where a rank waits for them).
+Not covered: shared experts that hide an all-to-all of their own micro-batch, an exchange spread over the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.pipeline.clock import Played, play
+from lowtide.pipeline.cluster.layout import Schedules
+from lowtide.pipeline.schedule import AnyAction, Kind, Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one chunk of a stage, on one rank."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    collective: float = 0.0
+    """Of the forward; the backward has as much."""
+    exchange: float = 0.0
+    """All-to-all of the forward; the backward has as much."""
+    recompute: float = 0.0
+    """Of one chunk, in its backward, collectives included."""
+    recompute_exchange: float = 0.0
+    stall: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def plain(self) -> float:
+        """One after the other, with everything kept."""
+        return self.compute + 2 * (self.collective + self.exchange)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Seconds of one optimizer step on the rank that works most. They add up."""
+
+    compute: float
+    recompute: float
+    stall: float
+    collective: float
+    exchange: float
+    """All-to-all that is not hidden, and what compute loses beside the rest."""
+    bubble: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return (
+            self.compute + self.recompute + self.stall + self.collective + self.exchange + self.bubble
+            + self.gradients + self.optimizer
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Clockwork:
+    """Durations of actions, for `play`."""
+
+    stages: tuple[StageTimes, ...]
+    overlap_share: float
+
+    def seconds_of(self, action: AnyAction) -> float:
+        if isinstance(action, Pair):
+            forward, backward = (self.stages[part.stage] for part in action.parts)
+            busy = forward.forward + forward.collective + _backward(backward)
+            exchange = forward.exchange + backward.exchange + backward.recompute_exchange
+            return max(busy + self.overlap_share * exchange, exchange)
+        stage = self.stages[action.stage]
+        if action.kind is Kind.FORWARD:
+            return stage.forward + stage.collective + stage.exchange
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return stage.backward_weight
+        seconds = _backward(stage) + stage.exchange + stage.recompute_exchange
+        return seconds if action.kind is Kind.BACKWARD else seconds - stage.backward_weight
+
+    def least_seconds(self, stages: Sequence[int], *, has_pairs: bool) -> float:
+        """What a rank with these stages needs at least for one micro-batch."""
+        busy = sum(self.stages[stage].compute + 2 * self.stages[stage].collective for stage in stages)
+        exchange = sum(2 * self.stages[stage].exchange for stage in stages)
+        return max(busy + self.overlap_share * exchange, exchange) if has_pairs else busy + exchange
+
+
+def _backward(stage: StageTimes) -> float:
+    """Without its all-to-all."""
+    return stage.backward_input + stage.backward_weight + stage.collective + stage.recompute + stage.stall
+
+
+def step_parts(
+    schedules: Schedules,
+    clockwork: Clockwork,
+    num_micro_batches: int,
+    *,
+    transfer_seconds: float,
+    gradients: float,
+    optimizer: float,
+) -> StepParts:
+    """Where the time of one step goes."""
+    played = play(schedules.schedule, clockwork.seconds_of, transfer_seconds=transfer_seconds)
+    seconds, busy, rank = _ends(played)
+    if schedules.shorter is not None:
+        before = play(schedules.shorter, clockwork.seconds_of, transfer_seconds=transfer_seconds)
+        few, fewer = schedules.schedule.num_micro_batches, schedules.shorter.num_micro_batches
+        rounds = (num_micro_batches - few) / (few - fewer)
+        seconds += rounds * (seconds - before.step_seconds)
+        busy += rounds * (busy - before.busy_seconds[rank])
+    mine = [clockwork.stages[stage] for stage in schedules.schedule.stages_of(rank)]
+    compute, recompute, stall, collective = (
+        num_micro_batches * sum(values)
+        for values in (
+            [stage.compute for stage in mine],
+            [stage.recompute for stage in mine],
+            [stage.stall for stage in mine],
+            [2 * stage.collective for stage in mine],
+        )
+    )
+    return StepParts(
+        compute=compute,
+        recompute=recompute,
+        stall=stall,
+        collective=collective,
+        exchange=max(0.0, busy - compute - recompute - stall - collective),
+        bubble=seconds - max(busy, compute + recompute + stall + collective),
+        gradients=gradients,
+        optimizer=optimizer,
+    )
+
+
+def _ends(played: Played) -> tuple[float, float, int]:
+    """Seconds of the step, and the rank that works most of them."""
+    busy = played.busy_seconds
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    return played.step_seconds, busy[rank], rank

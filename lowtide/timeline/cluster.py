@@ -1,0 +1,96 @@
+"""What connects the devices of a cluster, in a handful of numbers, and how much of a device a whole step reaches.
+
+What: `load_cluster("h800")`, or the path of a file of one's own. The files, clusters/*.toml, have the form of those of
+devices: one number a line, each with its source. `ideal` leaves communication out.
+Why beside the device: the same H100 stands in nodes of other widths, and what a training step reaches of a roofline is
+a matter of the software around it.
+
+Not covered: the shape of the network beyond "within a node" and "between nodes", and traffic of others on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from lowtide.config.source import MOST_YAML_BYTES, read_text
+from lowtide.errors import ConfigError, did_you_mean
+from lowtide.timeline.sourced import Form, read_numbers
+
+_KEYS = (
+    "node_devices",
+    "node_bytes_per_second",
+    "network_bytes_per_second",
+    "message_seconds",
+    "overlap_share",
+    "compute_share",
+    "reserved_share",
+)
+_CLUSTER = Form(
+    keys=_KEYS,
+    may_be_zero=("message_seconds", "overlap_share", "reserved_share"),
+    sources=("measured: ", "vendor: ", "published: ", "assumed: "),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices in nodes. Rates are those of one device, each way."""
+
+    name: str
+    node_devices: int
+    node_bytes_per_second: float
+    """Between two devices of a node."""
+    network_bytes_per_second: float
+    """Between two devices of different nodes."""
+    message_seconds: float
+    """Added to each collective and to each hand-over."""
+    overlap_share: float
+    """Seconds that compute loses for each second that a collective runs beside it."""
+    compute_share: float
+    """Of the device's rates, what whole training steps reach."""
+    reserved_share: float
+    """Of the device's memory, what is left to libraries, communication buffers and fragmentation."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def bytes_per_second(self, num_devices: int) -> float:
+        """Of a group of so many devices that lie side by side: within a node if they fit into one."""
+        is_within = num_devices <= self.node_devices
+        return self.node_bytes_per_second if is_within else self.network_bytes_per_second
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The clusters that lowtide knows, in alphabetical order."""
+    return tuple(sorted(Path(entry.name).stem for entry in _files().iterdir() if entry.name.endswith(".toml")))
+
+
+def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
+    """The cluster of that name, or of a TOML file. Raises `ConfigError` as `load_hardware` does."""
+    name = os.fspath(name_or_path)
+    if name.endswith(".toml"):
+        return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)
+    names = cluster_names()
+    if name not in names:
+        raise ConfigError(
+            f"cluster: unknown cluster '{name}'{did_you_mean(name, names)} (known: {', '.join(names)}; a file of your "
+            "own is given by its path, which ends in .toml)"
+        )
+    return _parse((_files() / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml", name)
+
+
+def _files() -> resources.abc.Traversable:
+    return resources.files("lowtide.timeline") / "clusters"
+
+
+def _parse(text: str, where: str, name: str) -> Cluster:
+    numbers, sources = read_numbers(text, where, _CLUSTER)
+    for key in ("overlap_share", "compute_share", "reserved_share"):
+        if numbers[key] > 1:
+            raise ConfigError(f"{where}: {key}: a share is at most 1, not {numbers[key]:g}")
+    devices = numbers.pop("node_devices")
+    if devices != int(devices):
+        raise ConfigError(f"{where}: node_devices: expected a whole number, not {devices:g}")
+    return Cluster(name=name, node_devices=int(devices), sources=sources, **numbers)
