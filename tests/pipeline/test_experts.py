@@ -108,7 +108,8 @@ def averages_what_one_rank_lacks(rank: int) -> tuple[bool, bool]:
 def follows_the_page(rank: int) -> list[str]:
     """What the code of docs/pipelines.md leaves behind."""
     page = Path(__file__).parents[2] / "docs" / "pipelines.md"
-    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1]
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    code = next(block for block in blocks if "split_experts(" in block)
     model = moe_models.make_model("mixtral", "grouped_mm")
     tokens = moe_models.make_batch(rank)
     before = _copied(dict(model.named_parameters()))
