@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import processes
 from tests.attack import chosen, drive, moody, ordinary
 from tests.attack.draw import Draw, drawn_from, judge
 from tests.attack.habits import CORES, SIDES
@@ -22,6 +23,7 @@ from tests.attack.shrink import shrunk
 from tests.independent_count import IndependentCount
 
 CHUNK = 10
+ROOT = Path(__file__).parents[2]
 
 
 def _parts(draw: Draw) -> set[tuple[str, object]]:
@@ -132,13 +134,13 @@ def test_the_independent_count_sees_what_is_alive() -> None:
 def test_a_run_has_progress_a_summary_and_json(tmp_path: Path) -> None:
     # Without budgets, which cost ten times as much.
     words = ["--draws", "3", "--start", "17", "--jobs", "1", "--json", str(tmp_path / "found")]
-    command = [sys.executable, "-m", "tests.attack", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    run = "import runpy; runpy.run_module('tests.attack', run_name='__main__')"
+    status, out, err = processes.program(run, tmp_path, *words, seconds=200, PYTHONPATH=str(ROOT))
     found = json.loads((tmp_path / "found").read_text())
     assert found["first_seed"] == 17 and found["num_draws"] == 3 and found["next_seed"] == 20
     assert sum(found["verdicts"].values()) == 3
-    assert done.returncode == (1 if found["wrong"] else 0)
-    assert "3 draws in" in done.stdout
+    assert status == (1 if found["wrong"] else 0), err
+    assert "3 draws in" in out
 
 
 @pytest.mark.slow

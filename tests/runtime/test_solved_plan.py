@@ -334,7 +334,7 @@ def _bad_day(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["virtual:0", "virtual:1"])
+@pytest.mark.parametrize("engine", ["virtual:0", pytest.param("virtual:1", marks=pytest.mark.extended)])
 def test_nothing_grows_over_a_thousand_steps(engine: str) -> None:
     model = stack(Gated(), Normed(), Failing(), Gated())
     plan = random_plan(profiled(model), 5, made=0.8, swapped=0.5)
