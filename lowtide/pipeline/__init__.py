@@ -1,7 +1,7 @@
 """Pipeline schedules: who computes what in which order, proven before it runs, and played on a clock.
 
 Start at `schedule.py`, the data; `generators.py` writes schedules, `verify.py` proves one, `clock.py` plays one.
-`exchange.py` has `all_to_all`, which models call as `lowtide.pipeline.all_to_all`.
+`exchange.py` has `all_to_all`, which models call as `lowtide.pipeline.all_to_all`; `experts.py` has `split_experts`.
 May import: everything below it. Files of schedules are plain Python and import only `errors`.
 Must not: start a process, a collective or a device before `verify` has passed the schedule.
 """
