@@ -23,8 +23,8 @@ State. `model.state_dict()` has the keys that it had, and of the experts this ra
 Cost: gradients of the parameters that all ranks have are exchanged after the backward, not during it; each bucket is
 copied there and back. Before the split each rank needs main memory for all experts (or the model on `meta`).
 Not covered: experts of other classes (experts_transformers.py), numbers of experts that do not divide, FSDP2 or tensor
-parallelism on the same model, changing the model's experts implementation afterwards, `copy.deepcopy` of the split model
-(torch copies no process group).
+parallelism on the same model, changing the model's experts implementation afterwards, `copy.deepcopy` of the split
+model (torch copies no process group).
 """
 
 from __future__ import annotations
