@@ -194,8 +194,13 @@ def refuses(rank: int) -> list[str]:
             split_experts(model, group=group)
         texts.append(str(error.value))
     tide.remove()
+    with pytest.raises(ConfigError) as error:
+        handle.average_gradients(replicas=dist.group.WORLD)
+    texts.append(str(error.value))
     handle.remove()
-    return texts
+    with pytest.raises(ConfigError) as error:
+        handle.average_gradients()
+    return [*texts, str(error.value)]
 
 
 @functools.cache
@@ -398,6 +403,8 @@ def test_what_cannot_be_split_on_these_ranks(answers: dict[str, tuple[Any, Any]]
         "'model.layers.0.mlp.experts.gate_up_proj' has a gradient; split the experts before the first backward, or "
         "after zero_grad()",
         "this rank is not in the group; pass the one that it is in",
+        "average_gradients: 2 ranks, of which 2 share the experts and 2 have the same ones; 2 times 2 is 4",
+        "average_gradients: remove() was called on this handle; split the experts again",
     ]
 
 
