@@ -21,6 +21,7 @@ FLOORS = (
     ("errors", "units", "version"),
     ("core",),
     ("tensors", "timeline", "config"),
+    ("loss",),
     ("profiling", "recipes", "engines", "planner"),
     ("optimizer",),
     ("runtime/saved",),

@@ -12,6 +12,7 @@
 
       budget: 20GiB                          # peak device bytes per rank: what no rule names, the solver decides
 
+      loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit
       optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
@@ -77,6 +78,9 @@ class MemoryConfig:
     """Patterns that are kept whatever `recompute` and `swap` say."""
     optimizer: Literal["keep", "swap", "auto"] = "keep"
     """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it."""
+    loss: Literal["auto", "sliced", "plain"] | None = None
+    """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
+    that lowtide knows. Absent: auto with a budget, plain without."""
     min_bytes: ByteSize = MIB
     """Storages smaller than this are kept."""
     check: Literal["full", "sampled"] = "full"
@@ -105,6 +109,15 @@ class MemoryConfig:
     def swaps_freely(self) -> bool:
         """Whether the solver may swap what no rule names."""
         return self.budget is not None and self.swap in (None, "auto")
+
+    @property
+    def slices_loss(self) -> dict[str, bool]:
+        """`may`: whether the loss is to be sliced where the model's can be. `must`: it is a mistake where it cannot."""
+        return {"may": self._may_slice_loss, "must": self.loss == "sliced"}
+
+    @property
+    def _may_slice_loss(self) -> bool:
+        return self.loss in ("auto", "sliced") or (self.loss is None and self.budget is not None)
 
     def rules(self) -> Rules:
         """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""

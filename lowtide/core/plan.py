@@ -51,6 +51,8 @@ class Plan:
     budget_bytes: int | None = None
     predicted: Prediction | None = None
     account: tuple[AccountLine, ...] = ()
+    loss: str = "plain"
+    """'sliced': the loss of the model in slices of rows, which has the same bits."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: nobody asked, and it stays."""
 
@@ -61,8 +63,8 @@ class Plan:
     @property
     def does_nothing(self) -> bool:
         """True when every activation is kept (no rule says otherwise, or none of the observed sites is affected), and
-        all of the optimizer's state."""
-        if self.optimizer is not None and self.optimizer.moves:
+        all of the optimizer's state, and the loss is plain."""
+        if self.loss != "plain" or (self.optimizer is not None and self.optimizer.moves):
             return False
         if self.sites:
             return all(site.fate is Fate.KEEP for site in self.sites)
@@ -81,6 +83,7 @@ class Plan:
             "sites": [(site.name, site.fate.value, site.tier, site.prefetch, site.leave) for site in self.sites]
                      if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
+            **({} if self.loss == "plain" else {"loss": self.loss}),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
         }  # fmt: skip
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
@@ -99,6 +102,7 @@ class Plan:
             "rules": [_rule_to_dict(rule) for rule in self.rules.rules],
             "is_solved": self.is_solved,
             "check": self.check,
+            "loss": self.loss,
             "budget_bytes": self.budget_bytes,
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],
@@ -127,6 +131,7 @@ class Plan:
                 sites=tuple(_site_from_dict(site) for site in document["sites"]),
                 is_solved=document["is_solved"],
                 check=document.get("check", "full"),
+                loss=document.get("loss", "plain"),
                 budget_bytes=document["budget_bytes"],
                 predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
                 account=tuple(AccountLine(**line) for line in document["account"]),

@@ -45,6 +45,8 @@ class TabledPlan(Protocol):
     @property
     def account(self) -> tuple[AccountLine, ...]: ...
     @property
+    def loss(self) -> str: ...
+    @property
     def optimizer(self) -> OptimizerPlacement | None: ...
     @property
     def is_solved(self) -> bool: ...
@@ -60,6 +62,7 @@ _NOTICED = 0.0005
 _FATES = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 _OUTSIDE = "outside layers"
 _FITS = "fits"
+_LOSS = "loss: sliced (its rows in slices, the same bits)"
 _TOO_SMALL = "smaller than min_bytes"
 _VERBS = {Fate.RECOMPUTE: "recomputed", Fate.SWAP: "away and back"}
 
@@ -84,6 +87,8 @@ def plan_table(plan: TabledPlan) -> str:
     lines = [_headline(plan)]
     if plan.does_nothing:
         lines.append("This plan does nothing: every activation is kept.")
+    if plan.loss != "plain":
+        lines.append(_LOSS)
     if plan.optimizer is not None:
         lines += placement_lines(plan.optimizer)
     if plan.rules.rules:
@@ -107,6 +112,8 @@ def _solved_lines(plan: TabledPlan) -> list[str]:
         lines = [f"plan {plan.digest()}: {promise}", *others, ", ".join(_contents(plan))]
     if plan.does_nothing:
         lines.append("This plan does nothing: everything fits.")
+    if plan.loss != "plain":
+        lines.append(_LOSS)
     if plan.optimizer is not None:
         lines += placement_lines(plan.optimizer)
     if any(site.recipe is not None for site in plan.sites):

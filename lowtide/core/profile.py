@@ -156,6 +156,8 @@ class Profile:
     """Of the layers, in order."""
     num_collectives: int = 0
     """Calls in the forward pass that wait for other ranks."""
+    loss: str = "plain"
+    """'sliced' where the loss was taken in slices of rows (`memory.loss`)."""
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -23,6 +23,7 @@ from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import attach_where
 from lowtide.mindformers import sliced_inputs as slices
 from lowtide.mindformers.collectives import with_own_groups
 from lowtide.mindformers.plan import names_of_layers, plan_sections
@@ -184,6 +185,9 @@ class FilePlans:
         self._memory = memory
         self._say = say
         self._has_said: set[str] = set()
+        # As rules: the loss is left alone unless the section says otherwise.
+        rules = dataclasses.replace(memory or MemoryConfig(), budget=None, recompute=None, swap=None)
+        self._loss = attach_where(model, **rules.slices_loss)
         self._resharding = Resharding(model, resolution, layers)
         self._tp_group, self._notes_about_slices = slicing
 
@@ -217,8 +221,10 @@ class FilePlans:
             tide.slice_inputs(slices.Slices(self._tp_group, self._say_once))
 
     def close(self) -> None:
-        """Give FSDP2's modules their own settings back. Idempotent."""
+        """Give FSDP2's modules their own settings back, and the model its own loss. Idempotent."""
         self._resharding.undo()
+        if self._loss is not None:
+            self._loss.remove()
 
     def _say_once(self, line: str) -> None:
         if self._say is not None and line not in self._has_said:

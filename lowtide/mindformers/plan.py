@@ -99,6 +99,7 @@ class _Planner:
             disk_path=str(self.memory.disk_path) if self.memory and self.memory.disk_path else None,
             sites=self._decisions(),
             is_solved=True,
+            loss=self.profile.loss,
         )
         return FilePlan(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
 

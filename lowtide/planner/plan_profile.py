@@ -349,6 +349,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         ),
         is_solved=True,
         check=config.check,
+        loss=asked.profile.loss,
         budget_bytes=asked.budget_bytes,
         predicted=prediction,
         account=memory_breakdown(

@@ -114,6 +114,7 @@ def profile_of(
     batch: str,
     layers: tuple[str, ...],
     state: StateBytes,
+    loss: str = "plain",
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.op_names)
@@ -137,6 +138,7 @@ def profile_of(
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
         calls=_layer_calls(trace, {node.storage.index for node in nodes}, {site.name for site in sites}),
         num_collectives=sum(call.is_collective for call in trace.calls),
+        loss=loss,
     )
 
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
@@ -123,6 +124,7 @@ def observe(
             device_type=device.type,
             is_accelerator=is_accelerator,
         ),
+        loss=loss_of(model),
     )
 
 

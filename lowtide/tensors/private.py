@@ -248,6 +248,12 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 grouped_mm: Any = find("torch.ops.aten._grouped_mm.default")
 """The operator below `torch.nn.functional.grouped_mm`, as a dispatch mode sees it."""
 
+log_softmax_backward: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor] = find(
+    "torch.ops.aten._log_softmax_backward_data.default"
+)
+"""The gradient of the input of `log_softmax`, from that of its output and the output, as autograd computes it. Publicly
+only by a graph of its own."""
+
 FAKE_TENSOR_MODULE = "torch._subclasses.fake_tensor"
 """The module of `FakeTensor`, and the name of the logger that tells why an operator on fake tensors failed."""
 
@@ -423,6 +429,22 @@ def experts_implementation(config: Any) -> str | None:
 def set_experts_implementation(config: Any, name: str) -> None:
     """As `experts_implementation`, which must not have been None."""
     setattr(config, _EXPERTS, name)
+
+
+_LOSS = "_loss_function"
+
+
+def has_loss_function(model: nn.Module) -> bool:
+    """Whether somebody has set `loss_function` of a model of transformers; else it goes by the model's configuration.
+
+    The property can be set and read publicly; not asked whether it was set, nor unset.
+    """
+    return _LOSS in vars(model)
+
+
+def forget_loss_function(model: nn.Module) -> None:
+    """As if `loss_function` had never been set."""
+    delattr(model, _LOSS)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

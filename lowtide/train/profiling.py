@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lowtide.config.memory import plan_from_rules
+from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import sliced_where
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
@@ -64,7 +65,7 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
     )
     tokens = sampler.next_batch().to(device)
     say("observing one step")
-    with _as_trained(run, model, device.type):
+    with _as_trained(run, model, device.type), _sliced_as_asked(run, model):
         return observe(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
 
 
@@ -82,7 +83,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
         group["fused"] = True  # as on a device that has it; the meta device does not, and would count temporaries
     tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
     say("tracing one step")
-    with _as_trained(run, model, "cpu"):
+    with _as_trained(run, model, "cpu"), _sliced_as_asked(run, model):
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
 
 
@@ -93,6 +94,10 @@ def _refuse_split_experts(run: RunConfig) -> None:
             f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; "
             "take it out to see the step of a rank that has all experts",
         )
+
+
+def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    return sliced_where(model, **(run.memory or MemoryConfig()).slices_loss)
 
 
 @contextlib.contextmanager
@@ -110,7 +115,6 @@ def _as_trained(run: RunConfig, model: torch.nn.Module, device_type: str) -> Ite
 
 def link_of_device(run: RunConfig, device_type: str) -> Link:
     """The link of a device of this machine, measured or as it was measured before."""
-    from lowtide.config.memory import MemoryConfig
     from lowtide.engines.bandwidth import cache_path, measure_link
     from lowtide.engines.choose import choose_engine
 

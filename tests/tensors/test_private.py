@@ -660,6 +660,15 @@ def test_a_module_that_fsdp_does_not_know() -> None:
     assert private.gathered_parameter(nn.Parameter(torch.ones(1))) is None
 
 
+def test_the_gradient_of_log_softmax() -> None:
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    output = torch.log_softmax(x, 1)
+    outer = torch.arange(15.0).view(3, 5)
+    output.backward(outer)
+    assert x.grad is not None
+    assert torch.equal(private.log_softmax_backward(outer, output.detach(), 1, torch.float32), x.grad)
+
+
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
@@ -676,3 +685,18 @@ def test_how_a_model_runs_its_experts() -> None:
     assert private.experts_implementation(model.config) == "grouped_mm"
     assert model.config._experts_implementation == "grouped_mm", "what the model asks for"
     assert private.experts_implementation(nn.Linear(2, 2)) is None
+
+
+def test_whether_a_loss_function_was_set() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    plain, before = model.loss_function, set(vars(model))
+    assert not private.has_loss_function(model)
+    model.loss_function = print
+    assert private.has_loss_function(model) and model.loss_function is print
+    private.forget_loss_function(model)
+    assert model.loss_function is plain and set(vars(model)) == before

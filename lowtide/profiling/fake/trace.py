@@ -28,6 +28,7 @@ from torch import nn
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.attention import fused_attention as fused
 from lowtide.profiling.fake.expand_layers import Expanded, expand
@@ -119,6 +120,7 @@ def trace(
             device_type=None,
             is_accelerator=not is_host,
         ),
+        loss=loss_of(model),
     )
 
 

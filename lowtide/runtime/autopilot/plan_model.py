@@ -17,6 +17,7 @@ from torch import nn
 from lowtide.config.memory import MemoryConfig, load_memory
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import sliced_where
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
 from lowtide.recipes.proof import LOG_SECONDS
@@ -46,7 +47,8 @@ def plan_model(
     chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
     if progress is not None:
         progress("tracing one step")
-    profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
+    with sliced_where(model, **config.slices_loss):
+        profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
     return plan_profile(profile, config, link=chosen.link, log_seconds=LOG_SECONDS, progress=progress)
 
 

@@ -21,6 +21,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
+from lowtide.loss.attach import attach_where
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
@@ -86,6 +87,7 @@ class BudgetSource:
         self._model = model
         self._config = config
         self._engine = engine
+        self._loss = attach_where(model, **config.slices_loss)
 
     def measure_link(self) -> Link:
         """Measured once for a machine; see engines/bandwidth.py."""
@@ -124,4 +126,6 @@ class BudgetSource:
         tide.set_limit(high + high // _GUARD_HEADROOM + 1, slack_bytes=slack)
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """The model's own loss again."""
+        if self._loss is not None:
+            self._loss.remove()

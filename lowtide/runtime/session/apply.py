@@ -13,6 +13,7 @@ from lowtide.config.memory import MemoryConfig
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
+from lowtide.loss.attach import attach_where
 from lowtide.runtime.session.checks import (
     agree_across_ranks,
     check_patterns,
@@ -52,4 +53,10 @@ def apply(
     placed = PlacedState(model, optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
-    return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed)
+    loss = attach_where(model, may=plan.loss == "sliced", must=True)
+    try:
+        return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)
+    except BaseException:
+        if loss is not None:
+            loss.remove()
+        raise

@@ -8,6 +8,7 @@ Cost: a walk over the modules for each rule, once. Not covered: the text of a `m
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.rules import Rule, unmatched_error
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import why_not
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.tensors.compiled import refuse_compiled
@@ -49,7 +51,9 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
         return memory
     config = load_memory(memory)
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
-    return plan_from_rules(config, layers)
+    plan = plan_from_rules(config, layers)
+    slices = config.loss == "sliced" or (config.slices_loss["may"] and not why_not(model))
+    return dataclasses.replace(plan, loss="sliced") if slices else plan
 
 
 def _module_names(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from torch import nn
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
+from lowtide.loss.attach import LossHandle
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
 from lowtide.runtime.hooks.mismatch import with_bytes_seen
@@ -56,6 +57,7 @@ class Tide:
         *,
         owns_engine: bool,
         placed: PlacedState | None = None,
+        loss: LossHandle | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -86,6 +88,7 @@ class Tide:
             raise
         self._forwards.check_first(rules_about_ops(model, plan), checks_sites=plan.is_solved)
         self._is_removed = False
+        self._loss = loss
         self._placed = placed
         if placed is not None:
             try:
@@ -236,6 +239,8 @@ class Tide:
             self._unseen.close()
             self.suspend()
             self._scheduler.close()
+            if self._loss is not None:
+                self._loss.remove()
         if self._placed is not None:
             self._placed.remove()
 

@@ -1,0 +1,154 @@
+"""The sliced cross entropy against torch's own, to the bit, over random cases."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowtide
+from lowtide.errors import ConfigError
+from lowtide.loss.cross_entropy import rows_of_slice, saves_memory, sliced_cross_entropy
+from tests.zoo import same_bits
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NUM_CASES = 300
+
+
+def _case(seed: int) -> tuple[Tensor, Tensor, dict[str, Any], bool]:
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = draw.choice((1, 7, 63, 64, 65, 130, 200, 513))
+    num_words = draw.choice((1, 2, 5, 17, 32, 33, 100, 257, 1000, 1537))
+    ignored = draw.choice((-100, 0, min(3, num_words - 1)))
+    logits = torch.randn(num_rows, num_words, generator=generator) * draw.choice((1, 10))
+    if draw.random() < 0.05:
+        logits[0, 0] = draw.choice((float("inf"), float("-inf"), float("nan")))
+    target = torch.randint(num_words, (num_rows,), generator=generator)
+    target[torch.rand(num_rows, generator=generator) < draw.choice((0.0, 0.3, 0.9, 1.0))] = ignored
+    how = {
+        "ignore_index": ignored,
+        "reduction": draw.choice(("mean", "sum", "none")),
+        "label_smoothing": draw.choice((0.0, 0.0, 0.1, 0.3)),
+    }
+    dtype = draw.choice(_DTYPES)
+    return logits.to(dtype), target, how, dtype is not torch.float64 and draw.random() < 0.6
+
+
+@pytest.mark.parametrize("first", range(0, _NUM_CASES, 100))
+def test_random_cases_have_the_same_bits(first: int) -> None:
+    for seed in range(first, first + 100):
+        numbers, target, how, upcast = _case(seed)
+        plain, sliced = (numbers.clone().requires_grad_() for _ in range(2))
+        want = F.cross_entropy(plain.float() if upcast else plain, target, **how)
+        got = sliced_cross_entropy(sliced, target, upcast=upcast, slice_rows=(64, 128, None)[seed % 3], **how)
+        outer = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            want.dtype
+        )
+        want.backward(outer)
+        got.backward(outer)
+        assert plain.grad is not None and sliced.grad is not None
+        what = f"seed {seed}: {list(numbers.shape)} {numbers.dtype} upcast={upcast} {how}"
+        assert same_bits(want.detach(), got.detach()), what
+        assert same_bits(plain.grad, sliced.grad), what
+
+
+def test_the_losses_of_slices_added_up_are_another_loss() -> None:
+    """Why the sum over rows is not cut; and the cases above would see it."""
+    same = []
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        logits, target = torch.randn(513, 100, generator=generator), torch.randint(100, (513,), generator=generator)
+        parts = (slice(start, start + 64) for start in range(0, 513, 64))
+        added = sum(sliced_cross_entropy(logits[part], target[part], reduction="sum") for part in parts)
+        assert isinstance(added, Tensor)
+        same.append(same_bits(added, F.cross_entropy(logits, target, reduction="sum")))
+    assert not all(same)
+
+
+def test_autocast_upcasts_as_it_does_for_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(130, 100, generator=generator).bfloat16()
+    target = torch.randint(100, (130,), generator=generator)
+    plain, sliced = (numbers.clone().requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = F.cross_entropy(plain, target)
+        got = lowtide.cross_entropy(sliced, target)
+    want.backward()
+    got.backward()
+    assert plain.grad is not None and sliced.grad is not None
+    assert same_bits(want.detach(), got.detach()) and same_bits(plain.grad, sliced.grad)
+
+
+def test_what_stays_for_the_backward_is_the_logits_and_vectors() -> None:
+    numbers = torch.randn(130, 100, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    logits = numbers * 2
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda held: held):
+        sliced_cross_entropy(logits, torch.zeros(130, dtype=torch.int64), upcast=True)
+    assert [tensor.shape for tensor in saved if tensor.dim() == 2 and tensor.shape[1] > 1] == [logits.shape]
+    assert saved[0].untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    loss = sliced_cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_slice_is_a_sixteenth_within_limits() -> None:
+    assert rows_of_slice(16_384, 128_256, torch.float32) == 128
+    assert rows_of_slice(512, 50_257, torch.float32) == 64
+    assert rows_of_slice(16_384, 10_000_000, torch.float32) == 64
+    assert rows_of_slice(1_000_000, 1000, torch.float32) == 16_768
+    assert rows_of_slice(100, 0, torch.float32) % 64 == 0
+
+
+def test_a_small_loss_is_not_worth_slices() -> None:
+    assert saves_memory(16_384, 128_256, torch.float32)
+    assert saves_memory(512, 50_257, torch.float32)
+    assert not saves_memory(255, 128_256, torch.float32)
+    assert not saves_memory(4096, 64, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("logits", "target", "how", "text"),
+    [
+        (
+            torch.zeros(2, 3, 4),
+            torch.zeros(2, 3, dtype=torch.int64),
+            {},
+            "lowtide.cross_entropy: needs logits of shape [rows, words] and targets of shape [rows], not [2, 3, 4] and "
+            "[2, 3]; use logits.view(-1, words) and target.view(-1)",
+        ),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(2),
+            {},
+            "lowtide.cross_entropy: needs floating-point logits and int64 targets, not float32 and float32; targets "
+            "that are probabilities are not covered",
+        ),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(2, dtype=torch.int64),
+            {"reduction": "max"},
+            "lowtide.cross_entropy: reduction must be mean, sum or none, not 'max'",
+        ),
+    ],
+)
+def test_mistakes_are_named(logits: Tensor, target: Tensor, how: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lowtide.cross_entropy(logits, target, **how)
+    assert str(caught.value) == text
+
+
+def test_slices_must_be_whole_steps() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sliced_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), slice_rows=65)
+    assert str(caught.value) == "lowtide.cross_entropy: slice_rows must be a multiple of 64, not 65"
