@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -79,9 +78,10 @@ class SplitExperts(nn.Module):
             pair = turned % max(num_tokens, 1) * top_k + turned // max(num_tokens, 1)
         token = pair // top_k
         num_here = len(self.gate_up_proj)
-        sent = torch.bincount(expert, minlength=self.num_experts).view(-1, num_here)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        sent = torch.bincount(expert, minlength=self.num_experts)
+        one_each = [num_here] * (self.num_experts // num_here)
+        received = all_to_all(sent, one_each, one_each, group=self.group).view(-1, num_here)
+        sent = sent.view(-1, num_here)
         num_sent, num_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         here = torch.arange(num_here, device=expert.device).repeat(len(received))
         by_expert = torch.sort(here.repeat_interleave(received.view(-1), output_size=sum(num_received)), stable=True)[1]

@@ -23,7 +23,8 @@ State. `model.state_dict()` has the keys that it had, and of the experts this ra
 Cost: gradients of the parameters that all ranks have are exchanged after the backward, not during it; each bucket is
 copied there and back. Before the split each rank needs main memory for all experts (or the model on `meta`).
 Not covered: experts of other classes (experts_transformers.py), numbers of experts that do not divide, FSDP2 or tensor
-parallelism on the same model, changing the model's experts implementation afterwards.
+parallelism on the same model, changing the model's experts implementation afterwards, `copy.deepcopy` of the split
+model (torch copies no process group).
 """
 
 from __future__ import annotations
@@ -130,12 +131,18 @@ class ExpertParallel:
         """Make every gradient that of the mean of all ranks' losses; once a step, after its last backward.
 
         `ranks`: all ranks that train this model, if they are more than the group that splits the experts. Then
-        `replicas` are those that have the same experts as this one.
+        `replicas` are those that have the same experts as this one. Raises ConfigError for groups that do not fit
+        together, and after `remove()`.
         """
-        assert self._is_split, "remove() was called"
+        if not self._is_split:
+            raise ConfigError("average_gradients: remove() was called on this handle; split the experts again")
         ranks = self.group if ranks is None else ranks
         num_ranks, num_replicas = dist.get_world_size(ranks), 1 if replicas is None else dist.get_world_size(replicas)
-        assert num_ranks == self.num_ranks * num_replicas, "the groups do not fit together"
+        if num_ranks != self.num_ranks * num_replicas:
+            raise ConfigError(
+                f"average_gradients: {num_ranks} ranks, of which {self.num_ranks} share the experts and {num_replicas} "
+                f"have the same ones; {self.num_ranks} times {num_replicas} is {self.num_ranks * num_replicas}"
+            )
         own, shared = self.own_parameters(), self.shared_parameters()
         _sum_over(shared, ranks)
         if num_replicas > 1:

@@ -109,7 +109,7 @@ def follows_the_page(rank: int) -> list[str]:
     """What the code of docs/pipelines.md leaves behind."""
     page = Path(__file__).parents[2] / "docs" / "pipelines.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    code = next(block for block in blocks if "split_experts(" in block)
+    (code,) = (block for block in blocks if "split_experts" in block)
     model = moe_models.make_model("mixtral", "grouped_mm")
     tokens = moe_models.make_batch(rank)
     before = _copied(dict(model.named_parameters()))
@@ -167,7 +167,9 @@ def reads_what_the_exchange_gave_back(rank: int) -> tuple[int, bool]:
     gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
     cuts = []
 
-    def cutting(x: Tensor, *splits: Any, group: Any, carry: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def cutting(x: Tensor, *splits: Any, group: Any, carry: tuple[Tensor, ...] | None = None) -> Any:
+        if carry is None:  # how many rows will come
+            return all_to_all(x, *splits, group=group)
         carried = tuple(tensor.detach().requires_grad_() for tensor in carry)
         cuts.append(carried)
         return (all_to_all(x, *splits, group=group), *carried)
@@ -195,8 +197,13 @@ def refuses(rank: int) -> list[str]:
             split_experts(model, group=group)
         texts.append(str(error.value))
     tide.remove()
+    with pytest.raises(ConfigError) as error:
+        handle.average_gradients(replicas=dist.group.WORLD)
+    texts.append(str(error.value))
     handle.remove()
-    return texts
+    with pytest.raises(ConfigError) as error:
+        handle.average_gradients()
+    return [*texts, str(error.value)]
 
 
 @functools.cache
@@ -345,7 +352,7 @@ def test_one_rank_is_the_model_of_transformers(name: str, answers: dict[str, tup
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _jobs("equals_without_lowtide"))
 def test_a_plan_changes_no_bit(name: str, answers: dict[str, tuple[Any, Any]]) -> None:
-    """Also where the exchange itself is in a region that runs again: all ranks run it again, in the same order."""
+    """Also where the exchange itself is in a region that runs again."""
     for answer in answers[name]:
         assert answer["differing"] == []
         assert answer["swapped"] == name.startswith(("swap", "budget", "recompute parts"))
@@ -399,6 +406,8 @@ def test_what_cannot_be_split_on_these_ranks(answers: dict[str, tuple[Any, Any]]
         "'model.layers.0.mlp.experts.gate_up_proj' has a gradient; split the experts before the first backward, or "
         "after zero_grad()",
         "this rank is not in the group; pass the one that it is in",
+        "average_gradients: 2 ranks, of which 2 share the experts and 2 have the same ones; 2 times 2 is 4",
+        "average_gradients: remove() was called on this handle; split the experts again",
     ]
 
 
