@@ -268,6 +268,30 @@ def test_removed_in_the_middle_of_a_race() -> None:
     assert not engine.violations
 
 
+def test_the_losers_are_gone() -> None:
+    model, tide = racing(Dice(2))
+    with tide:
+        until_racing(model, tide, with_rival=True)
+        contest = tide._rival
+        assert contest is not None
+        tides = set()
+        while tide.phase is Phase.RACING:
+            tides.add(tide.tide)
+            step(model, rows())
+        assert len(tides) == len(contest.entrants)
+        assert {repr(each).split()[1] for each in tides - {tide.tide}} == {"removed:"}
+
+
+def test_rivals_are_made_for_what_is_left_of_the_budget() -> None:
+    model, tide = racing(Dice(2), share=0.9)
+    with tide:
+        step(model, rows())
+        before = tide._budget_bytes
+        tide.tighten()
+        until_racing(model, tide, with_rival=True)
+        assert tide.plan is not None and tide.plan.budget_bytes == int(0.9 * before)
+
+
 def test_each_shape_has_its_race() -> None:
     sizes = [64] * 4 + [80] * 4 + [64, 80, 50, 70] * 14  # the last two are served by plans of larger ones
     batches = [rows(size, seed=number) for number, size in enumerate(sizes)]
