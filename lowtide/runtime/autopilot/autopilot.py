@@ -1,4 +1,4 @@
-"""The autopilot: observe, plan, apply, compare, correct.
+"""The autopilot: observe, plan, apply, compare, correct, race.
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
 saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried

@@ -36,7 +36,7 @@ from lowtide.timeline.step import Link
 from tests import two_ranks
 from tests.engines.clocked import ClockedEngine, ClockMode
 from tests.engines.roofline_clock import HARDWARE, seconds_of
-from tests.runtime.autopilot.test_autopilot import MIN_BYTES, assert_same, budget_of, gradients, net, rows, step
+from tests.runtime.autopilot.test_autopilot import MIN_BYTES, Whole, assert_same, budget_of, gradients, net, rows, step
 
 FAST = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
 JUST_FAST_ENOUGH = Link(out_bytes_per_second=5e8, in_bytes_per_second=5e8, latency_seconds=1e-6)
@@ -223,6 +223,33 @@ def test_a_race_changes_no_bit(kind: str | int) -> None:
         assert [event.why[:6] for event in tide.events].count("race: ") == 1
     if isinstance(engine, Dice):
         assert not engine.violations and engine.num_slots == 0
+
+
+@pytest.mark.parametrize("name", ["stateful", "inplace_input", "lora_autocast"])
+def test_no_model_notices_a_race(name: str) -> None:
+    """State that a forward pass leaves, inputs that it writes to, and autocast."""
+    case = zoo.CASES[name]
+    truth, model = Whole(case), Whole(case)
+    budget = budget_of(Whole(case), case.batch(0), 0.6, zoo.make_optimizer(model))
+    engine = Dice(1)
+    results = []
+    for one in (truth, model):
+        optimizer, tide = zoo.make_optimizer(one), None
+        if one is model:
+            before = zoo.footprint(model)
+            how: Any = {"memory": {"min_bytes": MIN_BYTES}, "engine": engine, "optimizer": optimizer}
+            tide = lowtide.optimize(model, budget=budget, **how)
+        torch.manual_seed(5)
+        found = []
+        for number in range(18):
+            found.append(step(one, **case.batch(number % 5)))
+            optimizer.step()
+        results.append(found)
+    assert tide is not None and tide.events[-1].why.startswith("race: ")
+    tide.remove()
+    assert zoo.footprint(model) == before and not engine.violations
+    for number, (plain, raced) in enumerate(zip(*results, strict=True)):
+        assert_same(raced, plain, f"step {number}")
 
 
 def test_every_plan_of_a_race_fits_the_budget() -> None:
