@@ -25,6 +25,9 @@ from benchmarks.children import CannotRunError
 from benchmarks.peaks import Running
 from benchmarks.subjects import Subject
 
+_RACE_STEPS = 13
+"""Within which the autopilot has found the fastest of its plans (docs/autopilot.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -284,14 +287,16 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) 
             "predicted_ratio": predicted.step_seconds / predicted.plain_seconds,
             "gap": predicted.gap,
             "planning_seconds": sum(event.seconds for event in tide.events),
-            "num_plans": len(tide.events),
+            "num_plans": sum(not event.why.startswith("race: ") for event in tide.events),
+            "raced": tide.plan.raced,
         }
 
     def audit() -> Any:
         assert tide.tide is not None
         return tide.tide.audit()
 
-    return _under(subject, tide, lambda: tide.stats, audit, facts)
+    # Observe, compare, and until the plans have raced.
+    return _under(subject, tide, lambda: tide.stats, audit, facts, warm_up_steps=4 + _RACE_STEPS)
 
 
 def _lowtide_keep(subject: Subject, setting: float | None, budget_bytes: int | None) -> Running:
@@ -301,7 +306,15 @@ def _lowtide_keep(subject: Subject, setting: float | None, budget_bytes: int | N
     return _under(subject, tide, lambda: tide.stats, tide.audit, dict)
 
 
-def _under(subject: Subject, tide: Any, stats: Callable[[], Any], audit: Callable[[], Any], facts: Any) -> Running:
+def _under(
+    subject: Subject,
+    tide: Any,
+    stats: Callable[[], Any],
+    audit: Callable[[], Any],
+    facts: Any,
+    *,
+    warm_up_steps: int = 4,
+) -> Running:
     def counters() -> dict[str, Any]:
         found = stats()
         return {
@@ -314,7 +327,12 @@ def _under(subject: Subject, tide: Any, stats: Callable[[], Any], audit: Callabl
         }
 
     return Running(
-        counters=counters, reset=tide.reset_stats, audit=audit, facts=facts, warm_up_steps=4, close=tide.remove
+        counters=counters,
+        reset=tide.reset_stats,
+        audit=audit,
+        facts=facts,
+        warm_up_steps=warm_up_steps,
+        close=tide.remove,
     )
 
 

@@ -2,8 +2,8 @@
 
 Start at `schedule.py`, the data; `generators.py` writes schedules, `verify.py` proves one, `clock.py` plays one.
 `execute.py` carries one out on `torch.distributed`, over `transport.py`, which moves messages; `overlap.py` hides its
-all-to-all; `experts.py` splits experts over ranks. Models call `all_to_all` (`exchange.py`), `linear` and `grouped_linear` (`weight_gradients.py`) as names of
-this package.
+all-to-all; `experts.py` splits experts over ranks. Models call `all_to_all` (`exchange.py`), `linear` and
+`grouped_linear` (`weight_gradients.py`) as names of this package.
 May import: everything below it. Files of schedules and figures are plain Python and import only `errors`.
 Must not: start a process, a collective or a device before `verify` has passed the schedule.
 """

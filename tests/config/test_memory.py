@@ -56,6 +56,12 @@ def test_every_key(in_tmp: Path) -> None:
     ]
 
 
+def test_plans_race_with_a_budget_unless_they_must_not() -> None:
+    assert load_memory({"budget": "1GiB"}).races and load_memory({"budget": "1GiB", "race": True}).races
+    assert not load_memory({"budget": "1GiB", "race": False}).races
+    assert not load_memory({"race": False}).races and not load_memory({}).races
+
+
 def test_the_memory_section_of_a_run_file(in_tmp: Path) -> None:
     Path("run.yaml").write_text("model: {hidden: 8}\nmemory:\n  recompute: all\n")
     (rule,) = load_memory(Path("run.yaml")).rules().rules
@@ -88,6 +94,8 @@ def test_a_budget_sets_the_solver_free() -> None:
     [
         ({"budget": 0}, "memory.budget: must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
+        ({"race": True}, "memory.race: true needs a budget to plan for; write e.g. budget: 20GiB"),
+        ({"budget": 1, "race": "sometimes"}, "memory.race: expected true, false or null, not 'sometimes'"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"optimizer": "host"}, "memory.optimizer: expected keep, swap or auto, not 'host'"),
         ({"layers": []}, "memory.layers: names no layer; remove it to have the layers found, or list their names"),

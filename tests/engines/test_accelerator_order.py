@@ -406,6 +406,18 @@ def test_stalls_are_the_compute_streams_waiting_time():
     assert (engine.stall_seconds(), device.num_events) == (pytest.approx(2.0), num_events)
 
 
+def test_time_is_the_compute_streams_and_nobody_waits_for_it():
+    device = SimDevice("late")
+    engine = AcceleratorEngine(device.device, MIB, ops=device)
+    start = engine.mark_time()
+    device.compute.launch(lambda: None, 3.0)
+    end = engine.mark_time()
+    assert engine.seconds_between(start, end) is None
+    assert engine.seconds_between(start, end) is None  # asking does not make it run
+    device.drain()
+    assert engine.seconds_between(start, end) == pytest.approx(3.0)
+
+
 def test_the_stall_ring_is_bounded(monkeypatch):
     monkeypatch.setattr(stall_meter, "STALL_RING", 4)
     device = SimDevice("late")

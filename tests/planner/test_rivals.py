@@ -17,8 +17,8 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.rivals import FEWEST, NO_SWAP, rivals_of
 from lowtide.profiling.fake.trace import trace
 from lowtide.timeline.step import Link
+from tests.engines.roofline_clock import HARDWARE
 from tests.runtime.autopilot.test_autopilot import net, rows
-from tests.test_virtual_clock import HARDWARE
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
 

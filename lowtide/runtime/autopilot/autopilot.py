@@ -1,4 +1,4 @@
-"""The autopilot: observe, plan, apply, compare, correct.
+"""The autopilot: observe, plan, apply, compare, correct, race.
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
 saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried
@@ -174,7 +174,8 @@ class Autopilot:
         """The plan in force; None before the first step."""
         if self.tide is None or self._state.key is None:
             return None
-        return dataclasses.replace(self.tide.plan, raced=self._shapes[self._state.key].result)
+        result = self._shapes[self._state.key].result
+        return dataclasses.replace(self.tide.plan, raced=result) if result else self.tide.plan
 
     @property
     def profile(self) -> Profile | None:
@@ -777,9 +778,11 @@ class Autopilot:
         if len(self._threads) > 1:
             self._end_race(key, shape, contest, contest.number)
             return
-        peak_bytes = self.engine.device_peak_bytes()
-        if contest.number and peak_bytes is not None and peak_bytes > self._budget_bytes:
-            self._drop_rival(f"it needed {format_bytes(peak_bytes)}")
+        # The first forward pass of a plan also tries its recipes out.
+        if contest.number and not contest.race.is_learning(contest.number):
+            peak_bytes = self.engine.device_peak_bytes() or 0
+            if peak_bytes > self._budget_bytes:
+                self._drop_rival(f"it needed {format_bytes(peak_bytes)}")
         if contest.race.is_over(has_pending=self._steps.has_pending):
             self._finish_race(key, shape, contest)
         elif contest.race.turn != contest.number:

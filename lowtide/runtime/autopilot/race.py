@@ -66,8 +66,12 @@ class Race:
 
     def lap(self) -> Lap:
         """The step that runs now."""
-        learns = self.turn != 0 and self._num_turns[self.turn] == 0
-        return Lap(self, self.turn, is_counted=not learns)
+        is_first = self.turn != 0 and self._num_turns[self.turn] == 0
+        return Lap(self, self.turn, is_counted=not is_first)
+
+    def is_learning(self, candidate: int) -> bool:
+        """Whether it has run no step that counts."""
+        return self._num_turns[candidate] < 2
 
     def advance(self) -> None:
         """A step is over: the next turn."""

@@ -35,10 +35,11 @@ from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.step import Link
 from tests import two_ranks
 from tests.engines.clocked import ClockedEngine, ClockMode
-from tests.runtime.autopilot.test_autopilot import MIN_BYTES, assert_same, budget_of, gradients, net, rows, step
-from tests.test_virtual_clock import HARDWARE, seconds_of
+from tests.engines.roofline_clock import HARDWARE, seconds_of
+from tests.runtime.autopilot.test_autopilot import MIN_BYTES, Whole, assert_same, budget_of, gradients, net, rows, step
 
-BELIEVED = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
+FAST = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
+JUST_FAST_ENOUGH = Link(out_bytes_per_second=5e8, in_bytes_per_second=5e8, latency_seconds=1e-6)
 NUM_LAYERS, NUM_ROWS = 6, 256
 
 
@@ -64,25 +65,26 @@ class Dice(VirtualEngine):
 
 
 class Mispriced:
-    """Plans by prices that no measurement mends: those of `profile` and `BELIEVED`."""
+    """Plans by prices that no measurement mends: those of `profile` and `link`."""
 
-    def __init__(self, model: nn.Module, config: MemoryConfig, engine: Any, profile: Profile) -> None:
+    def __init__(self, model: nn.Module, config: MemoryConfig, engine: Any, profile: Profile, link: Link) -> None:
         self._inner = BudgetSource(model, config, engine)
         self._profile = profile
+        self._link = link
         self.budget_bytes = config.budget
         self.races = True
         self.plans: dict[str, Plan] = {}
 
     def measure_link(self) -> Link:
-        return BELIEVED
+        return self._link
 
     def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
-        plan = self._inner.make_plan(self._profile, dataclasses.replace(facts, link=BELIEVED), budget_bytes)
+        plan = self._inner.make_plan(self._profile, dataclasses.replace(facts, link=self._link), budget_bytes)
         self.plans["solver's"] = plan
         return plan
 
     def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
-        found = self._inner.rivals(plan, self._profile, dataclasses.replace(facts, link=BELIEVED), budget_bytes)
+        found = self._inner.rivals(plan, self._profile, dataclasses.replace(facts, link=self._link), budget_bytes)
         self.plans |= found
         return found
 
@@ -96,23 +98,31 @@ class Mispriced:
         self._inner.close()
 
 
-@pytest.fixture(scope="module")
-def profile() -> Profile:
-    return trace(net(num_layers=NUM_LAYERS), (rows(NUM_ROWS),), hardware=HARDWARE)
-
-
-@pytest.fixture(scope="module")
-def config(profile: Profile) -> MemoryConfig:
-    """A budget that leaves room for plans of three kinds."""
-    found = plan_profile(profile, load_memory({"budget": 1 << 40, "min_bytes": MIN_BYTES}), link=BELIEVED).predicted
+def priced() -> tuple[Profile, MemoryConfig]:
+    """A step by roofline, and a budget that leaves room for plans of three kinds."""
+    profile = trace(net(num_layers=NUM_LAYERS), (rows(NUM_ROWS),), hardware=HARDWARE)
+    found = plan_profile(profile, load_memory({"budget": 1 << 40, "min_bytes": MIN_BYTES}), link=FAST).predicted
     assert found is not None
     budget = found.floor_bytes + int(0.7 * (found.plain_peak_bytes - found.floor_bytes))
-    return load_memory({"budget": budget, "min_bytes": MIN_BYTES, "check": "sampled"})
+    return profile, load_memory({"budget": budget, "min_bytes": MIN_BYTES, "check": "sampled"})
 
 
-def engine_of(link_factor: float) -> ClockedEngine:
-    rate = BELIEVED.out_bytes_per_second * link_factor
-    return ClockedEngine(out_bytes_per_second=rate, in_bytes_per_second=rate, latency_seconds=1e-6)
+@pytest.fixture(scope="module", name="prices")
+def _prices() -> tuple[Profile, MemoryConfig]:
+    return priced()
+
+
+def mispriced(
+    model: nn.Module, prices: tuple[Profile, MemoryConfig], engine: Any, link: Link, **more: Any
+) -> tuple[Mispriced, Autopilot]:
+    source = Mispriced(model, prices[1], engine, prices[0], link)
+    placed = PlacedState(model, None, engine, "lowtide.optimize")
+    return source, Autopilot(model, source, None, engine, owns_engine=False, placed=placed, **more)
+
+
+def engine_of(link: Link, factor: float = 1.0) -> ClockedEngine:
+    rate = link.out_bytes_per_second * factor
+    return ClockedEngine(out_bytes_per_second=rate, in_bytes_per_second=rate, latency_seconds=link.latency_seconds)
 
 
 def timed_step(model: nn.Module, engine: ClockedEngine, compute_factor: float) -> list[Tensor]:
@@ -120,9 +130,9 @@ def timed_step(model: nn.Module, engine: ClockedEngine, compute_factor: float) -
         return step(model, rows(NUM_ROWS))
 
 
-def true_seconds(plan: Plan, link_factor: float, compute_factor: float) -> float:
+def true_seconds(plan: Plan, engine: ClockedEngine, compute_factor: float) -> float:
     """What a step under this plan takes by itself."""
-    model, engine = net(num_layers=NUM_LAYERS), engine_of(link_factor)
+    model = net(num_layers=NUM_LAYERS)
     with lowtide.apply(model, plan, engine=engine) as tide:
         step(model, rows(NUM_ROWS))
         tide.settle()
@@ -131,19 +141,21 @@ def true_seconds(plan: Plan, link_factor: float, compute_factor: float) -> float
         return engine.clock.now - start
 
 
-@pytest.mark.parametrize(("link_factor", "compute_factor"), [(0.1, 1.0), (1.0, 0.5), (0.25, 0.5)])
+@pytest.mark.parametrize(
+    ("link", "link_factor", "compute_factor"),
+    [pytest.param(FAST, 0.1, 1.0, id="slow link"), pytest.param(JUST_FAST_ENOUGH, 1.0, 0.5, id="fast compute")],
+)
 def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
-    profile: Profile, config: MemoryConfig, link_factor: float, compute_factor: float
+    prices: tuple[Profile, MemoryConfig], link: Link, link_factor: float, compute_factor: float
 ) -> None:
-    """The link is up to ten times slower than the solver believes, or compute twice as fast."""
-    truth, model, engine = net(num_layers=NUM_LAYERS), net(num_layers=NUM_LAYERS), engine_of(link_factor)
-    source = Mispriced(model, config, engine, profile)
-    placed = PlacedState(model, None, engine, "lowtide.optimize")
+    """The link is ten times slower than the solver believes, or compute twice as fast."""
+    truth, model, engine = net(num_layers=NUM_LAYERS), net(num_layers=NUM_LAYERS), engine_of(link, link_factor)
     said: list[str] = []
     torch.manual_seed(5)
     expected = [step(truth, rows(NUM_ROWS)) for _ in range(18)]
     num_raced = 0
-    with Autopilot(model, source, None, engine, owns_engine=False, placed=placed, group=ALONE, say=said.append) as tide:
+    source, tide = mispriced(model, prices, engine, link, group=ALONE, say=said.append)
+    with tide:
         torch.manual_seed(5)
         for number in range(18):
             assert_same(timed_step(model, engine, compute_factor), expected[number], f"step {number}")
@@ -152,7 +164,10 @@ def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
         assert tide.phase is Phase.SETTLED
         assert 0 < num_raced <= MAX_STEPS
         assert set(source.plans) == {"solver's", "no swap", "fewest layers"}
-        seconds = {name: true_seconds(plan, link_factor, compute_factor) for name, plan in source.plans.items()}
+        seconds = {
+            name: true_seconds(plan, engine_of(link, link_factor), compute_factor)
+            for name, plan in source.plans.items()
+        }
         best = min(seconds, key=lambda name: seconds[name])
         assert max(seconds.values()) > 1.05 * seconds[best]  # else nothing was at stake
         assert tide.plan is not None and tide.plan.digest() == source.plans[best].digest(), seconds
@@ -162,7 +177,6 @@ def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
         assert any("3 plans race: solver's, no swap, fewest layers" in line for line in said)
         assert Plan.from_json(tide.plan.to_json()) == tide.plan
         assert tide.num_corrections <= 2
-    if link_factor == 0.1:
         assert best != "solver's"
     assert "forward" not in vars(model)
 
@@ -183,7 +197,7 @@ def until_racing(model: nn.Module, tide: Autopilot, *, with_rival: bool = False)
     raise AssertionError("no race")
 
 
-@pytest.mark.parametrize("kind", ["host", 1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["host", 1, 2])
 def test_a_race_changes_no_bit(kind: str | int) -> None:
     """Dropout draws what it draws; whatever wins, parameters are the same after many steps of training."""
     engine: Any = kind if isinstance(kind, str) else Dice(kind)
@@ -209,6 +223,33 @@ def test_a_race_changes_no_bit(kind: str | int) -> None:
         assert [event.why[:6] for event in tide.events].count("race: ") == 1
     if isinstance(engine, Dice):
         assert not engine.violations and engine.num_slots == 0
+
+
+@pytest.mark.parametrize("name", ["stateful", "inplace_input", "lora_autocast"])
+def test_no_model_notices_a_race(name: str) -> None:
+    """State that a forward pass leaves, inputs that it writes to, and autocast."""
+    case = zoo.CASES[name]
+    truth, model = Whole(case), Whole(case)
+    budget = budget_of(Whole(case), case.batch(0), 0.6, zoo.make_optimizer(model))
+    engine = Dice(1)
+    results = []
+    for one in (truth, model):
+        optimizer, tide = zoo.make_optimizer(one), None
+        if one is model:
+            before = zoo.footprint(model)
+            how: Any = {"memory": {"min_bytes": MIN_BYTES}, "engine": engine, "optimizer": optimizer}
+            tide = lowtide.optimize(model, budget=budget, **how)
+        torch.manual_seed(5)
+        found = []
+        for number in range(18):
+            found.append(step(one, **case.batch(number % 5)))
+            optimizer.step()
+        results.append(found)
+    assert tide is not None and tide.events[-1].why.startswith("race: ")
+    tide.remove()
+    assert zoo.footprint(model) == before and not engine.violations
+    for number, (plain, raced) in enumerate(zip(*results, strict=True)):
+        assert_same(raced, plain, f"step {number}")
 
 
 def test_every_plan_of_a_race_fits_the_budget() -> None:
@@ -266,6 +307,30 @@ def test_removed_in_the_middle_of_a_race() -> None:
     assert_same(found, step(truth, rows())[:-1])
     del loss
     assert not engine.violations
+
+
+def test_the_losers_are_gone() -> None:
+    model, tide = racing(Dice(2))
+    with tide:
+        until_racing(model, tide, with_rival=True)
+        contest = tide._rival
+        assert contest is not None
+        tides = set()
+        while tide.phase is Phase.RACING:
+            tides.add(tide.tide)
+            step(model, rows())
+        assert len(tides) == len(contest.entrants)
+        assert {repr(each).split()[1] for each in tides - {tide.tide}} == {"removed:"}
+
+
+def test_rivals_are_made_for_what_is_left_of_the_budget() -> None:
+    model, tide = racing(Dice(2), share=0.9)
+    with tide:
+        step(model, rows())
+        before = tide._budget_bytes
+        tide.tighten()
+        until_racing(model, tide, with_rival=True)
+        assert tide.plan is not None and tide.plan.budget_bytes == int(0.9 * before)
 
 
 def test_each_shape_has_its_race() -> None:
@@ -371,52 +436,43 @@ def test_tighten_ends_the_race_and_begins_another() -> None:
 
 def test_it_races_again_when_steps_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link becomes slower; and again nothing is known of that but the time of a step."""
-    monkeypatch.setattr(race_module, "EVERY_STEPS", 25)
-    model, engine = net(num_layers=NUM_LAYERS), engine_of(1.0)
-    tide = lowtide.optimize(
-        model, budget=budget_of(net(num_layers=NUM_LAYERS), (rows(),), 0.7), memory={"min_bytes": MIN_BYTES},
-        engine=engine,
-    )  # fmt: skip
+    monkeypatch.setattr(race_module, "EVERY_STEPS", 22)
+    engine = engine_of(FAST)
+    model, tide = racing(engine)
     with tide:
-        for number in range(80):
+        for number in range(64):
             step(model, rows())
             # As long as a step of the plan takes on this device, once for all plans.
-            engine.clock.now += 1.0 if number < 30 else 2.0
+            engine.clock.now += 1.0 if number < 25 else 2.0
         races = [event for event in tide.events if event.why.startswith("race: ")]
         assert len(races) == 2
-        assert races[1].forward > 30
+        assert races[1].forward > 25
         assert races[1].seconds < races[0].seconds  # the plans were there
 
 
 def ranks_race(rank: int) -> dict[str, Any]:
     """Each rank is fast with another plan; and what is slow on one rank is slow for all."""
-    engine = engine_of(1.0)
-    model = net(num_layers=NUM_LAYERS)
+    engine = engine_of(FAST)
+    truth, model = net(num_layers=NUM_LAYERS), net(num_layers=NUM_LAYERS)
     costs = [{"solver's": 3.0, "no swap": 2.0}, {"solver's": 1.0, "no swap": 2.5}][rank]
-    budget = budget_of(net(num_layers=NUM_LAYERS), (rows(),), 0.7)
     order = []
-    with lowtide.optimize(model, budget=budget, memory={"min_bytes": MIN_BYTES}, engine=engine) as tide:
-        torch.manual_seed(5)
-        truth = net(num_layers=NUM_LAYERS)
+    _, tide = mispriced(model, priced(), engine, FAST)
+    with tide:
         for _ in range(18):
             state = torch.get_rng_state()
-            found = step(model, rows())
+            found = step(model, rows(NUM_ROWS))
             torch.set_rng_state(state)
-            assert_same(found, step(truth, rows()))
+            assert_same(found, step(truth, rows(NUM_ROWS)))
             contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
             if contest is not None:
                 order.append(contest.in_force.name)
                 engine.clock.now += costs.get(contest.in_force.name, 4.0)
-        return {
-            "order": order,
-            "whys": [event.why for event in tide.events],
-            "digest": tide.plan.digest(),  # type: ignore[union-attr]
-            "phase": tide.phase.value,
-        }
+        assert tide.phase is Phase.SETTLED and tide.plan is not None
+        return {"order": order, "result": tide.events[-1].why, "digest": tide.plan.digest()}
 
 
 def test_two_ranks_race_in_one_order_and_the_slowest_decides(tmp_path: Path) -> None:
     ((first, second),) = two_ranks.run(__name__, [("ranks_race", {})], tmp_path)
     assert first == second
-    assert first["phase"] == "settled" and len(first["order"]) == MAX_STEPS
-    assert first["whys"][-1].startswith("race: no swap 2.50 s, solver's 3.00 s")
+    assert first["order"] == ["solver's", "no swap", "fewest layers"] * 4
+    assert first["result"] == "race: no swap 2.50 s, solver's 3.00 s, fewest layers 4.00 s"
