@@ -3,8 +3,9 @@
 What: `step-00000120/` holds for each rank a share of the tensors of the model and the optimizer (`rank-0.safetensors`)
 and its random states (`rank-0.json`), and for all of them `run.json`: step, place in the data, the settings that shape
 the loss curve, the optimizer's groups, size and SHA-256 of every file, and of itself. The learning rate is a pure
-function of the step, so the step is the scheduler's state. Experts that are split over ranks are written by those, each
-part under a name of its own (experts.py).
+function of the step, so the step is the scheduler's state. Experts that are split over ranks are written by those,
+each part under a name of its own (experts.py). Where ranks have different layers (`is_split`), each writes and reads all
+that it has, and its optimizer's groups.
 Why a folder is whole: it is written under another name, each file and the folder flushed to disk, and renamed at the
 end. A kill or a power cut at any moment leaves the older checkpoints as they were. The newest `num_kept` are kept.
 What it protects from: damage. A flipped bit, a file cut short or taken from another checkpoint is named. It does not
@@ -26,7 +27,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ def save(
     ranks: Ranks,
     device: torch.device,
     experts: RankExperts | None = None,
+    is_split: bool = False,
     num_kept: int = 2,
 ) -> Path:
     """Writes `folder/step-...` on all ranks together and drops the oldest ones. Raises `TrainingError` if it cannot."""
@@ -85,14 +87,12 @@ def save(
             partial.mkdir(mode=0o700)
         ranks.barrier()
         tensors, groups = _state(model, optimizer)
-        own = {} if experts is None else experts.own_of(tensors)
-        common = {name: tensor for name, tensor in tensors.items() if name not in own}
-        share = shares(common, num_ranks=ranks.num_ranks)[ranks.rank]
-        if experts is not None and experts.is_writer:
-            share |= {experts.name_of(name, experts.split.rank): tensor for name, tensor in own.items()}
-        written = write_tensors(partial / _tensors_name(ranks.rank), share)
-        of_rank = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
-        _write_json(partial / _rank_name(ranks.rank), of_rank)
+        of_ranks = _own_share(tensors, experts, ranks, is_split=is_split)
+        written = write_tensors(partial / _tensors_name(ranks.rank), of_ranks)
+        own: dict[str, Any] = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
+        if is_split:
+            own["groups"] = groups
+        _write_json(partial / _rank_name(ranks.rank), own)
         ranks.barrier()
         if ranks.is_first:
             run = {"step": step, "num_ranks": ranks.num_ranks, "data": dict(data), "settings": dict(settings)}
@@ -116,6 +116,7 @@ def load(
     settings: Mapping[str, object],
     ranks: Ranks,
     experts: RankExperts | None = None,
+    is_split: bool = False,
 ) -> Saved:
     """Fills the model and the optimizer from a whole checkpoint of the same run.
 
@@ -126,8 +127,8 @@ def load(
         _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
         own = _read_json(path / _rank_name(ranks.rank))
         tensors, groups = _state(model, optimizer)
-        _read_tensors(path, tensors, num_ranks=ranks.num_ranks, experts=experts)
-        _put_back(model, optimizer, tensors, run["groups"], like=groups)
+        _read_tensors(path, tensors, of_ranks=[ranks.rank] if is_split else range(ranks.num_ranks), experts=experts)
+        _put_back(model, optimizer, tensors, (own if is_split else run)["groups"], like=groups)
         saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=dict(own["random"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
@@ -197,10 +198,24 @@ def shares(tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> list[dict[
     return found
 
 
+def _own_share(
+    tensors: Mapping[str, torch.Tensor], experts: RankExperts | None, ranks: Ranks, *, is_split: bool
+) -> Mapping[str, torch.Tensor]:
+    """What this rank writes."""
+    if is_split:
+        return tensors
+    own = {} if experts is None else experts.own_of(tensors)
+    common = {name: tensor for name, tensor in tensors.items() if name not in own}
+    share = shares(common, num_ranks=ranks.num_ranks)[ranks.rank]
+    if experts is not None and experts.is_writer:
+        share |= {experts.name_of(name, experts.split.rank): tensor for name, tensor in own.items()}
+    return share
+
+
 def _read_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, num_ranks: int, experts: RankExperts | None
+    path: Path, tensors: Mapping[str, torch.Tensor], *, of_ranks: Sequence[int], experts: RankExperts | None
 ) -> None:
-    """Fills all tensors from the files of all ranks, once it is sure that none is missing."""
+    """Fills all tensors from the files of these ranks, once it is sure that none is missing."""
     others: dict[str, torch.Tensor] = {}
     if experts is not None:
         own = experts.own_of(tensors)
@@ -208,7 +223,7 @@ def _read_tensors(
         tensors = {name: tensor for name, tensor in tensors.items() if name not in own} | parts[experts.split.rank]
         others = {name: tensor for part in parts for name, tensor in part.items() if name not in tensors}
     try:
-        files = [TensorFile(path / _tensors_name(rank)) for rank in range(num_ranks)]
+        files = [TensorFile(path / _tensors_name(rank)) for rank in of_ranks]
         names = [name for file in files for name in file.entries]
         if sorted(names) != sorted((*tensors, *others)):
             other = next(iter(set(names) ^ {*tensors, *others}), "a name that is there twice")

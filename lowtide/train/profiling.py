@@ -48,6 +48,7 @@ def hardware_of_run(run: RunConfig) -> Hardware:
 def observe_run(run: RunConfig, *, say: Say) -> Profile:
     """A real step on the device of the run. Raises ConfigError for mistakes that show only there."""
     _refuse_split_experts(run)
+    _refuse_pipeline(run)
     device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
@@ -74,6 +75,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     from lowtide.profiling.fake.trace import trace
 
     _refuse_split_experts(run)
+    _refuse_pipeline(run)
     say("building the model without weights")
     config = model_config(run)
     with torch.device("meta"):
@@ -98,6 +100,11 @@ def _refuse_split_experts(run: RunConfig) -> None:
             f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; "
             "take it out to see the step of a rank that has all experts",
         )
+
+
+def _refuse_pipeline(run: RunConfig) -> None:
+    if run.pipeline is not None:
+        run.fail("pipeline", "'pipeline': a step of the whole model is looked at here; take the section out to see it")
 
 
 @contextlib.contextmanager
