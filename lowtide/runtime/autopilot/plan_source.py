@@ -10,9 +10,10 @@ Not covered: when a plan is made, and that ranks agree on it; that is the autopi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -21,6 +22,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
+from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
@@ -43,8 +45,9 @@ class Facts:
     """Sites whose recipe did not hold in some step: no plan makes them again."""
     refused: frozenset[str] = frozenset()
     """Layers that could not be run again in some step: no plan does."""
-    has_moved_state: bool = False
-    """The optimizer's state is elsewhere between steps by now, whatever the shape."""
+    resident_state_bytes: int | None = None
+    """What stays of the optimizer's state, of which some is elsewhere between steps by now, whatever the shape. None as
+    long as all of it stays."""
 
 
 class PlanSource(Protocol):
@@ -94,18 +97,30 @@ class BudgetSource:
         return measure_link(self._engine, device, place=place, cache=cache_path())
 
     def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
-        """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits."""
+        """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits.
+
+        Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
+        """
         assert facts.link is not None
         steady = profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))
-        config = dataclasses.replace(self._config, optimizer="swap") if facts.has_moved_state else self._config
-        return plan_profile(
-            steady,
-            config,
-            link=facts.link,
-            budget_bytes=budget_bytes,
-            has_gradients=facts.has_gradients,
-            log_seconds=LOG_SECONDS,
-        )
+        how: Any = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients}
+        how["log_seconds"] = LOG_SECONDS
+        if facts.resident_state_bytes is None:
+            return plan_profile(steady, self._config, **how)
+        if facts.resident_state_bytes:
+            with contextlib.suppress(BudgetError):
+                return self._plan_around(steady, facts.resident_state_bytes, how)
+        return self._plan_around(steady, 0, how)
+
+    def _plan_around(self, profile: Profile, resident_bytes: int, how: dict[str, Any]) -> Plan:
+        """With so much of the optimizer's state on the device, and the rest elsewhere between steps."""
+        state = profile.state
+        moved = dataclasses.replace(state, optimizer_movable=state.optimizer_movable - resident_bytes)
+        config = dataclasses.replace(self._config, optimizer="swap")
+        plan = plan_profile(dataclasses.replace(profile, state=moved), config, **how)
+        assert plan.optimizer is not None
+        stays = dataclasses.replace(plan.optimizer, resident_bytes=plan.optimizer.resident_bytes + resident_bytes)
+        return dataclasses.replace(plan, optimizer=stays)
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """As it is: a solved plan has no process group in it."""
