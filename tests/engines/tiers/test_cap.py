@@ -69,6 +69,9 @@ def test_two_files_take_together_what_one_may(tmp_path) -> None:
     with pytest.raises(TierFull, match="disk budget: 8192 of 12288 bytes in use, 8192 more asked"):
         other.allocate(2 * BLOCK_BYTES)
     one.free(first, 2 * BLOCK_BYTES)
+    cap.most_bytes = None
+    with pytest.raises(TierFull, match="no room for"):
+        one.allocate(1 << 60)
     other.free(other.allocate(2 * BLOCK_BYTES), 2 * BLOCK_BYTES)
     assert (one.used_bytes, other.used_bytes, cap.taken_bytes) == (0, 0, 0)
     one.close()
