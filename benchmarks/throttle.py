@@ -34,6 +34,7 @@ class ThrottledEngine:
         self.name = f"{inner.name}, at most {bytes_per_second / 1e9:g} GB/s"
         self.device_type = inner.device_type
         self.device = inner.device
+        self.caps = inner.caps
         self.tiers = inner.tiers
         self.leftovers = inner.leftovers
         self.bytes_per_second = bytes_per_second

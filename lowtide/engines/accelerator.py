@@ -45,6 +45,7 @@ from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, T
 from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Disk, Job, LaneWorker, Staging
 from lowtide.engines.stall_meter import StallMeter
 from lowtide.engines.tiers.arena import ALIGN_BYTES, Arena, Block
+from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.host_limit import host_limit
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
@@ -108,6 +109,7 @@ class AcceleratorEngine:
     """`Engine` on streams. See the module's text.
 
     `host_budget_bytes`: the user's cap on pinned host memory; what the cgroup and the machine can spare is one as well.
+    `cap`: one that others share, instead of it.
     `disk`: a `DiskTier`, which the engine closes with itself; None = no disk tier.
     `ops`: the device, for tests; None = the accelerator of this torch.
     """
@@ -121,13 +123,16 @@ class AcceleratorEngine:
         disk: Disk | None = None,
         *,
         ops: DeviceOps | None = None,
+        cap: Cap | None = None,
     ) -> None:
         self._ops = ops if ops is not None else TorchDevice(device)
         self.device = self._ops.device
         self.device_type = self.device.type
         self.leftovers: deque = deque()
         self.tiers: tuple[str, ...] = ("host",) if disk is None else ("host", "disk")
-        self._arena = Arena(_host_cap_bytes(host_budget_bytes), self._ops.new_slab)
+        host_cap = cap if cap is not None else Cap(_host_cap_bytes(host_budget_bytes))
+        self.caps: Mapping[str, Cap] = {"host": host_cap, **({} if disk is None else {"disk": disk.cap})}
+        self._arena = Arena(host_cap, self._ops.new_slab)
         self._lanes = {lane: _CopyLane(self._ops, lane) for lane in (Lane.OUT, Lane.IN)}
         # The stream that the model is expected to run on, and any others that it was seen on.
         self._compute_streams: list[Stream] = [self._ops.current_stream()]

@@ -27,6 +27,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from lowtide.engines.tiers.cap import Cap
+
 
 class Lane(enum.Enum):
     """The three queues that an engine orders."""
@@ -69,6 +71,8 @@ class Engine(Protocol):
     """The one device whose storages it moves; without an index, all devices of that type."""
     tiers: tuple[str, ...]
     """Tiers it can allocate on, fastest first."""
+    caps: Mapping[str, Cap]
+    """What may be reserved on each tier: by this engine, and by others that were made beside it (choose.py)."""
     leftovers: deque[tuple[Slot | None, tuple[Event, ...], torch.UntypedStorage | None]]
     """What a runtime that is gone could not give back yet: slots, and storages that must live, until the events are
     complete. The next runtime on this engine looks after them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -11,13 +12,15 @@ from torch import nn
 from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
+from lowtide.engines.tiers.cap import Cap
 from lowtide.errors import ConfigError
 
 _NAMES = ("accelerator", "host", "virtual")
 
 
-def choose_engine(wanted: Engine | str | None, model: nn.Module, plan: Plan) -> Engine:
-    """The engine to use. `wanted` is an engine, None, or 'accelerator', 'host', 'virtual:SEED'.
+def choose_engine(wanted: Engine | str | None, model: nn.Module, plan: Plan, *, beside: Engine | None = None) -> Engine:
+    """The engine to use. `wanted` is an engine, None, or 'accelerator', 'host', 'virtual:SEED'. `beside`: an engine
+    with which a new one shares what may be reserved on each tier.
 
     Raises ConfigError for an unknown name, a malformed seed, an accelerator engine for a model on the host, and a
     disk path that cannot be written.
@@ -31,40 +34,43 @@ def choose_engine(wanted: Engine | str | None, model: nn.Module, plan: Plan) -> 
         near = difflib.get_close_matches(name, _NAMES, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ConfigError(f"engine: '{wanted}' is none of accelerator, host, virtual:SEED{hint}")
+    caps = {} if beside is None else beside.caps
     if name == "virtual":
-        return _virtual(wanted or "", rest, plan)
+        return _virtual(wanted or "", rest, plan, caps)
     if name == "host":
-        return _host(plan)
+        return _host(plan, caps)
     if on_host:
         raise ConfigError("engine: 'accelerator' needs the model on an accelerator; move it there, or use 'host'")
     assert device is not None
-    return _accelerator(device, model, plan)
+    return _accelerator(device, model, plan, caps)
 
 
-def _virtual(wanted: str, rest: str, plan: Plan) -> Engine:
+def _virtual(wanted: str, rest: str, plan: Plan, caps: Mapping[str, Cap]) -> Engine:
     from lowtide.engines.virtual import VirtualEngine
 
     if rest and not (rest.isdecimal() and len(rest) <= 18):
         raise ConfigError(f"engine: '{wanted[:80]}' needs a whole number as its seed, as in virtual:7")
-    return VirtualEngine(int(rest or 0), host_bytes=plan.host_budget_bytes, disk_bytes=plan.disk_budget_bytes)
+    return VirtualEngine(
+        int(rest or 0), host_bytes=plan.host_budget_bytes, disk_bytes=plan.disk_budget_bytes, caps=caps
+    )
 
 
-def _host(plan: Plan) -> Engine:
+def _host(plan: Plan, caps: Mapping[str, Cap]) -> Engine:
     from lowtide.engines.host import HostEngine
     from lowtide.engines.tiers.host_buffers import configure_malloc
 
     # Without it freed activations stay resident, and a swap would save nothing that anyone can see.
     configure_malloc()
-    return HostEngine(directory=plan.disk_path, disk_budget_bytes=plan.disk_budget_bytes)
+    return HostEngine(directory=plan.disk_path, disk_budget_bytes=plan.disk_budget_bytes, cap=caps.get("disk"))
 
 
-def _accelerator(device: torch.device, model: nn.Module, plan: Plan) -> Engine:
+def _accelerator(device: torch.device, model: nn.Module, plan: Plan, caps: Mapping[str, Cap]) -> Engine:
     from lowtide.engines.accelerator import AcceleratorEngine
     from lowtide.engines.tiers.disk import DiskTier
 
     warn_about_other_devices(device, model)
-    disk = DiskTier(plan.disk_path, plan.disk_budget_bytes) if wants_disk(plan) else None
-    return AcceleratorEngine(device, host_budget_bytes=plan.host_budget_bytes, disk=disk)
+    disk = DiskTier(plan.disk_path, plan.disk_budget_bytes, cap=caps.get("disk")) if wants_disk(plan) else None
+    return AcceleratorEngine(device, host_budget_bytes=plan.host_budget_bytes, disk=disk, cap=caps.get("host"))
 
 
 def warn_about_other_devices(device: torch.device, model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from typing import cast
 import torch
 
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
+from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES, BufferPool, HeapTrimmer
 from lowtide.tensors.view import byte_view
@@ -222,7 +223,7 @@ class _Copier:
 class HostEngine:
     """Swap to disk on a machine whose "device" is its main memory. See the module and `Engine`.
 
-    `directory`, `disk_budget_bytes`: see `DiskTier`; an unusable directory is a `ConfigError`.
+    `directory`, `disk_budget_bytes`, `cap`: see `DiskTier`; an unusable directory is a `ConfigError`.
     `num_threads`: worker threads per direction, started at the first copy of that direction.
     `idle_buffer_bytes`: most memory kept for recycling fetch buffers.
     `heap_slack_bytes`: free heap that may stay resident beyond the peak of live memory, see `HeapTrimmer`.
@@ -240,9 +241,12 @@ class HostEngine:
         num_threads: int = 1,
         idle_buffer_bytes: int = IDLE_BUFFER_BYTES,
         heap_slack_bytes: int = HEAP_SLACK_BYTES,
+        *,
+        cap: Cap | None = None,
     ) -> None:
         assert num_threads >= 1
-        self.disk = DiskTier(directory, disk_budget_bytes)
+        self.disk = DiskTier(directory, disk_budget_bytes, cap=cap)
+        self.caps: Mapping[str, Cap] = {"disk": self.disk.cap}
         self.pool = BufferPool(idle_buffer_bytes)
         self.trimmer = HeapTrimmer(heap_slack_bytes)
         self.leftovers: collections.deque = collections.deque()

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 
 from lowtide.engines.device_ops import DeviceOps, RawEvent, Stream
+from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.numa import stay_on
 
 STAGE_BYTES = 8 * 2**20
@@ -35,6 +36,8 @@ NUM_STAGES = 4
 
 class Disk(Protocol):
     """What is used of `runtime.disk.DiskTier`. Reads and writes block, and come from two threads at a time."""
+
+    cap: Cap
 
     @property
     def used_bytes(self) -> int: ...

@@ -28,6 +28,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.engines.base import Bandwidth, Lane, Slot
+from lowtide.engines.tiers.cap import Cap
 from lowtide.errors import TierFull
 from lowtide.tensors.private import disable_current_modes, storage_at, storage_key
 from lowtide.tensors.view import byte_view
@@ -67,13 +68,21 @@ class _LaneState:
 
 
 class VirtualEngine:
-    """Engine protocol on main memory; deterministic for a seed. `host_bytes` / `disk_bytes` cap the two tiers."""
+    """Engine protocol on main memory; deterministic for a seed. `host_bytes` / `disk_bytes` cap the two tiers,
+    or `caps` that others share."""
 
     device_type = "cpu"
     device = torch.device("cpu")
     tiers: tuple[str, ...] = ("host", "disk")
 
-    def __init__(self, seed: int = 0, *, host_bytes: int | None = None, disk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        host_bytes: int | None = None,
+        disk_bytes: int | None = None,
+        caps: Mapping[str, Cap] | None = None,
+    ) -> None:
         self.name = f"virtual:{seed}"
         self.violations: list[str] = []
         self._random = random.Random(seed)
@@ -81,7 +90,7 @@ class VirtualEngine:
         self._chance = self._random.choice((0.0, 0.1, 0.5, 0.9))
         self._lanes = {Lane.OUT: _LaneState(), Lane.IN: _LaneState()}
         self._tick = 0
-        self._caps = {"host": host_bytes, "disk": disk_bytes}
+        self.caps: Mapping[str, Cap] = caps or {"host": Cap(host_bytes), "disk": Cap(disk_bytes)}
         self._in_use = {"host": 0, "disk": 0}
         self._births: dict[int, tuple[StorageWeakRef, int]] = {}
         self._num_slots = 0
@@ -90,9 +99,9 @@ class VirtualEngine:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, tier: str) -> Slot:
-        cap = self._caps[tier]
-        if cap is not None and self._in_use[tier] + nbytes > cap:
-            raise TierFull(f"{tier}: {self._in_use[tier]} of {cap} bytes in use, {nbytes} more wanted")
+        cap = self.caps[tier]
+        if not cap.take(nbytes):
+            raise TierFull(f"{tier}: {cap.taken_bytes} of {cap.most_bytes} bytes in use, {nbytes} more wanted")
         with disable_current_modes():
             slot = Slot(tier, nbytes, torch.full((nbytes,), _POISON, dtype=torch.uint8))
         self._in_use[tier] += nbytes
@@ -112,6 +121,7 @@ class VirtualEngine:
         with disable_current_modes():
             slot.place.fill_(_POISON)  # for whoever still looks at it
         self._in_use[slot.tier] -= slot.nbytes
+        self.caps[slot.tier].give(slot.nbytes)
         self._num_slots -= 1
         slot.place = None
 

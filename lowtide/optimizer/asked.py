@@ -118,14 +118,13 @@ def tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
     return engine.tiers[engine.tiers.index(tier) :]
 
 
-def first_ones(optimizer: torch.optim.Optimizer, share: float) -> list[torch.Tensor]:
-    """The first parameters that have this share of the bytes of all."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    most = share * sum(inside(p.detach()).nbytes for p in parameters)
-    chosen, total = [], 0
-    for parameter in parameters:
-        total += inside(parameter.detach()).nbytes
-        if total > most:
-            break
-        chosen.append(parameter)
+def first_ones(optimizer: torch.optim.Optimizer, share: float, min_bytes: int) -> set[torch.Tensor]:
+    """Parameters that have at most this share of the bytes of all, first ones first; of those whose state can move."""
+    sizes = {p: inside(p.detach()).nbytes for group in optimizer.param_groups for p in group["params"]}
+    left = share * sum(size for size in sizes.values() if size >= min_bytes)
+    chosen = set()
+    for parameter, size in sizes.items():
+        if min_bytes <= size <= left:
+            left -= size
+            chosen.add(parameter)
     return chosen

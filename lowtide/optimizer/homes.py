@@ -90,7 +90,18 @@ class Piece:
 class Home:
     """One bucket and where it lives. Plain data; the copies are made by transfers.py."""
 
-    __slots__ = ("entries", "hosts", "nbytes", "parameters", "pieces", "resident", "slot", "was_idle", "whole")
+    __slots__ = (
+        "addresses",
+        "entries",
+        "hosts",
+        "nbytes",
+        "parameters",
+        "pieces",
+        "resident",
+        "slot",
+        "was_idle",
+        "whole",
+    )
 
     def __init__(self, slot: Slot, view: torch.Tensor, entries: list[Entry]) -> None:
         self.slot = slot
@@ -98,6 +109,7 @@ class Home:
         self.entries = entries
         self.hosts = [entry.dressed(_own_part(view, entry)) for entry in entries]
         """What `optimizer.state` holds between steps, in the order of `entries`."""
+        self.addresses = [_address_of(host) for host in self.hosts]
         self.parameters = list(dict.fromkeys(entry.parameter for entry in entries))
         self.resident: torch.UntypedStorage | None = None
         """The bytes on the device, where they could not be written to the slot."""
@@ -141,11 +153,16 @@ class Home:
         return self.resident
 
     def is_bound(self, state: Any) -> bool:
-        """Whether `optimizer.state` still shows all of it, or somebody has put something else there."""
+        """Whether `optimizer.state` still shows all of it, or somebody has put something else there (or, with
+        `tensor.data = other`, into a tensor that is there)."""
         return all(
-            state.get(entry.parameter, {}).get(entry.key) is host
-            for entry, host in zip(self.entries, self.hosts, strict=True)
+            state.get(entry.parameter, {}).get(entry.key) is host and _address_of(host) == address
+            for entry, host, address in zip(self.entries, self.hosts, self.addresses, strict=True)
         )
+
+
+def _address_of(host: torch.Tensor) -> int:
+    return inside(host).data_ptr()
 
 
 def _own_part(view: torch.Tensor, entry: Entry) -> torch.Tensor:

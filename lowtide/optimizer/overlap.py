@@ -9,10 +9,12 @@ bucket is fetched too early or not at all, which costs memory or time and never 
 where gradients come, so memory that is higher in between is not seen; where a device has no counter, no more than two
 buckets are fetched ahead, in the second half of the pass.
 What was fetched is used only if the bytes in its slot are still the same: not after `load_state_dict`, nor where a
-tensor of the state was written to. A step that is skipped (`GradScaler`) drops what was fetched.
+tensor of the state was written to, nor where anybody looked into `optimizer.state` since, as a write through `.data`
+leaves no trace. A step that is skipped (`GradScaler`) drops what was fetched.
 
 Cost: some 10 us of Python at each of at most `NUM_MARKS` parameters a backward pass.
-Not covered: the way back; buckets leave while the step computes with later ones.
+Not covered: the way back; buckets leave while the step computes with later ones. A tensor of the state that was kept in
+a variable since before the backward pass, and is written to through `.data` after it.
 """
 
 from __future__ import annotations

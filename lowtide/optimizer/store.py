@@ -62,6 +62,8 @@ class StateStore:
         self.home_of: dict[torch.Tensor, Home] = {}
         self.residents: set[torch.Tensor] = set()
         """Parameters whose state stays on the device."""
+        self.asked_to_stay: set[torch.Tensor] = set()
+        """Those of them of which somebody wanted it."""
         self.unfinished: list[Home] = []
         """Of parameters whose first step has not come to their end; nobody else knows them yet."""
         self.state_bytes_per_parameter_byte = 3.0
@@ -77,6 +79,11 @@ class StateStore:
             total = sum(inside(p.detach()).nbytes for p in parameters)
             self._bucket_bytes = bucket_bytes_for(int(total * self.state_bytes_per_parameter_byte))
         return self._bucket_bytes
+
+    def keep(self, parameters: set[torch.Tensor]) -> None:
+        """Have the state of these stay on the device, and of no others that were asked to; these are still there."""
+        self.residents = (self.residents - self.asked_to_stay) | parameters
+        self.asked_to_stay = parameters
 
     # -- in ------------------------------------------------------------------------------------------------------------
 

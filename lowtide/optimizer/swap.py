@@ -110,7 +110,7 @@ def swap_optimizer(
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
-    store.residents.update(first_ones(found, share))
+    store.keep(first_ones(found, share, least))
     return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
 
 
@@ -155,6 +155,7 @@ class OptimizerSwap:
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
         self._overlap = Overlap(overlap, store, lambda: self.stats.stall_seconds)
+        self._adopt_all()
         parameters = self._parameters()
         if overlap == "deferred":
             assert model is not None
@@ -193,7 +194,6 @@ class OptimizerSwap:
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         )
         self._is_attached = True
-        self._adopt_all()
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -264,6 +264,14 @@ class OptimizerSwap:
                 optimizer.step = self._previous  # type: ignore[method-assign]
         if self._closes_engine:
             self._store.engine.close()
+
+    def keep_no_more_than(self, share: float) -> None:
+        """From now on no more than this share of the parameters has its state on the device: what stayed beyond leaves.
+        Between steps. Nothing comes back."""
+        store = self._store
+        self.flush()
+        store.keep(first_ones(self.optimizer, share, store.min_bytes) & store.asked_to_stay)
+        self._adopt_all()
 
     def __enter__(self) -> OptimizerSwap:
         return self
@@ -385,6 +393,7 @@ class OptimizerSwap:
     def _settle(self) -> None:
         if self._is_stepping:
             return
+        self._overlap.give_up()  # who looks may write, also through `.data`, which nothing shows
         if self._deferred is not None:
             self._deferred.flush()
         if not self._transfers.is_settled:

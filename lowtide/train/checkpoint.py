@@ -4,8 +4,8 @@ What: `step-00000120/` holds for each rank a share of the tensors of the model a
 and its random states (`rank-0.json`), and for all of them `run.json`: step, place in the data, the settings that shape
 the loss curve, the optimizer's groups, size and SHA-256 of every file, and of itself. The learning rate is a pure
 function of the step, so the step is the scheduler's state. Experts that are split over ranks are written by those,
-each part under a name of its own (experts.py). Where ranks have different layers (`is_split`), each writes and reads all
-that it has, and its optimizer's groups.
+each part under a name of its own (experts.py). Where ranks have different layers (`is_split`), each writes and reads
+all that it has, and its optimizer's groups.
 Why a folder is whole: it is written under another name, each file and the folder flushed to disk, and renamed at the
 end. A kill or a power cut at any moment leaves the older checkpoints as they were. The newest `num_kept` are kept.
 What it protects from: damage. A flipped bit, a file cut short or taken from another checkpoint is named. It does not

@@ -36,6 +36,17 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 `.data`, and state that only functions further down know of, such as our global numbers."""
 
 
+STATES = ("stays", "step", "backward", "deferred", "in_backward", "auto", "by plan")
+"""Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
+NOT_SIDES = {"deferred": ("prunes",), "in_backward": ("averages", "clips", "gradient_hooks")}
+NOT_CORES = {
+    "deferred": ("functional", "transformed"),
+    "in_backward": ("accumulate", "failing_backward", "in_closure", "in_flight", "retained"),
+}
+"""What docs/optimizer.md leaves out: parameters that are read or written by hand before the forward pass that updates
+them; several backward passes, and what is looked at between the pass and the step."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """What is tried."""
@@ -50,6 +61,8 @@ class Draw:
     engine: str
     num_samples: int = 4
     num_steps: int = 4
+    state: str = "stays"
+    """Where the optimizer's state is: see `STATES`."""
 
     @property
     def is_lean(self) -> bool:
@@ -77,7 +90,7 @@ class Draw:
         return (
             f"seed {self.seed}: {layers}; traits {', '.join(sorted(self.model.traits)) or 'none'}; "
             f"{'own loss; ' if self.model.own_loss else ''}numbers {self.way}; {self.core}"
-            f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}; plan {self.plan}; "
+            f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}, state {self.state}; plan {self.plan}; "
             f"engine {self.engine}; {self.num_steps} steps of {self.num_samples} samples"
         )
 
@@ -91,6 +104,7 @@ class Draw:
         run.size = (self.num_samples, TOKENS)
         run.sides = [SIDES[name]() for name in self.sides]
         run.optimizer_steps = self.core != "searching"
+        trace.sees_gradients = self.state != "in_backward"  # it has used them
         seed_all(self.seed + 1)
         return run
 
@@ -118,7 +132,12 @@ def drawn_from(seed: int) -> Draw:
     if core == "searching":
         optimizer = "lbfgs"
     # What changes in a few elements shows in any sample of a small tensor, and in few samples of a large one.
-    return Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples=r.choice((4, 4, 4, 64)))
+    num_samples = r.choice((4, 4, 4, 64))
+    state = Random(f"{seed} state").choice(("stays", "stays", "stays", *STATES)) if optimizer != "lbfgs" else "stays"
+    sides = tuple(side for side in sides if side not in NOT_SIDES.get(state, ()))
+    if core in NOT_CORES.get(state, ()):
+        core = "plain"
+    return Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
 
 
 def _layer(r: Random) -> tuple[tuple[str, int], ...]:
@@ -250,14 +269,18 @@ def _step(draw: Draw, run: Run, step: int) -> None:
             CORES[draw.core](run, step)
     else:
         CORES[draw.core](run, step)
-    run.trace.note_model(f"{step}", run.model)
+    if draw.state != "in_backward":  # there the backward pass has updated the model already
+        run.trace.note_model(f"{step}", run.model)
     run.trace.note_random(f"{step}")
     for side in run.sides:
         side.after(run, step)
     if run.optimizer_steps:
         run.optimizer.step()
+        if draw.state == "in_backward":
+            run.trace.note_model(f"{step}", run.model)
         run.optimizer.zero_grad(set_to_none=not getattr(run, "zeroes_in_place", False))
-    run.trace.note_weights(f"{step}", run.model, run.optimizer)
+    if draw.state != "deferred" or step % 2 or step == draw.num_steps - 1:  # to look is to have it done
+        run.trace.note_weights(f"{step}", run.model, run.optimizer)
 
 
 def judge(draw: Draw) -> Verdict:

@@ -63,7 +63,10 @@ class Rig:
     is_counted: bool = False
     floor_bytes: int | None = None
     """The least that lowtide said could be reached."""
+    state: str = "stays"
+    """Of draw.STATES."""
     tide: Any = None
+    swap: Any = None
     peaks: list[tuple[int, int]] = field(default_factory=list)
     """Of each counted forward and backward: lowtide's audit (0 where it had none), and the independent count."""
     _live: IndependentCount | None = None
@@ -71,15 +74,26 @@ class Rig:
     _is_suspended: bool = False
 
     def start(self, model: nn.Module, optimizer: Any) -> None:
-        """Put the plan on."""
-        engine: Any = self.engine_name
-        if engine.startswith("virtual"):
-            engine = VirtualEngine(int(engine.partition(":")[2]))
-            self._engines.append(engine)
-        self.tide = self.apply(model, optimizer, engine, self._hear)
+        """Put the plan on, and have the optimizer's state elsewhere."""
+        if self.tide is not None:
+            self.stop()
+        self.tide = self.apply(model, optimizer, self._engine(), self._hear)
+        if self.state not in ("stays", "by plan"):
+            options: dict[str, Any] = {"overlap": self.state, "bucket_bytes": 4096, "min_bytes": 1}
+            options |= {"model": model} if self.state == "deferred" else {}
+            self.swap = lowtide.swap_optimizer(optimizer, engine=self._engine(), **options)
+
+    def _engine(self) -> Any:
+        if not self.engine_name.startswith("virtual"):
+            return self.engine_name
+        self._engines.append(VirtualEngine(int(self.engine_name.partition(":")[2])))
+        return self._engines[-1]
 
     def stop(self) -> None:
-        """Take it off."""
+        """Take both off."""
+        if self.swap is not None:
+            self.swap.detach()
+        self.swap = None
         if self.tide is not None:
             self.tide.remove()
         self.tide = None
@@ -152,6 +166,13 @@ class Rig:
 
 def rig_for(kind: str, seed: int, draw: Any) -> Rig:
     """The rig for a kind of plan. Raises what observing and planning raise."""
+    rig = _rig_of_plan(kind, seed, draw)
+    rig.state = draw.state
+    rig.is_counted &= draw.state == "stays"  # else buckets are on the device too
+    return rig
+
+
+def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
     r = Random(f"{seed} plan")
     if kind == "optimize":
         return _optimized(draw, r)
@@ -161,7 +182,8 @@ def rig_for(kind: str, seed: int, draw: Any) -> Rig:
         profile = _on_twin(draw, lowtide.observe)
         plan = random_plan(profile, seed, made=r.choice((0.3, 0.5, 1.0)), swapped=r.choice((0.0, 0.3, 1.0)))
         return Rig(_applying(plan), draw.engine)
-    return Rig(_applying(_rules(kind, draw, r)), draw.engine)
+    moved = {"optimizer": "swap"} if draw.state == "by plan" else {}
+    return Rig(_applying({**_rules(kind, draw, r), **moved}), draw.engine)
 
 
 def _applying(memory: Any) -> Callable[..., Any]:
@@ -213,6 +235,7 @@ def _limits(r: Random) -> dict[str, Any]:
 
 def _optimized(draw: Any, r: Random) -> Rig:
     share, limits, is_counted = r.choice((0.0, 0.05, 0.2, 0.8, 1.5)), {**MEMORY, **_limits(r)}, r.random() < 0.6
+    limits |= {"optimizer": "auto"} if draw.state == "by plan" else {}
     peak, floor = plain_peak(draw), None
 
     def apply(budget: int) -> Callable[..., Any]:

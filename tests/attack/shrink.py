@@ -33,6 +33,10 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
     def change(**changes: object) -> Draw:
         return dataclasses.replace(draw, **changes)  # type: ignore[arg-type]
 
+    if draw.state != "stays":
+        yield change(state="stays")
+        if draw.state != "step":
+            yield change(state="step")
     if draw.optimizer not in ("sgd", "lbfgs"):
         yield change(optimizer="sgd")
     for side in draw.sides:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests import processes
 from tests.attack import chosen, drive, moody, ordinary
-from tests.attack.draw import Draw, drawn_from, judge
+from tests.attack.draw import STATES, Draw, drawn_from, judge
 from tests.attack.habits import CORES, SIDES
 from tests.attack.models import TRAITS
 from tests.attack.plans import KINDS, WITH_BUDGET
@@ -31,6 +31,7 @@ def _parts(draw: Draw) -> set[tuple[str, object]]:
     found: set[tuple[str, object]] = {("plan", draw.plan), ("engine", draw.engine.partition(":")[0])}
     found |= {("core", draw.core), ("way", draw.way), ("optimizer", draw.optimizer), ("samples", draw.num_samples)}
     found |= {("side", side) for side in draw.sides} | {("trait", trait) for trait in draw.model.traits}
+    found |= {("state", draw.state)}
     return found | {("block", name) for layer in draw.model.layers for name, _ in layer}
 
 
@@ -58,6 +59,7 @@ def test_every_part_of_the_attack_is_in_a_draw_of_this_suite() -> None:
     drawn: set[tuple[str, object]] = set().union(*(_parts(drawn_from(seed)) for seed in SEEDS))
     expected = {("block", name) for family in (ordinary, chosen, moody) for name in family.BLOCKS}
     expected |= {("core", name) for name in CORES} | {("side", name) for name in SIDES}
+    expected |= {("state", name) for name in STATES}
     expected |= {("trait", name) for name in TRAITS} | {("plan", kind) for kind in KINDS}
     assert expected <= drawn, sorted(expected - drawn, key=str)
 

@@ -72,6 +72,7 @@ class Trace:
     """Names and digests of what was seen, in order."""
 
     seen: dict[str, str] = field(default_factory=dict)
+    sees_gradients: bool = True
 
     def note(self, name: str, value: Any) -> None:
         """Write down one value; a name that comes again gets a number."""
@@ -84,7 +85,8 @@ class Trace:
     def note_model(self, when: str, model: nn.Module) -> None:
         """Gradients, buffers, attributes of modules and parameters, modes."""
         for name, parameter in model.named_parameters():
-            self.note(f"{when} gradient {name}", parameter.grad)
+            if self.sees_gradients:
+                self.note(f"{when} gradient {name}", parameter.grad)
             self.note(f"{when} attributes of {name}", {**vars(parameter)})
         for name, buffer in model.named_buffers():
             self.note(f"{when} buffer {name}", buffer)
@@ -93,10 +95,12 @@ class Trace:
             self.note(f"{when} attributes of {name or 'model'}", own)
 
     def note_weights(self, when: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters and the optimizer's state, by position."""
+        """Parameters and the optimizer's state, by position. The state first: to read it has done what was put off."""
+        state = optimizer.state
+        numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.note(f"{when} optimizer", [dict(state[parameter]) if parameter in state else {} for parameter in numbered])
         for name, parameter in model.named_parameters():
             self.note(f"{when} weight {name}", parameter)
-        self.note(f"{when} optimizer", list(optimizer.state.values()))
         self.note(f"{when} optimizer settings", [{**group, "params": None} for group in optimizer.param_groups])
 
     def note_random(self, when: str) -> None:

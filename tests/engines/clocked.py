@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lowtide.engines.base import Bandwidth, Lane, Slot
+from lowtide.engines.tiers.cap import Cap
 from lowtide.errors import TierFull
 from lowtide.tensors.private import TorchDispatchMode, disable_current_modes
 from lowtide.tensors.view import byte_view
@@ -86,6 +87,7 @@ class ClockedEngine:
         self._host_bytes = host_bytes
         self._in_use_bytes = 0
         self.leftovers: deque = deque()
+        self.caps: Mapping[str, Cap] = {}
         # When the last work of a lane ends, and before when its next work may not start.
         self._ends = {Lane.OUT: 0.0, Lane.IN: 0.0}
         self._may_start = {Lane.OUT: 0.0, Lane.IN: 0.0}

@@ -22,6 +22,7 @@ from lowtide.engines.device_ops import (
     allocated_bytes,
     reset_peak,
 )
+from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import DiskTier
 from lowtide.engines.tiers.numa import parse_cpu_list
 from lowtide.errors import ConfigError, TierFull
@@ -55,6 +56,7 @@ class HeldDisk:
         self.error: OSError | None = None
         self.failing: tuple[OSError, int] | None = None
         self.used_bytes = 0
+        self.cap = Cap(None)
         self.next_offset = 0
         self.num_closed = 0
 

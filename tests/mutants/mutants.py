@@ -1102,8 +1102,8 @@ ENGINES = [
         "disk-padding-free-of-charge",
         "engines",
         "engines/tiers/disk.py",
-        "self._used_bytes + size > self.budget_bytes",
-        "self._used_bytes + nbytes > self.budget_bytes",
+        "self.cap.take(size)",
+        "self.cap.take(nbytes)",
         (
             "engines/tiers/test_disk.py::test_the_budget_is_kept_by_sizes_that_are_no_multiple_of_a_block",
             "engines/tiers/test_disk.py::test_the_budget_counts_padded_bytes",

@@ -124,6 +124,8 @@ def test_what_backward_has_freed_is_filled_and_no_more() -> None:
 def test_changes_between_fetch_and_step_count() -> None:
     def change(optimizer: Any, step: int) -> None:
         first = optimizer.param_groups[0]["params"][0]
+        if step == 2:
+            optimizer.state[first]["exp_avg"].data.mul_(2)  # which no version shows
         if step == 3:
             optimizer.state[first]["exp_avg"].mul_(2)
         if step == 4:
@@ -132,6 +134,8 @@ def test_changes_between_fetch_and_step_count() -> None:
             optimizer.load_state_dict(optimizer.state_dict())
         if step == 6:
             optimizer.state.clear()
+        if step == 7:
+            optimizer.state[first]["exp_avg"].data = torch.ones_like(first)
 
     truth, _ = _train(None, each=change)
     for engine in (VirtualEngine(0), VirtualEngine(1), Eager(2)):

@@ -98,6 +98,8 @@ def test_state_that_the_user_changes_counts() -> None:
             optimizer.state[parameters[3]]["exp_avg"] = torch.full((7, 33), 0.5)
         if step == 6:
             optimizer.state[parameters[4]].clear()
+        if step == 7:
+            optimizer.state[parameters[3]]["exp_avg"].data = torch.full((7, 33), 0.25)
         if step == 8:
             optimizer.state.clear()
 

@@ -20,7 +20,7 @@ or from pageable memory blocks the calling thread, so every time in the plan wou
 that cannot pin is nearly out of memory. The caller goes on to the next tier, which is slower but asynchronous.
 
 Not covered: threads (the runtime's lock guards all calls); moving blocks (a block stays where it is until freed); the
-cap of the *process* (two arenas know nothing of each other).
+cap of the *process* (two arenas know nothing of each other, unless they were given one cap).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from collections.abc import Callable
 
 import torch
 
+from lowtide.engines.tiers.cap import Cap
 from lowtide.errors import TierFull
 
 ALIGN_BYTES = 4096
@@ -88,21 +89,21 @@ class Block:
 
 
 class Arena:
-    """See the module's text. `make_slab(nbytes)` returns a one-dimensional uint8 tensor of `nbytes`."""
+    """See the module's text. `cap`: bytes, or what several arenas share. `make_slab(nbytes)` returns a one-dimensional
+    uint8 tensor of `nbytes`."""
 
     def __init__(
         self,
-        cap_bytes: int,
+        cap: int | Cap,
         make_slab: Callable[[int], torch.Tensor],
         *,
         slab_bytes: int = SLAB_BYTES,
         align_bytes: int = ALIGN_BYTES,
     ) -> None:
-        assert cap_bytes >= 0
         for size_bytes in (slab_bytes, align_bytes):
             assert size_bytes.bit_count() == 1, "slabs and alignment are powers of two"
         assert slab_bytes >= align_bytes
-        self.cap_bytes = cap_bytes
+        self._cap = Cap(cap) if isinstance(cap, int) else cap
         self.bytes_reserved = 0
         """Bytes of all slabs: what the process really holds."""
         self.bytes_in_use = 0
@@ -113,6 +114,17 @@ class Arena:
         self._heads: dict[int, _Range] = {}  # first range of each slab, by the slab's address
         self._classes: dict[int, list[_Range]] = {}  # free ranges by size class, latest freed last
         self._mask = 0  # bit c is set while class c has a free range
+
+    @property
+    def cap_bytes(self) -> int:
+        """Of all arenas that share the cap."""
+        assert self._cap.most_bytes is not None
+        return self._cap.most_bytes
+
+    def _room_bytes(self) -> int:
+        room_bytes = self._cap.room_bytes
+        assert room_bytes is not None
+        return room_bytes
 
     @property
     def num_slabs(self) -> int:
@@ -158,6 +170,7 @@ class Arena:
                 self._unlist(head)
                 del self._heads[address]
                 self.bytes_reserved -= head.size
+                self._cap.give(head.size)
         return before_bytes - self.bytes_reserved
 
     # -- slabs ---------------------------------------------------------------------------------------------------------
@@ -168,7 +181,7 @@ class Arena:
         if self._reachable_bytes() < size:
             return
         own_bytes = _power_of_two_above(size)
-        if whole and own_bytes > self._slab_bytes and self.bytes_reserved + own_bytes <= self.cap_bytes:
+        if whole and own_bytes > self._slab_bytes and own_bytes <= self._room_bytes():
             self._add_slab(own_bytes)
             return
         slab_bytes = self._next_slab_bytes(size)
@@ -187,27 +200,30 @@ class Arena:
 
     def _reachable_bytes(self) -> int:
         """Bytes that could be in use more than are now: free ones, and slabs that still fit under the cap."""
-        room = (self.cap_bytes - self.bytes_reserved) // self._align_bytes * self._align_bytes
+        room = self._room_bytes() // self._align_bytes * self._align_bytes
         return self._free_bytes() + room
 
     def _next_slab_bytes(self, missing: int) -> int:
         wanted = _power_of_two_above(max(missing, self.bytes_reserved, FIRST_SLAB_BYTES))
-        room = self.cap_bytes - self.bytes_reserved
+        room = self._room_bytes()
         fitting = 1 << (room.bit_length() - 1) if room > 0 else 0
         slab_bytes = min(wanted, fitting, self._slab_bytes)
         return slab_bytes if slab_bytes >= self._align_bytes else 0
 
     def _add_slab(self, slab_bytes: int) -> bool:
+        if not self._cap.take(slab_bytes):
+            return False  # another arena was faster
         try:
             slab = self._make_slab(slab_bytes)
         except (RuntimeError, MemoryError) as error:
+            self._cap.give(slab_bytes)
             warnings.warn(
                 f"the machine refused {slab_bytes} bytes of host memory for swapping ({error}); "
                 f"the host tier stays at {self.bytes_reserved} bytes instead of {self.cap_bytes}",
                 RuntimeWarning,
                 stacklevel=4,
             )
-            self.cap_bytes = self.bytes_reserved
+            self._cap.most_bytes = self._cap.taken_bytes
             return False
         assert slab.nbytes == slab_bytes
         whole = _Range(slab, 0, slab_bytes)

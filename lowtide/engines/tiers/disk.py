@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowtide.engines.tiers.cap import Cap
 from lowtide.errors import ConfigError, TierFull
 
 BLOCK_BYTES = 4096
@@ -151,14 +152,19 @@ class DiskTier:
     """Slots in one unlinked file. Thread-safe; `write` and `read` release the interpreter lock while they move bytes.
 
     `directory`: where the file lives; None = `default_directory()`. The choice is in `.directory`.
-    `budget_bytes`: cap on slots in use; None = as much as the disk holds.
+    `budget_bytes`: cap on slots in use; None = as much as the disk holds. `cap`: one that others share, instead of it.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | None = None, budget_bytes: int | None = None, direct: bool = True
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        budget_bytes: int | None = None,
+        direct: bool = True,
+        *,
+        cap: Cap | None = None,
     ) -> None:
         self.directory = os.fspath(directory) if directory is not None else default_directory()
-        self.budget_bytes = budget_bytes
+        self.cap = cap if cap is not None else Cap(budget_bytes)
         self._descriptor, self.direct = _open_unlinked(self.directory, direct)
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         self._lock = threading.Lock()
@@ -188,13 +194,17 @@ class DiskTier:
         if not size:
             return 0  # takes no place in the file
         with self._lock:
-            if self.budget_bytes is not None and self._used_bytes + size > self.budget_bytes:
+            if not self.cap.take(size):
                 raise TierFull(
-                    f"disk budget: {self._used_bytes} of {self.budget_bytes} bytes in use, {size} more asked"
+                    f"disk budget: {self.cap.taken_bytes} of {self.cap.most_bytes} bytes in use, {size} more asked"
                 )
             growth = self._ranges.growth_for(size)
-            if growth:
-                self._reserve(self._ranges.end_bytes + growth)
+            try:
+                if growth:
+                    self._reserve(self._ranges.end_bytes + growth)
+            except BaseException:
+                self.cap.give(size)
+                raise
             self._used_bytes += size
             return self._ranges.allocate(size)
 
@@ -222,6 +232,7 @@ class DiskTier:
             try:
                 offset, size = self._returned.popleft()
                 self._used_bytes -= size
+                self.cap.give(size)
                 self._ranges.free(offset, size)
             except IndexError:  # another thread took the last one
                 return

@@ -549,8 +549,8 @@ class Autopilot:
         if shape.tide is None:
             # Ranks have agreed already, or cannot.
             how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
-            self._placed.follow(shape.plan, may_stay=False)
-            self._facts = dataclasses.replace(self._facts, has_moved_state=self._placed.handle is not None)
+            self._placed.follow(shape.plan)
+            self._facts = dataclasses.replace(self._facts, resident_state_bytes=self._placed.resident_bytes)
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
             self.source.equip(shape.tide, shape, self._consensus.budget_bytes)
@@ -771,7 +771,7 @@ class Autopilot:
         found |= self.source.rivals(solvers, shape.profile, self._facts, budget_bytes)
         if shape.before is not None and _peak_bytes(shape.before) <= budget_bytes:
             found[BEFORE] = shape.before
-        has_moved = self._facts.has_moved_state
+        has_moved = self._facts.resident_state_bytes is not None
         return {name: plan for name, plan in found.items() if _moves_state(plan) == has_moved}
 
     def _take_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:

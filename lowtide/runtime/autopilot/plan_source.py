@@ -10,10 +10,10 @@ Not covered: when a plan is made, and that ranks agree on it; that is the autopi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
+from lowtide.errors import BudgetError
 from lowtide.loss.attach import attach_where
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.rivals import rivals_of
@@ -46,8 +47,9 @@ class Facts:
     """Sites whose recipe did not hold in some step: no plan makes them again."""
     refused: frozenset[str] = frozenset()
     """Layers that could not be run again in some step: no plan does."""
-    has_moved_state: bool = False
-    """The optimizer's state is elsewhere between steps by now, whatever the shape."""
+    resident_state_bytes: int | None = None
+    """What stays of the optimizer's state, of which some is elsewhere between steps by now, whatever the shape. None as
+    long as all of it stays."""
 
 
 class PlanSource(Protocol):
@@ -105,17 +107,21 @@ class BudgetSource:
         return measure_link(self._engine, device, place=place, cache=cache_path())
 
     def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
-        """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits."""
+        """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits.
+
+        Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
+        """
         assert facts.link is not None
-        config = dataclasses.replace(self._config, optimizer="swap") if facts.has_moved_state else self._config
-        return plan_profile(
-            _steady(profile, facts),
-            config,
-            link=facts.link,
-            budget_bytes=budget_bytes,
-            has_gradients=facts.has_gradients,
-            log_seconds=LOG_SECONDS,
-        )
+        how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients}
+        return self._plan(_steady(profile, facts), facts, self._config, log_seconds=LOG_SECONDS, **how)
+
+    def _plan(self, profile: Profile, facts: Facts, config: MemoryConfig, **how: Any) -> Plan:
+        if facts.resident_state_bytes is None:
+            return plan_profile(profile, config, **how)
+        if facts.resident_state_bytes:
+            with contextlib.suppress(BudgetError):
+                return _plan_around(profile, facts.resident_state_bytes, config, how)
+        return _plan_around(profile, 0, config, how)
 
     @property
     def races(self) -> bool:
@@ -126,15 +132,12 @@ class BudgetSource:
         """See planner/rivals.py. The optimizer's state stays where it is."""
         assert facts.link is not None
         steady = _steady(profile, facts)
-        config = dataclasses.replace(self._config, optimizer="swap" if facts.has_moved_state else "keep")
-        make = functools.partial(
-            plan_profile,
-            steady,
-            link=facts.link,
-            budget_bytes=budget_bytes,
-            has_gradients=facts.has_gradients,
-            log_seconds=LOG_SECONDS,
-        )
+        config = dataclasses.replace(self._config, optimizer="keep")
+
+        def make(config: MemoryConfig, **limits: Any) -> Plan:
+            how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients, **limits}
+            return self._plan(steady, facts, config, log_seconds=LOG_SECONDS, **how)
+
         return dict(rivals_of(plan, config, steady, make))
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
@@ -162,3 +165,13 @@ class BudgetSource:
 def _steady(profile: Profile, facts: Facts) -> Profile:
     """Without what did not hold in some step."""
     return profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))
+
+
+def _plan_around(profile: Profile, resident_bytes: int, config: MemoryConfig, how: dict[str, Any]) -> Plan:
+    """With so much of the optimizer's state on the device, and the rest elsewhere between steps."""
+    state = profile.state
+    moved = dataclasses.replace(state, optimizer_movable=state.optimizer_movable - resident_bytes)
+    plan = plan_profile(dataclasses.replace(profile, state=moved), dataclasses.replace(config, optimizer="swap"), **how)
+    assert plan.optimizer is not None
+    stays = dataclasses.replace(plan.optimizer, resident_bytes=plan.optimizer.resident_bytes + resident_bytes)
+    return dataclasses.replace(plan, optimizer=stays)

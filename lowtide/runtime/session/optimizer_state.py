@@ -1,11 +1,13 @@
 """The optimizer's state where a plan says it is: the way from a plan to `optimizer/`.
 
 What: `PlacedState` attaches the swap of an optimizer's state (optimizer/swap.py) when a plan asks for it, once, and
-takes it off again. The plan says which tier, how large buckets are and when they travel; what it leaves open is chosen
-when the state is seen.
+takes it off again. The plan says which tier, how large buckets are, when they travel and how much stays on the device;
+what it leaves open is chosen when the state is seen.
+Several plans for one optimizer, as an autopilot has: what stays is the least that any of them has left there. With less
+on the device than planned no plan needs more memory, since buckets take no more than the state that has left.
 Why an engine of its own: the scheduler of activations calls its engine from autograd's threads under a lock of its own.
-Cost: what optimizer/swap.py says. Not covered: plans that leave a part of the state on the device where the model is on
-autopilot: there all of it moves, since plans for other shapes must agree.
+The two share what the plan allows on each tier.
+Cost: what optimizer/swap.py says. Not covered: state that comes back to stay, where a later plan has room for it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class PlacedState:
         self._engine: Engine | None = None
         self.handle: OptimizerSwap | None = None
         """The swap that is in force; None while the state is on the device."""
+        self.resident_bytes: int | None = None
+        """What plans leave of the state on the device; None while that is all of it."""
 
     def why_not(self) -> str:
         """Why the state cannot move; empty where it can, and where there is no optimizer."""
@@ -56,24 +60,34 @@ class PlacedState:
                 "given none: pass optimizer=, or write optimizer: keep"
             )
 
-    def follow(self, plan: Plan, *, may_stay: bool = True) -> None:
-        """Move the state if `plan` says so and it is not moved yet. `may_stay`: also leave there what the plan leaves.
+    def follow(self, plan: Plan) -> None:
+        """Move the state if `plan` says so and it is not moved yet, or if more of it stays than `plan` leaves.
 
         Raises `ConfigError` where the optimizer cannot be stepped in parts.
         """
         placement = plan.optimizer
-        if placement is None or not placement.moves or self.handle is not None:
+        if placement is None or not placement.moves:
             return
-        self._engine = choose_engine(self._beside.name, self._model, _plan_of_place(plan, placement))
         total_bytes = (placement.moved_bytes or 0) + placement.resident_bytes
-        share = placement.resident_bytes / total_bytes if may_stay and total_bytes else 0.0
+        share = placement.resident_bytes / total_bytes if total_bytes else 0.0
+        if self.handle is None:
+            self._attach(plan, placement, share)
+        elif self.resident_bytes is not None and placement.resident_bytes < self.resident_bytes:
+            self.handle.keep_no_more_than(share)
+        else:
+            return
+        self.resident_bytes = placement.resident_bytes
+
+    def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
+        where = _plan_of_place(plan, placement)
+        self._engine = choose_engine(self._beside.name, self._model, where, beside=self._beside)
         try:
             self.handle = swap_optimizer(
                 self._optimizer,
                 tier=placement.tier.value,
                 overlap=placement.overlap or "auto",
                 resident=share,
-                # A larger parameter has a bucket of its own in any case.
+                # What has to be stepped at once has a bucket of its own in any case.
                 bucket_bytes=min(placement.bucket_bytes, MOST_BYTES) if placement.bucket_bytes else "auto",
                 engine=self._engine,
                 num_buffers=placement.num_slots,
@@ -87,7 +101,7 @@ class PlacedState:
         """Bring the state back to the device. Idempotent."""
         if self.handle is not None:
             self.handle.detach()
-            self.handle = None
+            self.handle = self.resident_bytes = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

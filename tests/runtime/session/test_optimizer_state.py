@@ -31,9 +31,9 @@ STATE_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -41,9 +41,9 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def build() -> tuple[Net, torch.optim.Optimizer]:
+def build(num_layers: int = 3) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
+    model = Net(num_layers)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -63,12 +63,12 @@ def train(model: nn.Module, optimizer: Any, sizes: tuple[int, ...] = (64, 64, 64
 
 
 def everything(losses: list[Tensor], model: nn.Module, optimizer: Any) -> list[Tensor]:
-    moments = [value for state in optimizer.state.values() for value in state.values()]
+    moments = [value for p in model.parameters() for value in optimizer.state[p].values()]
     return [*losses, *(parameter.detach() for parameter in model.parameters()), *moments]
 
 
-def assert_plain(found: list[Tensor], sizes: tuple[int, ...] = (64, 64, 64, 64)) -> None:
-    model, optimizer = build()
+def assert_plain(found: list[Tensor], sizes: tuple[int, ...] = (64, 64, 64, 64), num_layers: int = 3) -> None:
+    model, optimizer = build(num_layers)
     expected = everything(train(model, optimizer, sizes), model, optimizer)
     assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
 
@@ -135,6 +135,43 @@ def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any
         assert_plain(everything(losses, model, optimizer), sizes)
 
 
+def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
+    """Also for batches of other sizes: no step passes the budget, and not all of the state travels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, optimizer = build(12)
+    all_bytes = 4 * STATE_BYTES
+    memory = {"min_bytes": "1KiB", "optimizer": "keep"}
+    with pytest.raises(lowtide.BudgetError) as caught:
+        lowtide.plan(model, (rows(0, 96),), budget=1024, memory=memory, optimizer=optimizer)
+    budget, sizes = caught.value.floor_bytes - all_bytes // 4, (64, 64, 96, 64)
+    memory["optimizer"] = "auto"
+    losses = []
+    with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1") as tide:
+        for seed, num_rows in enumerate(sizes):
+            batch = rows(seed, num_rows)
+            if num_rows in sizes[:seed]:  # the first of a size is observed before it is planned
+                handle = tide.optimizer_swap
+                assert handle is not None
+                there = [t for t in optimizer_tensors(optimizer) if id(t) not in handle.ids_elsewhere()]
+                live = LiveBytes(device_type="cpu")
+                live.add_all([batch, *model.parameters(), *there])
+                with live:
+                    loss = model(batch)
+                    loss.backward()
+                assert live.peak_bytes <= budget
+            else:
+                loss = model(batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert tide.plan is not None and tide.plan.optimizer is not None and tide.optimizer_swap is not None
+        placement, stats = tide.plan.optimizer, tide.optimizer_swap.stats
+        assert 0 < all_bytes - stats.swapped_bytes <= placement.resident_bytes
+        assert placement.resident_bytes + (placement.moved_bytes or 0) == all_bytes
+        assert_plain(everything(losses, model, optimizer), sizes, 12)
+
+
 def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any, monkeypatch: Any) -> None:
     """The first planned forward finds no place for the state: it says so, and so does the next one, until there is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -154,6 +191,23 @@ def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any, monkeypatch:
         assert tide.optimizer_swap is not None and tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES
         assert_plain(everything(losses, model, optimizer))
     assert "forward" not in vars(model) and "step" not in vars(optimizer)
+
+
+def test_activations_and_state_share_what_the_host_may_take() -> None:
+    model, optimizer = build()
+    memory = {"optimizer": "swap", "swap": "all", "min_bytes": "1B", "host_budget": STATE_BYTES + 40_000}
+    with lowtide.apply(model, memory, optimizer=optimizer, engine="virtual:0") as tide:
+        losses = train(model, optimizer)
+        assert tide._placed is not None and tide._placed._engine is not None
+        engines = (tide._placed._beside, tide._placed._engine)
+        loss = model(rows(9))
+        activations, state = (engine.memory_in_use() for engine in engines)
+        assert state == {"host": STATE_BYTES, "disk": 0}
+        assert 0 < activations["host"] <= 40_000
+        assert activations["disk"] > 0
+        loss.backward()
+        optimizer.zero_grad()
+        assert_plain(everything(losses, model, optimizer))
 
 
 def test_state_that_may_stay_stays() -> None:
@@ -295,18 +349,41 @@ def test_remove_again_after_memory_ran_out(way: Callable, monkeypatch: Any) -> N
     assert_plain(everything(losses, model, optimizer))
 
 
-@pytest.mark.parametrize(("may_stay", "swapped_bytes"), [(True, STATE_BYTES * 2 // 3), (False, STATE_BYTES)])
-def test_on_autopilot_all_of_the_state_moves_or_none(may_stay: bool, swapped_bytes: int) -> None:
-    """Plans for other shapes must agree on where it is."""
+def test_of_several_plans_the_one_that_leaves_the_least_on_the_device_counts() -> None:
+    model, optimizer = build()
+    placed = PlacedState(model, optimizer, VirtualEngine(0), "lowtide.optimize")
+    losses, swapped_bytes = train(model, optimizer, (64,)), []
+    for seed, num_resident in enumerate((2, 1, 2, 0, 1)):
+        resident_bytes = num_resident * STATE_BYTES // 3
+        placement = OptimizerPlacement(
+            moved_bytes=STATE_BYTES - resident_bytes, resident_bytes=resident_bytes, reason=""
+        )
+        placed.follow(dataclasses.replace(plan_from_rules(load_memory({}), []), optimizer=placement))
+        for number in (0, 1):
+            loss = model(rows(1 + 2 * seed + number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert placed.handle is not None
+        swapped_bytes.append(placed.handle.stats.swapped_bytes * 3 // STATE_BYTES)
+    assert swapped_bytes == [1, 2, 2, 3, 3]
+    assert placed.resident_bytes == 0
+    assert_plain(everything(losses, model, optimizer), (64,) * 11)
+    placed.remove()
+    assert placed.resident_bytes is None
+
+
+def test_what_leaves_in_the_middle_leaves_at_once() -> None:
     model, optimizer = build()
     train(model, optimizer, (64,))
-    half = OptimizerPlacement(moved_bytes=STATE_BYTES // 2, resident_bytes=STATE_BYTES // 2, reason="")
-    plan = dataclasses.replace(plan_from_rules(load_memory({}), []), optimizer=half)
-    placed = PlacedState(model, optimizer, VirtualEngine(0), "lowtide.optimize")
-    placed.follow(plan, may_stay=may_stay)
-    assert placed.handle is not None
-    assert placed.handle.stats.swapped_bytes == swapped_bytes
-    placed.remove()
+    with lowtide.swap_optimizer(optimizer, engine="virtual:0", resident=0.7) as handle:
+        assert handle.stats.swapped_bytes == STATE_BYTES // 3
+        handle.keep_no_more_than(0.4)
+        assert handle.stats.swapped_bytes == STATE_BYTES * 2 // 3
+        handle.keep_no_more_than(1.0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert handle.stats.swapped_bytes == STATE_BYTES * 2 // 3
 
 
 def test_once_state_has_moved_plans_for_all_shapes_count_it_as_moved() -> None:
@@ -314,7 +391,38 @@ def test_once_state_has_moved_plans_for_all_shapes_count_it_as_moved() -> None:
     profile = observe(model, (rows(0),), optimizer=optimizer)
     source = BudgetSource(model, load_memory({"budget": "1GiB", "optimizer": "auto"}), VirtualEngine(0))
     facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
-    for has_moved in (False, True):  # there is room for all of it
-        plan = source.make_plan(profile, dataclasses.replace(facts, has_moved_state=has_moved), 1 << 30)
+    for resident_bytes in (None, 0, STATE_BYTES // 3):  # there is room for all of it
+        plan = source.make_plan(profile, dataclasses.replace(facts, resident_state_bytes=resident_bytes), 1 << 30)
         assert plan.optimizer is not None
-        assert plan.optimizer.moves is has_moved
+        stays = STATE_BYTES if resident_bytes is None else resident_bytes
+        assert (plan.optimizer.resident_bytes, plan.optimizer.moved_bytes) == (stays, STATE_BYTES - stays)
+
+
+def test_plans_for_all_shapes_keep_to_the_host_budget() -> None:
+    """Which `auto` has moved a part of the state for; to move all of it would be refused."""
+    model, optimizer = build()
+    profile = observe(model, (rows(0),), optimizer=optimizer)
+    memory = load_memory({"budget": "1GiB", "optimizer": "auto", "host_budget": STATE_BYTES * 2 // 3})
+    source = BudgetSource(model, memory, VirtualEngine(0))
+    link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+    plan = source.make_plan(profile, Facts(link=link, resident_state_bytes=STATE_BYTES // 3), 1 << 30)
+    assert plan.optimizer is not None and plan.optimizer.moved_bytes == STATE_BYTES * 2 // 3
+    with pytest.raises(lowtide.ConfigError, match="more than the host budget"):
+        source.make_plan(profile, Facts(link=link, resident_state_bytes=0), 1 << 30)
+
+
+def test_where_what_stays_does_not_fit_plans_are_made_without() -> None:
+    model, optimizer = build()
+    profile = observe(model, (rows(0),), optimizer=optimizer)
+    source = BudgetSource(model, load_memory({"budget": 1024, "optimizer": "swap"}), VirtualEngine(0))
+    facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
+    with pytest.raises(lowtide.BudgetError) as caught:
+        source.make_plan(profile, facts, 1024)
+    floor_bytes = caught.value.floor_bytes
+    facts = dataclasses.replace(facts, resident_state_bytes=STATE_BYTES // 3)
+    plan = source.make_plan(profile, facts, floor_bytes)
+    assert plan.optimizer is not None
+    assert (plan.optimizer.resident_bytes, plan.optimizer.moved_bytes) == (0, STATE_BYTES)
+    with pytest.raises(lowtide.BudgetError) as caught:
+        source.make_plan(profile, facts, 1024)
+    assert caught.value.floor_bytes == floor_bytes
