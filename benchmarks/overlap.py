@@ -9,8 +9,8 @@ without exchanges, in series, overlapped.
 
 Measured: R_e2e, the headline; R_wait and R_trace of the overlapped run; R of its pairs alone (steady). Predicted:
 segments as they took in series, exchanges by the link's formula, in the order that the engine really took, on a clock
-(`overlap_figures.replay`). Ceiling: the share of passes that have a partner. Of times the least of all rounds is taken,
-since a busy machine can only add to what a sleep takes.
+(`overlap_figures.replay`). Ceiling: the share of passes that have a partner. Of each pair's time the least of all
+rounds is taken, since a busy machine can only add to what a sleep takes.
 
 Cost: ten minutes. This is an emulation: durations are made up, and none of these figures is a network's.
 """
@@ -33,7 +33,7 @@ from benchmarks.rows import Row, command_of, parser, run
 from lowtide.pipeline.overlap_figures import Event, Link, hidden_share, replay, seconds_of, traced_share
 
 TITLE = "How much of the all-to-all does the overlap engine hide?"
-SHARES = (0.4, 0.8, 1.2)
+SHARES = (0.5, 0.8, 1.2)
 """Of one exchange, of the forward of attention or experts."""
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -45,8 +45,8 @@ _TIME_LIMIT_SECONDS = 900
 NOTES = (
     "EMULATED: compute sleeps and the link is a deadline; rows, autograd, swap and recompute are real. What the engine "
     "does with a given ratio of exchange to compute is measured, no network.",
-    "`hidden` is R_e2e = 1 - (overlapped - without) / (serial - without), from the fastest round of each, and the "
-    "least and the most of any round; `predicted` is the replay's. `steady` is 1 - waits / link in pairs "
+    "`hidden` is R_e2e = 1 - (overlapped - without) / (serial - without), from the fastest round of each pair, and "
+    "the least and the most of any round; `predicted` is the replay's. `steady` is 1 - waits / link in pairs "
     "only. `ceiling` is the share of passes with a partner.",
 )
 
@@ -134,7 +134,7 @@ def row_of(setting: str, rounds: Mapping[tuple[str, str], Sequence[Row]], share:
         hidden_share(without_seconds=w, serial_seconds=s, overlapped_seconds=o)
         for w, s, o in zip(seconds["without"], seconds["serial"], seconds["overlapped"], strict=True)
     ]
-    fastest = {f"{mode}_seconds": min(values) for mode, values in seconds.items()}
+    fastest = {f"{mode}_seconds": fastest_of(rounds[setting, mode]) for mode in seconds}
     measured = hidden_share(**fastest)
     return {
         "hidden_share_median": measured,
@@ -153,6 +153,15 @@ def row_of(setting: str, rounds: Mapping[tuple[str, str], Sequence[Row]], share:
         "copied_bytes": overlapped[-1]["copied_bytes"],
         "recomputed_bytes": overlapped[-1]["recomputed_bytes"],
     }
+
+
+def fastest_of(rounds: Sequence[Row]) -> float:
+    """Of a step: each pair as long as in the round in which it was fastest."""
+    pairs: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(rounds))
+    for number, each in enumerate(rounds):
+        for event, seconds in each["took"]:
+            pairs[event.pair][number] += seconds
+    return sum(min(values) for values in pairs.values())
 
 
 def _waited_for(step: Row, exchange_seconds: float, *, is_steady: bool = False) -> float:

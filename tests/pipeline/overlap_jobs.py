@@ -11,12 +11,16 @@ import torch.distributed as dist
 from pipeline import moe
 from solved import random_plan
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from zoo import same_bits
 
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
-from lowtide.pipeline import Overlap
+from lowtide.errors import ConfigError
+from lowtide.pipeline import Overlap, all_to_all
+from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.overlap_figures import Event, exposed
 
 Run = Callable[[nn.Module, list[Tensor]], list[Tensor]]
@@ -131,3 +135,38 @@ def raises(rank: int, where: str) -> dict[str, Any]:
     dist.barrier()
     found = _result(model, overlap.run, batches)
     return {"text": text, "different": [name for name in truth if not same_bits(truth[name], found[name])]}
+
+
+def independent(rank: int) -> dict[str, Any]:
+    """Two exchanges that do not need each other, with graphs behind them that differ between ranks."""
+    log: list[str] = []
+
+    def link(rows: Tensor, sent: Tensor, route: Route) -> Any:
+        log.append(str(rows.shape[1]))
+        return start_on_group(rows, sent, route)
+
+    overlap, made = Overlap(start=link), []
+    x = torch.ones(4, 8, requires_grad=True)
+
+    def forward() -> None:
+        first, second = all_to_all(x[:, :3] * 2, [2, 2], [2, 2]), all_to_all(x[:, 3:] * 3, [2, 2], [2, 2])
+        for _ in range(20):
+            first, second = (first.sin(), second) if rank else (first, second.sin())
+        made.append(first.sum() + second.sum())
+
+    overlap.run_pair(forward, None)
+    overlap.run_pair(None, made[0].backward)
+    return {"log": log, "has_gradient": x.grad is not None}
+
+
+def sharded(rank: int) -> str:
+    """A model whose attention FSDP2 has sharded."""
+    model = moe.make(rank)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer.attention, mesh=mesh)
+    try:
+        Overlap().run(model, moe.batches(rank))
+    except ConfigError as error:
+        return str(error)
+    return ""
