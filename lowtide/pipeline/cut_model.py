@@ -1,6 +1,6 @@
 """A causal language model of transformers, cut into stages that are modules of their own.
 
-What: stage s is a copy of the inner model with the layers of s and the very same parameters. The first one has the
+What: stage s is a copy of the inner model with the layers of s and the very same tensors. The first one has the
 embedding, the others take the hidden state in its place; the last one has the final norm and the head, and gives
 logits.
 Each runs the forward that the model's authors wrote, so masks and positions are theirs.
@@ -67,8 +67,20 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
     ]
 
 
+def leave(model: Any, layers: Sequence[int], *, first: bool, last: bool) -> None:
+    """Take from a model that was cut what this rank does not train: all layers but these, and the embedding or the head
+    where the rank has not the `first` or the `last` stage. What is left keeps its name."""
+    for number in set(range(len(model.model.layers))) - set(layers):
+        model.model.layers[number] = nn.Identity()
+    if not first:
+        model.model.embed_tokens = None
+    if not last:
+        model.model.norm = nn.Identity()
+        model.lm_head = None
+
+
 def _part(inner: nn.Module, own: range, *, is_first: bool, is_last: bool) -> nn.Module:
-    shared = {id(parameter): parameter for parameter in inner.parameters()}
+    shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
     part: Any = copy.deepcopy(inner, shared)
     part.layers = nn.ModuleList([part.layers[number] for number in own])
     if not is_first:

@@ -3,7 +3,8 @@
 What: `step-00000120/` holds for each rank a share of the tensors of the model and the optimizer (`rank-0.safetensors`)
 and its random states (`rank-0.json`), and for all of them `run.json`: step, place in the data, the settings that shape
 the loss curve, the optimizer's groups, size and SHA-256 of every file, and of itself. The learning rate is a pure
-function of the step, so the step is the scheduler's state.
+function of the step, so the step is the scheduler's state. Where ranks have different layers (`is_split`), each writes
+and reads all that it has, and its optimizer's groups.
 Why a folder is whole: it is written under another name, each file and the folder flushed to disk, and renamed at the
 end. A kill or a power cut at any moment leaves the older checkpoints as they were. The newest `num_kept` are kept.
 What it protects from: damage. A flipped bit, a file cut short or taken from another checkpoint is named. It does not
@@ -25,7 +26,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ def save(
     settings: Mapping[str, object],
     ranks: Ranks,
     device: torch.device,
+    is_split: bool = False,
     num_kept: int = 2,
 ) -> Path:
     """Writes `folder/step-...` on all ranks together and drops the oldest ones. Raises `TrainingError` if it cannot."""
@@ -82,9 +84,11 @@ def save(
             partial.mkdir(mode=0o700)
         ranks.barrier()
         tensors, groups = _state(model, optimizer)
-        share = shares(tensors, num_ranks=ranks.num_ranks)[ranks.rank]
+        share = tensors if is_split else shares(tensors, num_ranks=ranks.num_ranks)[ranks.rank]
         written = write_tensors(partial / _tensors_name(ranks.rank), share)
-        own = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
+        own: dict[str, Any] = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
+        if is_split:
+            own["groups"] = groups
         _write_json(partial / _rank_name(ranks.rank), own)
         ranks.barrier()
         if ranks.is_first:
@@ -108,6 +112,7 @@ def load(
     optimizer: torch.optim.Optimizer,
     settings: Mapping[str, object],
     ranks: Ranks,
+    is_split: bool = False,
 ) -> Saved:
     """Fills the model and the optimizer from a whole checkpoint of the same run.
 
@@ -118,8 +123,8 @@ def load(
         _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
         own = _read_json(path / _rank_name(ranks.rank))
         tensors, groups = _state(model, optimizer)
-        _read_tensors(path, tensors, num_ranks=ranks.num_ranks)
-        _put_back(model, optimizer, tensors, run["groups"], like=groups)
+        _read_tensors(path, tensors, of_ranks=[ranks.rank] if is_split else range(ranks.num_ranks))
+        _put_back(model, optimizer, tensors, (own if is_split else run)["groups"], like=groups)
         saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=dict(own["random"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
@@ -189,10 +194,10 @@ def shares(tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> list[dict[
     return found
 
 
-def _read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, num_ranks: int) -> None:
-    """Fills all tensors from the files of all ranks, once it is sure that none is missing."""
+def _read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, of_ranks: Sequence[int]) -> None:
+    """Fills all tensors from the files of these ranks, once it is sure that none is missing."""
     try:
-        files = [TensorFile(path / _tensors_name(rank)) for rank in range(num_ranks)]
+        files = [TensorFile(path / _tensors_name(rank)) for rank in of_ranks]
         names = [name for file in files for name in file.entries]
         if sorted(names) != sorted(tensors):
             other = next(iter(set(names) ^ set(tensors)), "a name that is there twice")

@@ -172,6 +172,8 @@ class _Totals:
 
 def _say_start(progress: Progress, trainer: Trainer) -> None:
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    if trainer.stages is not None:
+        num_parameters = trainer.stages.num_parameters
     ranks = "" if trainer.ranks.is_alone else f" on {trainer.ranks.num_ranks} ranks"
     progress.say(
         f"{num_parameters:,} parameters, {trainer.corpus.num_bytes:,} bytes of text "

@@ -46,6 +46,7 @@ def hardware_of_run(run: RunConfig) -> Hardware:
 
 def observe_run(run: RunConfig, *, say: Say) -> Profile:
     """A real step on the device of the run. Raises ConfigError for mistakes that show only there."""
+    _refuse_pipeline(run)
     device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
@@ -71,6 +72,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
     from lowtide.profiling.fake.trace import trace
 
+    _refuse_pipeline(run)
     say("building the model without weights")
     config = model_config(run)
     with torch.device("meta"):
@@ -82,6 +84,11 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     say("tracing one step")
     with _as_trained(run, model, "cpu"):
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
+
+
+def _refuse_pipeline(run: RunConfig) -> None:
+    if run.pipeline is not None:
+        run.fail("pipeline", "'pipeline': a step of the whole model is looked at here; take the section out to see it")
 
 
 @contextlib.contextmanager

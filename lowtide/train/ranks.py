@@ -24,12 +24,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, PipelineError
 from lowtide.train.stop import TrainingError
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that the others read its note before the store may vanish with it."""
+_VICTIM_SECONDS = 3.0
+"""How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
@@ -116,7 +118,9 @@ class Ranks:
         """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
         if self._watch is None:
             raise error
-        is_expected = isinstance(error, ConfigError | TrainingError)
+        if isinstance(error, PipelineError):
+            time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
+        is_expected = isinstance(error, ConfigError | TrainingError | PipelineError)
         text = str(error) if is_expected else f"{type(error).__name__}: {error}"
         if self._watch.report():
             if not is_expected:

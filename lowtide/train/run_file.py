@@ -7,7 +7,7 @@ needs the model library (fields of the model's config class) or the disk (the te
 where these were written, so that the late errors name the line too.
 MindSpore Transformers' `recompute_config` and `swap_config` may stand beside them (config/mindformers); the file may
 then also have keys that mean nothing here, such as `context`, and `model.model_config`.
-Not covered in this version: `pipeline`, which is refused by name.
+`pipeline` says that the layers are split over ranks; what cannot stand beside it yet is refused by name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lowtide.config.memory import MemoryConfig
 from lowtide.config.source import Node, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import Sections, has_sections, read_sections
+from lowtide.pipeline.generators import make_schedule
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
@@ -36,6 +37,8 @@ _MOST = {
     "steps": 10**15,
     "batch_size": 2**20,
     "grad_accumulation": 2**20,
+    "stages": 4096,
+    "micro_batches": 65536,
     "warmup_steps": 10**15,
     "log_every": 10**15,
     "checkpoint_every": 10**15,
@@ -134,6 +137,22 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """How the layers are split over ranks, and in which order their micro-batches go through them."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev"] = "1f1b"
+    stages: int
+    """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
+    micro_batches: int
+    """Of a step. `train.grad_accumulation` stays out."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "micro_batches"):
+            _within(self, name, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run file."""
 
@@ -144,6 +163,8 @@ class RunConfig:
     """None, and no sections: plain training, lowtide's runtime is not touched."""
     sections: Sections | None = None
     """`recompute_config` and `swap_config`."""
+    pipeline: PipelineConfig | None = None
+    """None: every rank has the whole model."""
     output_dir: Path
     """`train.output_dir`, or what it is when left out."""
     places: Locations = field(default_factory=Locations, compare=False)
@@ -173,6 +194,8 @@ class RunConfig:
         keys += ["clip_grad_norm", "seed", "precision"]
         if self.train.schedule == "cosine":
             keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+        if self.pipeline is not None:  # a rank's checkpoint has the stages of that rank
+            found |= {f"pipeline.{key}": getattr(self.pipeline, key) for key in ("schedule", "stages", "micro_batches")}
         return found | {f"train.{key}": getattr(self.train, key) for key in keys}
 
 
@@ -184,18 +207,13 @@ class _RunFile:
     train: TrainConfig
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig | None = None
+    pipeline: PipelineConfig | None = None
     places: Locations
 
 
 def load_run(path: str | os.PathLike[str]) -> RunConfig:
     """Reads and checks a run file. Raises `ConfigError` for any mistake in it."""
     root = read_yaml(path)
-    for entry in root.entries:
-        if entry.key == "pipeline":
-            raise ConfigError(
-                f"{entry.place}: 'pipeline' is not available in this version; "
-                "remove it and write what you want into the section 'memory'"
-            )
     sections = read_sections(path, root) if has_sections(root) else None
     root = root if sections is None else _without_sections(root)
     file = load_tree(root, _RunFile)
@@ -205,6 +223,8 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     _check_size(file)
     if sections is not None:
         _check_beside_sections(file)
+    if file.pipeline is not None:
+        _check_pipeline(file, file.pipeline, has_sections=sections is not None)
     if file.memory is not None:
         file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
     train = file.train
@@ -219,6 +239,7 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
         train=train,
         memory=file.memory,
         sections=sections,
+        pipeline=file.pipeline,
         output_dir=output_dir,
         places=file.places,
     )
@@ -247,6 +268,33 @@ def _check_beside_sections(file: _RunFile) -> None:
                 f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
                 "swap_config; write all of it here, or all of it there"
             )
+
+
+def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: bool) -> None:
+    """The schedule exists for these numbers, and nothing stands beside it that only whole models have."""
+
+    def fail(key: str, message: str) -> NoReturn:
+        raise ConfigError(f"{file.places.of(key)}: {message}")
+
+    try:
+        make_schedule(pipeline.schedule, num_ranks=pipeline.stages, num_micro_batches=pipeline.micro_batches)
+    except ConfigError as error:
+        fail("pipeline", str(error))
+    if file.train.grad_accumulation != 1:
+        fail(
+            "train.grad_accumulation",
+            f"'train.grad_accumulation' is {file.train.grad_accumulation}, and a step of a pipeline has "
+            f"{pipeline.micro_batches} micro-batches already; write their number into 'pipeline.micro_batches' only",
+        )
+    memory = file.memory
+    if memory is not None and memory.budget is not None:
+        fail("memory.budget", "'memory.budget' cannot stand beside 'pipeline' yet; write rules: recompute, swap, keep")
+    if memory is not None and memory.optimizer not in (None, "keep"):
+        fail("memory.optimizer", "'memory.optimizer' cannot stand beside 'pipeline' yet; leave it out")
+    if has_sections:
+        fail(
+            "pipeline", "'pipeline' cannot stand beside recompute_config and swap_config yet; use the section 'memory'"
+        )
 
 
 def _model(

@@ -2,7 +2,7 @@
 
 What: a step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens, so the mean of
 their means is the mean over the tokens, and nothing is weighed wrongly. Under `torchrun` gradients are exchanged (DDP)
-in the last micro-batch of a step only.
+in the last micro-batch of a step only. With a section `pipeline` each rank has some layers (stages.py).
 Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
 weights; AdamW is the fused one where the device has it, which needs no temporaries.
 Not covered: sharded models, other optimizers.
@@ -33,6 +33,7 @@ from lowtide.train.model import build_model
 from lowtide.train.progress import PlanRecord, StepRecord, resident_bytes
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig, TrainConfig
+from lowtide.train.stages import RankStages, check_ranks
 from lowtide.train.stop import StopRequest, TrainingError
 
 if TYPE_CHECKING:
@@ -47,16 +48,20 @@ class Trainer:
         self.run = run
         self.ranks = ranks
         self.device = device
+        if run.pipeline is not None:
+            check_ranks(run, ranks)
         self.corpus = open_text(run)
         self.sampler = Sampler(
             self.corpus,
             sequence_length=run.data.sequence_length,
             batch_size=run.train.batch_size,
             seed=run.train.seed,
-            rank=ranks.rank,
-            num_ranks=ranks.num_ranks,
+            rank=ranks.rank if run.pipeline is None else 0,
+            num_ranks=ranks.num_ranks if run.pipeline is None else 1,
         )
-        self.model = build_model(run).to(device)
+        self.model = build_model(run)
+        self.stages = RankStages(run, self.model, ranks, device) if run.pipeline is not None else None
+        self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
         saved = self._load(self.resumed_from) if self.resumed_from else None
@@ -64,8 +69,14 @@ class Trainer:
         """Optimizer steps done."""
         self.say: Callable[[str], None] = _say_nothing
         """Hears what the autopilot decides."""
-        self.tide = self._take_up_memory()
-        self._forward: torch.nn.Module = self.model if ranks.is_alone else DistributedDataParallel(self.model)
+        self.tide: Tide | Autopilot | None = None
+        self._forward: torch.nn.Module = self.model
+        if self.stages is not None:
+            self.stages.begin()
+        else:
+            self.tide = self._take_up_memory()
+            if not ranks.is_alone:
+                self._forward = DistributedDataParallel(self.model)
         # last, because everything above may draw
         if saved:
             checkpoint.set_random_state(saved.random, device)
@@ -91,8 +102,11 @@ class Trainer:
     def tokens_per_step(self) -> int:
         """Of all ranks."""
         settings = self.run.train
-        sequences = settings.batch_size * settings.grad_accumulation * self.ranks.num_ranks
-        return sequences * self.run.data.sequence_length
+        if self.run.pipeline is not None:
+            num_micro_batches = self.run.pipeline.micro_batches
+        else:
+            num_micro_batches = settings.grad_accumulation * self.ranks.num_ranks
+        return settings.batch_size * num_micro_batches * self.run.data.sequence_length
 
     def take_step(self, stop: StopRequest) -> tuple[StepRecord, signal.Signals | None]:
         """One optimizer step, and the signal on which all ranks agree to stop after it."""
@@ -111,7 +125,8 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - start
         resident, peak_resident = resident_bytes()
-        stats = self.tide.stats if self.tide else None
+        counted = self.tide or self.stages
+        stats = counted.stats if counted is not None else None
         record = StepRecord(
             step=self.step,
             loss=loss,
@@ -150,23 +165,36 @@ class Trainer:
             settings=self.run.settings(),
             ranks=self.ranks,
             device=self.device,
+            is_split=self.stages is not None,
         )
 
     def close(self) -> None:
         """Leaves the model as it was built, and lets go of the process group."""
         self._forward = self.model
+        if self.stages is not None:
+            self.stages.close()
         if self.tide is not None:
             self.tide.remove()
 
     def _load(self, path: Path) -> checkpoint.Saved:
         saved = checkpoint.load(
-            path, model=self.model, optimizer=self.optimizer, settings=self.run.settings(), ranks=self.ranks
+            path,
+            model=self.model,
+            optimizer=self.optimizer,
+            settings=self.run.settings(),
+            ranks=self.ranks,
+            is_split=self.stages is not None,
         )
         self.sampler.restore(saved.data)
         return saved
 
     def _accumulate_gradients(self) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
+        if self.run.pipeline is not None:
+            assert self.stages is not None
+            return self.stages.take_passes(
+                [self.sampler.next_batch().to(self.device) for _ in range(self.run.pipeline.micro_batches)]
+            )
         num_micro_batches = self.run.train.grad_accumulation
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(num_micro_batches):
@@ -195,16 +223,18 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _agree(self, loss: float, stop: StopRequest) -> tuple[float, signal.Signals | None]:
-        """The mean loss of all ranks, and whether any of them was asked to stop."""
+        """The mean loss of all ranks that have one, and whether any of them was asked to stop."""
         flags = [float(stop.asked is number) for number in (signal.SIGTERM, signal.SIGINT)]
         total, num_terminated, num_interrupted = self.ranks.sum([loss, *flags])
         asked = signal.SIGTERM if num_terminated else signal.SIGINT if num_interrupted else None
-        return total / self.ranks.num_ranks, asked
+        return total / (self.ranks.num_ranks if self.stages is None else 1), asked
 
     def _clip(self) -> float:
         """Scales the gradients down to `clip_grad_norm`; their norm before that."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.stages is not None:  # each rank has the gradients of its own layers
+            norm = torch.tensor(math.sqrt(self.ranks.sum([float(norm) ** 2])[0]), dtype=norm.dtype, device=self.device)
         if self.run.train.clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm)
         return float(norm)
@@ -220,6 +250,8 @@ class Trainer:
 
     def _start_count(self) -> None:
         """Peak and lowtide's totals are those of one step."""
+        if self.stages is not None:
+            self.stages.reset_stats()
         if self.tide is not None:
             self.tide.reset_stats()
         elif self.device.type != "cpu":

@@ -65,8 +65,7 @@ def test_memory_section_is_read_with_its_places() -> None:
         ),
         (
             GOOD + "pipeline: {stages: 2}\n",
-            "run.yaml:3:1: 'pipeline' is not available in this version; "
-            "remove it and write what you want into the section 'memory'",
+            "run.yaml:3:11: missing key 'pipeline.micro_batches'; expected an integer",
         ),
         (
             "model: {model_type: llama}\ntrain: {steps: 0}\n",

@@ -1,0 +1,196 @@
+"""`lowtide train` as a pipeline on two real ranks: the losses of one rank to the bit, checkpoints, and clear ends."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import ConfigError
+from lowtide.timeline.hardware import load_hardware
+from lowtide.train.loop import train
+from lowtide.train.profiling import trace_run
+from lowtide.train.run_file import load_run
+from tests import two_ranks
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+DUALPIPEV = {"schedule": "dualpipev", "stages": 2, "micro_batches": 4}
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
+
+
+def write(name: str, *, model: dict[str, Any] = LLAMA, sections: dict[str, Any] | None = None, **keys: object) -> None:
+    """`name`.yaml in the current folder."""
+    settings = {"steps": NUM_STEPS, "batch_size": 2, "device": "cpu", "warmup_steps": 2, "clip_grad_norm": None, **keys}
+    settings.setdefault("output_dir", name)
+    file = {"model": model, "data": {"files": ["text"], "sequence_length": 16}, "train": settings, **(sections or {})}
+    Path(f"{name}.yaml").write_text("".join(f"{key}: {json.dumps(section)}\n" for key, section in file.items()))
+
+
+def steps_of(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: str) -> list[float]:
+    return [step["loss"] for step in steps_of(folder)]
+
+
+def on_two_ranks(code: str) -> list[tuple[int, str, str]]:
+    head = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
+    return two_ranks.finish(two_ranks.start(["-c", head + textwrap.dedent(code)], Path.cwd()))
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_losses_of_one() -> None:
+    # Dividing by 4 rounds nothing, so the losses of one rank, which divides first, are comparable to the bit.
+    write("alone", grad_accumulation=4)
+    train(load_run("alone.yaml"))
+    write("bf16", grad_accumulation=4, precision="bf16_autocast")
+    train(load_run("bf16.yaml"))
+    write("clipped", grad_accumulation=4, clip_grad_norm=0.5)
+    train(load_run("clipped.yaml"))
+    write("deepseek", grad_accumulation=4, model=DEEPSEEK)
+    train(load_run("deepseek.yaml"))
+    recompute = {"recompute": "all", "min_bytes": 0}
+    write("pipe_alone", sections={"pipeline": DUALPIPEV, "memory": recompute})
+    write("pipe_bf16", sections={"pipeline": DUALPIPEV | {"schedule": "zb_v"}}, precision="bf16_autocast")
+    write("pipe_clipped", sections={"pipeline": DUALPIPEV | {"schedule": "1f1b"}}, clip_grad_norm=0.5)
+    write("pipe_deepseek", sections={"pipeline": DUALPIPEV, "memory": recompute}, model=DEEPSEEK)
+    write("pipe_half", sections={"pipeline": DUALPIPEV}, output_dir="resumed", steps=2)
+    write("pipe_rest", sections={"pipeline": DUALPIPEV}, output_dir="resumed")
+    code = """
+    import os
+    names = ("alone", "bf16", "clipped", "deepseek", "half", "rest")
+    for name, port in zip(names, os.environ["MORE_PORTS"].split()):
+        train(load_run(f"pipe_{name}.yaml"))
+        os.environ["MASTER_PORT"] = port
+    """
+    first, second = on_two_ranks(code)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    for name in ("alone", "bf16", "deepseek"):
+        assert losses(f"pipe_{name}") == losses(name)
+    assert losses("resumed") == losses("alone")
+    assert [step["grad_norm"] for step in steps_of("pipe_clipped")] == pytest.approx(
+        [step["grad_norm"] for step in steps_of("clipped")], rel=1e-4
+    )
+    assert all(step["tide"]["recomputed_bytes"] > 0 for step in steps_of("pipe_alone"))
+    assert "on 2 ranks" in first[2]
+    assert "resumed from resumed/checkpoints/step-00000002" in first[2]
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
+    write("run", sections={"pipeline": DUALPIPEV})
+    code = """
+    import os
+    from lowtide.train.stages import RankStages
+    begin = RankStages.begin
+    def begin_badly(self):
+        begin(self)
+        def fail(*_):
+            raise RuntimeError("the dog ate the batch")
+        if os.environ["RANK"] == "1":
+            self.stages[1].register_forward_pre_hook(fail)
+    RankStages.begin = begin_badly
+    train(load_run("run.yaml"))
+    """
+    (status_0, _, err_0), (status_1, _, err_1) = on_two_ranks(code)
+    assert status_0 != 0
+    assert status_1 != 0
+    assert (err_0 + err_1).count("lowtide: rank 1 failed at step 1: ") == 1
+    assert err_1.rstrip().endswith("lowtide: rank 1 failed at step 1: RuntimeError: the dog ate the batch")
+    assert "lowtide: rank 1 failed at 1F0 of step 1" in err_1
+
+
+def refusal(**more: Any) -> str:
+    write("run", **more)
+    with pytest.raises(ConfigError) as caught:
+        train(load_run("run.yaml"))
+    return str(caught.value)
+
+
+def test_what_is_refused_with_its_place() -> None:
+    def beside(memory: dict[str, Any]) -> str:
+        return refusal(sections={"pipeline": DUALPIPEV, "memory": memory})
+
+    assert refusal(sections={"pipeline": DUALPIPEV | {"micro_batches": 3}}) == (
+        "run.yaml:4:11: pipeline: 'dualpipev' on 2 ranks needs at least 4 micro-batches (2 x ranks), not 3"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV | {"schedule": "dualpipe"}}) == (
+        "run.yaml:4:24: expected gpipe, 1f1b, interleaved, interleaved_overlap, zb_v or dualpipev for "
+        "'pipeline.schedule', not 'dualpipe'; did you mean 'dualpipev'?"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV}) == (
+        "run.yaml:4:47: 'pipeline.stages' is 2, but there is 1 rank; start it with torchrun --nproc-per-node 2"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV}, grad_accumulation=2) == (
+        "run.yaml:3:119: 'train.grad_accumulation' is 2, and a step of a pipeline has 4 micro-batches already; write "
+        "their number into 'pipeline.micro_batches' only"
+    )
+    assert beside({"budget": "1GiB"}) == (
+        "run.yaml:5:20: 'memory.budget' cannot stand beside 'pipeline' yet; write rules: recompute, swap, keep"
+    )
+    assert beside({"optimizer": "swap"}) == (
+        "run.yaml:5:23: 'memory.optimizer' cannot stand beside 'pipeline' yet; leave it out"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV, "recompute_config": {"recompute": True}}) == (
+        "run.yaml:4:11: 'pipeline' cannot stand beside recompute_config and swap_config yet; use the section 'memory'"
+    )
+
+
+def test_models_that_cannot_be_split_are_refused_with_their_place() -> None:
+    one = {"pipeline": {"schedule": "dualpipev", "stages": 1, "micro_batches": 4}}
+    assert refusal(sections=one, model=LLAMA | {"num_hidden_layers": 3}) == (
+        "run.yaml:4:11: pipeline: 3 layers do not split evenly over 2 stages; use a model of 2 or 4 layers, or a "
+        "number of stages that divides 3"
+    )
+    assert refusal(sections=one, model=LLAMA | {"model_type": "mistral"}) == (
+        "run.yaml:4:11: pipeline: a model of kind 'mistral' cannot be cut into stages; known are llama, qwen3_moe, "
+        "deepseek_v3. Give Pipeline stages of your own"
+    )
+
+
+def test_a_plan_for_one_rank_is_refused() -> None:
+    write("run", sections={"pipeline": DUALPIPEV})
+    with pytest.raises(ConfigError) as caught:
+        trace_run(load_run("run.yaml"), load_hardware("cpu"), say=print)
+    assert str(caught.value) == (
+        "run.yaml:4:11: 'pipeline': a step of the whole model is looked at here; take the section out to see it"
+    )
+
+
+def test_one_rank_is_a_pipeline_too() -> None:
+    write("alone", grad_accumulation=4)
+    train(load_run("alone.yaml"))
+    write("pipe", sections={"pipeline": DUALPIPEV | {"stages": 1}})
+    train(load_run("pipe.yaml"))
+    assert losses("pipe") == losses("alone")
