@@ -143,8 +143,8 @@ def row_of(setting: str, rounds: Mapping[tuple[str, str], Sequence[Row]], share:
         "predicted_hidden_share": played.hidden_share,
         "off_by_points": 100 * (measured - played.hidden_share),
         "ceiling_share": 1 - 1 / args["micro_batches"],
-        "steady_share": max(_waited_for(each, exchange, is_steady=True) for each in overlapped),
-        "not_waited_share": max(_waited_for(each, exchange) for each in overlapped),
+        "steady_share": _not_waited_for(overlapped, exchange, is_steady=True),
+        "not_waited_share": _not_waited_for(overlapped, exchange),
         "traced_share": max(traced_share(each["link"], _computing(each)) for each in overlapped),
         **fastest,
         "predicted_seconds": played.step_seconds,
@@ -155,20 +155,23 @@ def row_of(setting: str, rounds: Mapping[tuple[str, str], Sequence[Row]], share:
     }
 
 
-def fastest_of(rounds: Sequence[Row]) -> float:
-    """Of a step: each pair as long as in the round in which it was fastest."""
+def fastest_of(
+    rounds: Sequence[Row], kinds: Sequence[str] = ("segment", "issue", "wait"), *, is_steady: bool = False
+) -> float:
+    """What events of these kinds took in a step, each pair as in the round in which it took least. `is_steady`: without
+    the first and the last pair, which have one half."""
     pairs: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(rounds))
     for number, each in enumerate(rounds):
         for event, seconds in each["took"]:
-            pairs[event.pair][number] += seconds
-    return sum(min(values) for values in pairs.values())
+            pairs[event.pair][number] += seconds if event.kind in kinds else 0
+    return sum(min(values) for pair, values in pairs.items() if not is_steady or 0 < pair < max(pairs))
 
 
-def _waited_for(step: Row, exchange_seconds: float, *, is_steady: bool = False) -> float:
-    last = step["took"][-1][0].pair
-    events = [(event, s) for event, s in step["took"] if not is_steady or 0 < event.pair < last]
-    waited = sum(seconds for event, seconds in events if event.kind == "wait")
-    return 1 - waited / (exchange_seconds * sum(event.kind == "issue" for event, _ in events))
+def _not_waited_for(rounds: Sequence[Row], exchange_seconds: float, *, is_steady: bool = False) -> float:
+    events = [event for event, _ in rounds[0]["took"] if event.kind == "issue"]
+    last = max(event.pair for event in events)
+    num = sum(not is_steady or 0 < event.pair < last for event in events)
+    return 1 - fastest_of(rounds, ("wait",), is_steady=is_steady) / (exchange_seconds * num)
 
 
 def _computing(step: Row) -> list[tuple[float, float]]:
@@ -184,10 +187,19 @@ def measure(piece: Mapping[str, Any], args: argparse.Namespace) -> list[Row]:
     """Both settings of one share of exchange, on two processes."""
     options = {name: getattr(args, name) for name in ("layers", "micro_batches", "segment", "rounds")}
     share = float(piece["exchange_share"])
+    rounds = on_processes(on_rank, 2, share, options)
+    return [{"setting": setting, **row_of(setting, rounds, share, options)} for setting in SETTINGS]
+
+
+def on_processes(function: Callable[..., Any], num_ranks: int, number: float, options: Mapping[str, Any]) -> Any:
+    """What `function(rank, num_ranks, number, options)` gives on rank 0 of a group of gloo."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_process, args=(r, folder, share, options, answers)) for r in range(2)]
+        given = (num_ranks, number, options)
+        ranks = [
+            context.Process(target=_process, args=(rank, folder, function, given, answers)) for rank in range(num_ranks)
+        ]
         with contextlib.ExitStack() as stack:
             for process in ranks:
                 process.start()
@@ -195,16 +207,15 @@ def measure(piece: Mapping[str, Any], args: argparse.Namespace) -> list[Row]:
             found = [answers.get(timeout=_TIME_LIMIT_SECONDS) for _ in ranks]
             for process in ranks:
                 process.join()
-    rounds = next(each for rank, each in found if rank == 0)
-    return [{"setting": setting, **row_of(setting, rounds, share, options)} for setting in SETTINGS]
+    return next(each for rank, each in found if rank == 0)
 
 
-def _process(rank: int, folder: str, share: float, options: Mapping[str, Any], answers: Any) -> None:
+def _process(rank: int, folder: str, function: Callable[..., Any], given: tuple[Any, ...], answers: Any) -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    answers.put((rank, on_rank(rank, 2, share, options)))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given[0])
+    answers.put((rank, function(rank, *given)))
     dist.barrier()
     dist.destroy_process_group()
 
