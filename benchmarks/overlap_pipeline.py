@@ -1,6 +1,6 @@
 """Question f, for a pipeline: does a whole step of DualPipeV hide what its schedule allows?
 
-    python -m benchmarks.overlap_pipeline [--rounds 5] [--ranks 2] [--segment 0.02]
+    python -m benchmarks.overlap_pipeline [--rounds 5] [--ranks 2] [--segment 0.04]
 
 Compute and links are emulated (emulated_moe.py). One process is one rank, with two stages of one MoE layer each; the
 peers of its exchanges are made up, and each rank has a link of its own. Activations and gradients between stages really
@@ -9,7 +9,7 @@ the schedule's clock predicts, with pairs as the replay prices them (`overlap_fi
 ceiling: the share of chunk passes that have a partner.
 Why beside overlap.py: what a schedule makes of pairs is decided by its warm-up, its cool-down and its bubble.
 
-Cost: three minutes. This is an emulation: none of these figures is a network's.
+Cost: six minutes. This is an emulation: none of these figures is a network's.
 Not covered: put-off weight gradients (the backward of a split chunk does its weights at once).
 """
 
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser("overlap_pipeline", __doc__)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--ranks", type=int, default=2)
-    options.add_argument("--segment", type=float, default=0.02, help="seconds of attention or experts, forward")
+    options.add_argument("--segment", type=float, default=0.04, help="seconds of attention or experts, forward")
     args = options.parse_args(argv)
     exchange = EXCHANGE_SHARE * args.segment
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,11 @@ from zoo import same_bits
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
-from lowtide.pipeline import Overlap, all_to_all
+from lowtide.pipeline import Overlap, Pipeline, all_to_all
 from lowtide.pipeline.exchange import Route, start_on_group
+from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap_figures import Event, exposed
+from lowtide.pipeline.schedule import Schedule
 
 Run = Callable[[nn.Module, list[Tensor]], list[Tensor]]
 
@@ -170,3 +173,73 @@ def sharded(rank: int) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+NUM_MICRO_BATCHES = 10
+
+
+def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Two steps of a pipeline whose stages are blocks with experts, each with a group of its own for them."""
+    own_group = [dist.new_group([each]) for each in range(2)][rank]
+
+    def start(rows: Tensor, sent: Tensor, route: Route) -> Any:
+        return start_on_group(rows, sent, dataclasses.replace(route, group=own_group))
+
+    made = make_schedule(schedule, num_ranks=2, num_micro_batches=NUM_MICRO_BATCHES)
+    inputs = [torch.randn(2, 5 + number % 3, moe.WIDTH, generator=torch.Generator().manual_seed(number))
+              for number in range(NUM_MICRO_BATCHES)]  # fmt: skip
+    truth, losses = _stages(made), []
+    overlap = Overlap(start=start)
+    for batch in inputs:
+        found: list[Tensor] = []
+
+        def whole(batch: Tensor = batch, found: list[Tensor] = found) -> None:
+            found.append(_loss(nn.Sequential(*truth)(batch), batch))
+
+        overlap.run_pair(whole, None)
+        overlap.run_pair(None, found[0].backward)
+        losses.append(found[0].detach())
+
+    log: list[Event] = []
+    own = {stage: _stages(made)[stage] for stage in made.stages_of(rank)}
+    has_last = made.num_stages - 1 in own
+    with contextlib.ExitStack() as stack:
+        for stage in own.values() if memory is not None else ():
+            stack.enter_context(lowtide.apply(stage, memory, group=own_group))
+        run_pair = Overlap(start=start, log=log).run_pair
+        runner = Pipeline(made, own, loss=_loss if has_last else None, run_pair=run_pair)
+        stack.callback(runner.close)
+        different = []
+        for _ in range(2):
+            got = runner.step(inputs if 0 in own else None, inputs if has_last else None)
+            different.append([number for number, loss in enumerate(got) if not same_bits(loss, losses[number])])
+            for number, stage in own.items():
+                wanted = dict(truth[number].named_parameters())
+                for name, parameter in stage.named_parameters():
+                    gradient, whole_gradient = parameter.grad, wanted[name].grad
+                    assert (gradient is None) == (whole_gradient is None)
+                    if gradient is not None and not same_bits(gradient, whole_gradient / NUM_MICRO_BATCHES):
+                        different[-1].append(f"{number} {name}")
+                    parameter.grad = None
+    both = {event.pair for event in log if event.half == "forward"} & {e.pair for e in log if e.half == "backward"}
+    issues = [event for event in log if event.kind == "issue"]
+    return {
+        "different": different,
+        "num_issues": len(issues),
+        "num_alone": sum(event.pair not in both for event in issues),
+        "num_exposed": len(exposed(log)),
+    }
+
+
+def _stages(schedule: Schedule) -> list[nn.Module]:
+    stages = []
+    for stage in range(schedule.num_stages):
+        torch.manual_seed(stage)
+        block = moe.Block(1, hides=False)
+        block.attention.dropout.p = 0.0
+        stages.append(nn.Sequential(block))
+    return stages
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).mean()
