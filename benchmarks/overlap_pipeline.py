@@ -1,20 +1,29 @@
-"""A whole step of DualPipeV with emulated compute and links: measured, and as the schedule's clock predicts it.
+"""Question f, for a pipeline: does a whole step of DualPipeV hide what its schedule allows?
 
-What: one process is one rank, with two stages of one MoE layer each (emulated_moe.py); the peers of its exchanges are
-emulated, and each rank has a link of its own. Activations and gradients between stages really travel over gloo. Three
-runs in turns, as in overlap.py.
+    python -m benchmarks.overlap_pipeline [--rounds 5] [--ranks 2] [--segment 0.04]
+
+Compute and links are emulated (emulated_moe.py). One process is one rank, with two stages of one MoE layer each; the
+peers of its exchanges are made up, and each rank has a link of its own. Activations and gradients between stages really
+travel over gloo. Three runs in turns, as in overlap.py: without exchanges, in series, overlapped. Measured beside what
+the schedule's clock predicts, with pairs as the replay prices them (`overlap_figures.predict_step`), and beside the
+ceiling: the share of chunk passes that have a partner.
 Why beside overlap.py: what a schedule makes of pairs is decided by its warm-up, its cool-down and its bubble.
-Cost: as overlap.py. Not covered: put-off weight gradients (the backward of a split chunk does its weights at once).
+
+Cost: six minutes. This is an emulation: none of these figures is a network's.
+Not covered: put-off weight gradients (the backward of a split chunk does its weights at once).
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.rows import Row
+from benchmarks.overlap import on_processes
+from benchmarks.record import Record
+from benchmarks.rows import Row, command_of, parser, run
 from lowtide.pipeline.overlap_figures import (
     BACKWARD,
     FORWARD,
@@ -26,6 +35,16 @@ from lowtide.pipeline.overlap_figures import (
     seconds_of,
 )
 
+TITLE = "How much of the all-to-all does a whole step of DualPipeV hide?"
+MICRO_BATCHES_A_RANK = (4, 8)
+EXCHANGE_SHARE = 0.8
+"""Of one exchange, of the forward of attention or experts."""
+NOTES = (
+    "EMULATED: compute sleeps and each rank's link is a deadline; the executor, autograd and the messages between "
+    "stages are real. No network was measured.",
+    "`hidden` is R_e2e from the fastest round of each run, and the least and the most of any round. `ceiling` is the "
+    "mean over ranks of the share of chunk passes with a partner: waits in the bubble can lift a step above it.",
+)
 MODES = ("without", "serial", "overlapped")
 _ROWS = 64
 _NOTHING = 1e-9
@@ -132,3 +151,34 @@ def _times_of(serial: list[Row], exchange_seconds: float) -> ChunkTimes:
         weight_seconds=_NOTHING,
         exchange_seconds=exchange_seconds,
     )
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser("overlap_pipeline", __doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--segment", type=float, default=0.04, help="seconds of attention or experts, forward")
+    args = options.parse_args(argv)
+    exchange = EXCHANGE_SHARE * args.segment
+
+    def measure(piece: Mapping[str, Any]) -> Row:
+        given = {"micro_batches": piece["micro_batches"], "segment": args.segment, "rounds": args.rounds}
+        rounds = on_processes(on_rank, args.ranks, exchange, given)
+        return row_of(rounds, args.ranks, exchange, given)
+
+    record = Record(
+        question="overlap_pipeline",
+        title=TITLE,
+        kind="emulated",
+        command=command_of("overlap_pipeline", argv),
+        settings={"ranks": args.ranks, "exchange_share": EXCHANGE_SHARE, "segment_seconds": args.segment,
+                  "rounds": args.rounds},
+        rows=[],
+        notes=list(NOTES),
+    )  # fmt: skip
+    pieces = [{"schedule": "dualpipev", "micro_batches": each * args.ranks} for each in MICRO_BATCHES_A_RANK]
+    return run(record, pieces, measure, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,7 @@ QUESTIONS = {
     "scaling": "How does DeepSeek-V3 scale from 1 to 16,384 devices?",
     "optimizer": "What does it cost to have the optimizer's state elsewhere between steps?",
     "overlap": "How much of the all-to-all does the overlap engine hide?",
+    "overlap_pipeline": "How much of the all-to-all does a whole step of DualPipeV hide?",
     "details": "What do hooks, copies and allocators cost?",
 }
 """In the order of the page; questions that are not named here follow."""

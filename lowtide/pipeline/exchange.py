@@ -64,6 +64,9 @@ class Half(Protocol):
     def home(self) -> Home:
         """Whose half it is."""
 
+    def check(self, x: torch.Tensor) -> None:
+        """Raise ConfigError if `x`, which is about to leave, was made by what cannot be in a pair."""
+
     def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
         """Start the exchange of `sent`, into `rows`. Its `wait` may let the other half run first."""
 
@@ -127,6 +130,9 @@ def start_all_to_all(
             "more in backward; checkpoint the parts before, between and after the exchanges, or have lowtide "
             "recompute the layer (`recompute: all`), which keeps what was received"
         )
+    half = running_half.get()
+    if half is not None:
+        half.check(x)
     exchange = _Exchange(route)
     if kept is not None and is_again:
         exchange.given = kept.take(exchange.shape(x), x.dtype)
@@ -224,3 +230,8 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.exchange.start(gradient, ctx.exchange.route.back())
         return gradient.new_zeros(0), None
+
+
+def is_exchange(node: Any) -> bool:
+    """Whether an autograd node is one end of an exchange."""
+    return isinstance(getattr(node, "exchange", None), _Exchange)

@@ -23,9 +23,10 @@ the start of an exchange and its wait: weight gradients that were put off, for o
 Exact: each half does what it does alone, in the same order, so losses and gradients are those of plain autograd to the
 bit, whatever is kept, swapped or recomputed.
 Cost: activations of two micro-batches at once, 33 us of the host for each exchange each way, and 0.1 ms a pair.
-Not covered: modules of FSDP2 in both halves (one half would reshard what the other reads); a forward half that calls
-autograd itself on an accelerator, whose thread is with the other half. A model that draws random numbers in backward
-(not in a recomputed forward, which draws what the forward drew) draws them in another order.
+Not covered: modules of FSDP2, which would lose gradients (refused by name, but for a model of which the root alone is
+sharded); a DDP that synchronises inside pairs (torch raises); a forward half that calls autograd itself on an
+accelerator, whose thread is with the other half. A model that draws random numbers in backward (not in a recomputed
+forward, which draws what the forward drew) draws them in another order.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.exchange import Half, Route, Work, running_half, start_on_group
+from lowtide.pipeline.exchange import Half, Route, Work, is_exchange, running_half, start_on_group
 from lowtide.pipeline.overlap_figures import BACKWARD, FORWARD, OTHER, Event, Kind
 from lowtide.pipeline.two_threads import Baton, ThreadState
+from lowtide.tensors.private import fsdp_module_of
 
+_NUM_CHECKED = 8
+"""In so many pairs it is looked whether a module cannot be in one: models do not change much."""
 Batch = TypeVar("Batch")
 Start = Callable[[torch.Tensor, torch.Tensor, Route], Work]
 
@@ -185,6 +189,13 @@ class _Half:
         self._baton = baton
         self._num: dict[Kind, int] = {}
 
+    def check(self, x: torch.Tensor) -> None:
+        if self._pair < _NUM_CHECKED and (name := _sharded_module(x)) is not None:
+            raise ConfigError(
+                f"lowtide: '{name}' is a module of FSDP2, which takes one forward or backward at a time: in a pair it "
+                "would lose gradients. Shard the optimizer's state instead, or step without lowtide.pipeline.Overlap"
+            )
+
     def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
         if not rows.is_floating_point() and not rows.is_complex():
             self.note("counts")
@@ -206,6 +217,23 @@ class _Half:
         if self.home.log is not None:
             self.home.log.append(Event(self._pair, self.name, kind, number))
         return number
+
+
+def _sharded_module(x: torch.Tensor) -> str | None:
+    """The name of a module of FSDP2 that ran since the last exchange, as far as the graph of `x` shows it; or None."""
+    waiting: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = fsdp_module_of(node)
+        if name is not None:
+            return name
+        if not is_exchange(node):
+            waiting += [following for following, _ in node.next_functions]
+    return None
 
 
 class _Turn:

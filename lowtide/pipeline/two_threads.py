@@ -100,7 +100,8 @@ class ThreadState:
     def now() -> ThreadState:
         device = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if device is None else ["cpu", device.type]
-        is_used = device is not None and torch.get_device_module(device).is_initialized()
+        # To ask for the stream of a device that nobody uses would set it up.
+        is_used = device is not None and getattr(torch.get_device_module(device), "is_initialized", bool)()
         return ThreadState(
             context=contextvars.copy_context(),
             has_gradients=torch.is_grad_enabled(),

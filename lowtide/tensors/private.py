@@ -417,6 +417,18 @@ def fsdp_groups(module: Any) -> list[Any]:
 FSDP_PARTIAL_SUM = "_partial_reduce_output"
 """Attribute of a group of `fsdp_groups`: gradients summed over some ranks, that wait for the others; or None."""
 
+_FSDP_NODE = "RegisterPostBackwardFunctionBackward"
+
+
+def fsdp_module_of(node: Any) -> str | None:
+    """The module on whose inputs FSDP2 has put this autograd node, to learn when the module's backward is over: its
+    name, or its class where FSDP2 has no name for it. None for any other node. No public way to ask."""
+    if type(node).__name__ != _FSDP_NODE:
+        return None
+    group = node.param_group
+    return group._module_fqn or type(group.modules[0]).__name__
+
+
 FSDP_RESHARDS = "_auto_reshard_after_forward"
 """Attribute of a `fsdp_state`: whether FSDP2 decides itself about resharding. It can be set publicly, not asked for."""
 

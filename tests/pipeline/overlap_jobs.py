@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,19 @@ import torch.distributed as dist
 from pipeline import moe
 from solved import random_plan
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from zoo import same_bits
 
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
-from lowtide.pipeline import Overlap
+from lowtide.errors import ConfigError
+from lowtide.pipeline import Overlap, Pipeline, all_to_all
+from lowtide.pipeline.exchange import Route, start_on_group
+from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap_figures import Event, exposed
+from lowtide.pipeline.schedule import Schedule
 
 Run = Callable[[nn.Module, list[Tensor]], list[Tensor]]
 
@@ -131,3 +138,108 @@ def raises(rank: int, where: str) -> dict[str, Any]:
     dist.barrier()
     found = _result(model, overlap.run, batches)
     return {"text": text, "different": [name for name in truth if not same_bits(truth[name], found[name])]}
+
+
+def independent(rank: int) -> dict[str, Any]:
+    """Two exchanges that do not need each other, with graphs behind them that differ between ranks."""
+    log: list[str] = []
+
+    def link(rows: Tensor, sent: Tensor, route: Route) -> Any:
+        log.append(str(rows.shape[1]))
+        return start_on_group(rows, sent, route)
+
+    overlap, made = Overlap(start=link), []
+    x = torch.ones(4, 8, requires_grad=True)
+
+    def forward() -> None:
+        first, second = all_to_all(x[:, :3] * 2, [2, 2], [2, 2]), all_to_all(x[:, 3:] * 3, [2, 2], [2, 2])
+        for _ in range(20):
+            first, second = (first.sin(), second) if rank else (first, second.sin())
+        made.append(first.sum() + second.sum())
+
+    overlap.run_pair(forward, None)
+    overlap.run_pair(None, made[0].backward)
+    return {"log": log, "has_gradient": x.grad is not None}
+
+
+def sharded(rank: int) -> str:
+    """A model whose attention FSDP2 has sharded."""
+    model = moe.make(rank)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer.attention, mesh=mesh)
+    try:
+        Overlap().run(model, moe.batches(rank))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+NUM_MICRO_BATCHES = 10
+
+
+def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Two steps of a pipeline whose stages are blocks with experts, each with a group of its own for them."""
+    own_group = [dist.new_group([each]) for each in range(2)][rank]
+
+    def start(rows: Tensor, sent: Tensor, route: Route) -> Any:
+        return start_on_group(rows, sent, dataclasses.replace(route, group=own_group))
+
+    made = make_schedule(schedule, num_ranks=2, num_micro_batches=NUM_MICRO_BATCHES)
+    inputs = [torch.randn(2, 5 + number % 3, moe.WIDTH, generator=torch.Generator().manual_seed(number))
+              for number in range(NUM_MICRO_BATCHES)]  # fmt: skip
+    truth, losses = _stages(made), []
+    overlap = Overlap(start=start)
+    for batch in inputs:
+        found: list[Tensor] = []
+
+        def whole(batch: Tensor = batch, found: list[Tensor] = found) -> None:
+            found.append(_loss(nn.Sequential(*truth)(batch), batch))
+
+        overlap.run_pair(whole, None)
+        overlap.run_pair(None, found[0].backward)
+        losses.append(found[0].detach())
+
+    log: list[Event] = []
+    own = {stage: _stages(made)[stage] for stage in made.stages_of(rank)}
+    has_last = made.num_stages - 1 in own
+    with contextlib.ExitStack() as stack:
+        for stage in own.values() if memory is not None else ():
+            stack.enter_context(lowtide.apply(stage, memory, group=own_group))
+        run_pair = Overlap(start=start, log=log).run_pair
+        runner = Pipeline(made, own, loss=_loss if has_last else None, run_pair=run_pair)
+        stack.callback(runner.close)
+        different = []
+        for _ in range(2):
+            got = runner.step(inputs if 0 in own else None, inputs if has_last else None)
+            different.append([number for number, loss in enumerate(got) if not same_bits(loss, losses[number])])
+            for number, stage in own.items():
+                wanted = dict(truth[number].named_parameters())
+                for name, parameter in stage.named_parameters():
+                    gradient, whole_gradient = parameter.grad, wanted[name].grad
+                    assert (gradient is None) == (whole_gradient is None)
+                    if gradient is not None and not same_bits(gradient, whole_gradient / NUM_MICRO_BATCHES):
+                        different[-1].append(f"{number} {name}")
+                    parameter.grad = None
+    both = {event.pair for event in log if event.half == "forward"} & {e.pair for e in log if e.half == "backward"}
+    issues = [event for event in log if event.kind == "issue"]
+    return {
+        "different": different,
+        "num_issues": len(issues),
+        "num_alone": sum(event.pair not in both for event in issues),
+        "num_exposed": len(exposed(log)),
+    }
+
+
+def _stages(schedule: Schedule) -> list[nn.Module]:
+    stages = []
+    for stage in range(schedule.num_stages):
+        torch.manual_seed(stage)
+        block = moe.Block(1, hides=False)
+        block.attention.dropout.p = 0.0
+        stages.append(nn.Sequential(block))
+    return stages
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).mean()

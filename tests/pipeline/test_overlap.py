@@ -254,6 +254,41 @@ def test_plans_do_not_change_a_bit(memory: dict[str, Any], seed: int) -> None:
     assert sum(event.kind == "issue" for event in log) == 2 * 3 * 3 * 2 * 2
 
 
+class Remembering(nn.Module):
+    """A layer that draws, and changes a buffer and an attribute, before and after it exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.dropout = nn.Dropout(0.3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.dropout(torch.tanh(self.inner(x)))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * h.mean())
+        rows = all_to_all(h, [len(h)], [len(h)])
+        return x + self.dropout(torch.tanh(self.outer(rows))) * (1 + self.mean[0]) * self.calls
+
+
+def test_a_layer_that_both_halves_are_in_has_one_state_for_each() -> None:
+    batches = [torch.randn(4 + number, 8) for number in range(4)]
+
+    def found(run: Callable[[nn.Module, list[Tensor]], list[Tensor]], memory: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Remembering(), Remembering())
+        with lowtide.apply(model, memory):
+            losses = run(lambda batch: model(batch).square().mean(), batches)
+        assert [layer.calls for layer in model] == [4, 4]
+        return [*losses, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+
+    truth = found(alone, {})
+    result = found(lambda model, batches: Overlap(start=late).run(model, batches), {"recompute": "all"})
+    assert all(same_bits(a, b) for a, b in zip(result, truth, strict=True))
+
+
 def test_rows_that_a_recomputed_layer_received_are_in_the_ledger() -> None:
     model, batch = moe.make(0, 1, num_layers=2), moe.batches(0, 1)[0]
     received = 2 * (2 * batch.numel() * moe.TOP_K * moe.WIDTH * 4 + moe.EXPERTS * 8)

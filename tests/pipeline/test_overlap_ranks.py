@@ -32,7 +32,7 @@ RAISES = ("forward", "backward")
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[Any, Any]]:
     jobs = [(name, ("bits", arguments)) for name, arguments in BITS.items()]
-    jobs += [("order", ("order", {}))]
+    jobs += [(name, (name, {})) for name in ("order", "independent", "sharded")]
     jobs += [(f"raises in {where}", ("raises", {"where": where})) for where in RAISES]
     with tempfile.TemporaryDirectory() as folder:
         found = two_ranks.run("pipeline.overlap_jobs", [job for _, job in jobs], Path(folder))
@@ -61,3 +61,17 @@ def test_all_ranks_have_one_order_of_collectives(answers: dict[str, tuple[Any, A
 def test_ranks_that_raise_alike_go_on_together(answers: dict[str, tuple[Any, Any]], where: str) -> None:
     for rank in answers[f"raises in {where}"]:
         assert rank == {"text": "this one", "different": []}
+
+
+def test_exchanges_go_back_in_the_reverse_order_whatever_ranks_have_between_them(
+    answers: dict[str, tuple[Any, Any]],
+) -> None:
+    assert answers["independent"] == ({"log": ["3", "5", "5", "3"], "has_gradient": True},) * 2
+
+
+def test_sharded_modules_are_refused_by_name(answers: dict[str, tuple[Any, Any]]) -> None:
+    text = (
+        "lowtide: 'FSDPAttention' is a module of FSDP2, which takes one forward or backward at a time: in a pair it "
+        "would lose gradients. Shard the optimizer's state instead, or step without lowtide.pipeline.Overlap"
+    )
+    assert answers["sharded"] == (text, text)

@@ -695,6 +695,10 @@ def test_what_fsdp_keeps() -> None:
     assert private.fsdp_context(model).is_last_backward is True
     loss.backward()
 
+    node = model[0](torch.ones(1, 2, requires_grad=True)).grad_fn
+    behind = {private.fsdp_module_of(following) for following, _ in node.next_functions if following is not None}
+    assert behind == {None, "0"} and private.fsdp_module_of(node) is None
+
     assert [len(private.fsdp_groups(module)) for module in (model, model[0], model[2])] == [1, 1, 0]
     group = private.fsdp_groups(model[0])[0]
     assert getattr(group, private.FSDP_PARTIAL_SUM) is None
