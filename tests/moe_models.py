@@ -105,7 +105,7 @@ def together(model: Any, batches: list[list[Tensor]]) -> tuple[list[list[Tensor]
 
 class _Meeting:
     def __init__(self, num_batches: int) -> None:
-        self.barrier = threading.Barrier(num_batches, timeout=60)
+        self.barrier = threading.Barrier(num_batches, timeout=300)
         self.given: list[Any] = [None] * num_batches
         self.results: Any = None
 

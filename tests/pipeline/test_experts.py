@@ -311,7 +311,7 @@ JOBS: dict[str, two_ranks.Job] = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    given = two_ranks.run(__name__, list(JOBS.values()), tmp_path_factory.mktemp("ranks"))
+    given = two_ranks.run(__name__, list(JOBS.values()), tmp_path_factory.mktemp("ranks"), seconds=300)
     return dict(zip(JOBS, given, strict=True))
 
 
