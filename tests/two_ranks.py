@@ -65,18 +65,24 @@ def _rank(rank: int, *, num_ranks: int, folder: str, module: str, jobs: list[Job
         torch.distributed.destroy_process_group()
 
 
-def start(code: str, folder: Path) -> list[Process]:
-    """A program, twice, in `folder`, with the environment that torch.distributed reads; `finish` tells what it said.
-    `MORE_PORTS` has six ports for groups that follow one another."""
+def start(code: str, folder: Path, num_ranks: int = 2) -> list[Process]:
+    """A program, once for each rank, in `folder`, with the environment that torch.distributed reads; `finish` tells
+    what it said. `MORE_PORTS` has six ports for groups that follow one another."""
     with contextlib.ExitStack() as stack:
         # All are asked for before the first is given back, so they differ.
         sockets = [stack.enter_context(socket.socket()) for _ in range(7)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         port, *more_ports = [str(each.getsockname()[1]) for each in sockets]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MORE_PORTS": " ".join(more_ports)}
+    group = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "MORE_PORTS": " ".join(more_ports),
+    }
     return [
-        processes.start(code, folder, name=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank in (0, 1)
+        processes.start(code, folder, name=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **group)
+        for rank in range(num_ranks)
     ]
 
 

@@ -9,7 +9,8 @@ Cost: see pipeline/experts.py. Not covered: other numbers of ranks for a checkpo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,18 @@ class RankExperts:
     """The experts of one rank."""
 
     split: ExpertParallel
+    ranks: Any
+    """The ranks that have the same other parameters; None for all of the job."""
     replicas: Any
     """The ranks that have the same experts; None where there is no other."""
     is_writer: bool
     """Whether this rank is the first of those."""
 
     def average_gradients(self) -> None:
-        """Make every gradient the mean over all ranks of the job."""
-        self.split.average_gradients(ranks=dist.group.WORLD, replicas=self.replicas)
+        """Make every gradient the mean over all ranks that have it."""
+        self.split.average_gradients(
+            ranks=dist.group.WORLD if self.ranks is None else self.ranks, replicas=self.replicas
+        )
 
     def own_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of a checkpoint's tensors that belong to this rank's experts."""
@@ -59,7 +64,10 @@ def check_ranks(run: RunConfig, ranks: Ranks) -> None:
 
 
 def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExperts | None:
-    """Split the experts as the run file says; None where each rank has all. Collective. Raises `ConfigError`."""
+    """Split the experts as the run file says; None where each rank has all. Collective. Raises `ConfigError`.
+
+    `model`: of a pipeline the stages of this rank, which need not have experts.
+    """
     size = run.train.expert_parallel
     if size == 1:
         return None
@@ -67,11 +75,26 @@ def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExper
     # Every rank makes every group, in the same order, as torch wants it.
     groups = {first: dist.new_group(list(range(first, first + size))) for first in firsts}
     place = ranks.rank % size
+    group = groups[ranks.rank - place]
+    if run.pipeline is not None:
+        # Other groups have other layers.
+        has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+        none: Any = ExpertParallel(model, (), group=group, rank=place, num_ranks=size)
+        return RankExperts(
+            split=split_experts(model, group=group) if has_experts else none, ranks=group, replicas=None, is_writer=True
+        )
     replicas = None
     if len(firsts) > 1:
         replicas = [dist.new_group([first + other for first in firsts]) for other in range(size)][place]
+    with named(run):
+        split = split_experts(model, group=group)
+    return RankExperts(split=split, ranks=None, replicas=replicas, is_writer=ranks.rank == place)
+
+
+@contextlib.contextmanager
+def named(run: RunConfig) -> Iterator[None]:
+    """Inside, a mistake in what is split is told with its place in the run file."""
     try:
-        split = split_experts(model, group=groups[ranks.rank - place])
+        yield
     except ConfigError as error:
-        run.fail("train.expert_parallel", f"'train.expert_parallel' is {size}, but {error}")
-    return RankExperts(split=split, replicas=replicas, is_writer=ranks.rank == place)
+        run.fail("train.expert_parallel", f"'train.expert_parallel' is {run.train.expert_parallel}, but {error}")

@@ -34,6 +34,7 @@ Precision = Literal["float32", "bf16_autocast", "bf16"]
 _OURS = ("model", "data", "train", "memory", "pipeline", "parallel")
 _UPSTREAMS = ("trainer", "run_mode", "modelarts")
 """Keys of MindSpore Transformers that look like a misspelt one of ours."""
+_HAVE_PAIRS = ("dualpipev", "interleaved_overlap", "one_stage_overlap")
 _MOST = {
     "steps": 10**15,
     "batch_size": 2**20,
@@ -152,11 +153,15 @@ class TrainConfig:
 class PipelineConfig:
     """How the layers are split over ranks, and in which order their micro-batches go through them."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev"] = "1f1b"
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"
+    ] = "1f1b"
     stages: int
     """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
     micro_batches: int
     """Of a step. `train.grad_accumulation` stays out."""
+    overlap: bool = False
+    """Whether the halves of a pair take turns, so that each hides the other's exchange of rows between experts."""
     places: Locations = field(default_factory=Locations, compare=False)
 
     def __post_init__(self) -> None:
@@ -300,6 +305,12 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
         make_schedule(pipeline.schedule, num_ranks=pipeline.stages, num_micro_batches=pipeline.micro_batches)
     except ConfigError as error:
         fail("pipeline", str(error))
+    if pipeline.overlap and pipeline.schedule not in _HAVE_PAIRS:
+        fail(
+            "pipeline.overlap",
+            f"'pipeline.overlap' is about pairs of a forward and a backward, which '{pipeline.schedule}' does not "
+            f"have; choose {', '.join(_HAVE_PAIRS[:-1])} or {_HAVE_PAIRS[-1]}",
+        )
     if file.train.grad_accumulation != 1:
         fail(
             "train.grad_accumulation",

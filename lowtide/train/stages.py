@@ -4,9 +4,12 @@ What: `RankStages` cuts the model into the stages of the run's schedule and leav
 model keeps its names, so that a checkpoint says `model.layers.5...` whoever has written it. A step is
 `pipeline.micro_batches` micro-batches of `train.batch_size` sequences, gradients added raw and divided last.
 Every rank reads the same text; only the first and the last stage look at it.
+Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage: rank r has place r // E
+in its pipeline, and the ranks with the same place have the same layers, and batches of their own. With
+`pipeline.overlap` the two halves of a pair hide each other's exchange of rows.
 Cost: the whole model in main memory while it is cut, on every rank.
-Not covered: data parallelism beside the pipeline; a budget (a plan for one micro-batch does not know of those that are
-alive beside it); files of MindSpore Transformers.
+Not covered: data parallelism beside the pipeline, but for that of the experts; a budget (a plan for one micro-batch
+does not know of those that are alive beside it); files of MindSpore Transformers.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import lowtide
 from lowtide.errors import ConfigError
 from lowtide.pipeline.cut_model import cut, leave, loss_of
 from lowtide.pipeline.execute import Pipeline
+from lowtide.pipeline.experts_transformers import find_experts
 from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import layers_of_stages
 from lowtide.runtime.saved.stats import Stats
 from lowtide.tensors.ranks import ALONE
+from lowtide.train.experts import named, split_for
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
 
@@ -31,12 +38,14 @@ from lowtide.train.run_file import RunConfig
 def check_stages(run: RunConfig, ranks: Ranks) -> None:
     """Raises `ConfigError`, on all ranks alike, for another number of ranks than the pipeline's."""
     assert run.pipeline is not None
-    wanted = run.pipeline.stages
+    stages, experts = run.pipeline.stages, run.train.expert_parallel
+    wanted = stages * experts
     if ranks.num_ranks != wanted:
         are = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
+        beside = f" and 'train.expert_parallel' {experts}" if experts > 1 else ""
         run.fail(
             "pipeline.stages",
-            f"'pipeline.stages' is {wanted}, but there {are}; start it with torchrun --nproc-per-node {wanted}",
+            f"'pipeline.stages' is {stages}{beside}, but there {are}; start it with torchrun --nproc-per-node {wanted}",
         )
 
 
@@ -49,12 +58,16 @@ class RankStages:
         schedule = make_schedule(settings.schedule, num_ranks=settings.stages, num_micro_batches=settings.micro_batches)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         """Of the whole model."""
+        num_pipelines = run.train.expert_parallel
+        if num_pipelines > 1:
+            with named(run):
+                find_experts(model)
         try:
             layers = layers_of_stages(len(model.model.layers), schedule.num_stages)
             every = cut(model, layers)
         except ConfigError as error:
             run.fail("pipeline", str(error))
-        own = schedule.stages_of(ranks.rank)
+        own = schedule.stages_of(ranks.rank // num_pipelines)
         leave(
             model,
             [number for stage in own for number in layers[stage]],
@@ -62,6 +75,14 @@ class RankStages:
             last=schedule.num_stages - 1 in own,
         )
         self.stages: dict[int, Any] = {stage: every[stage].to(device) for stage in own}
+        self.experts = split_for(run, torch.nn.ModuleList(self.stages.values()), ranks)
+        """None where each rank has all experts of its layers."""
+        self._group: Any = None
+        if num_pipelines > 1:
+            # Every rank makes every group, in the same order, as torch wants it.
+            places = range(0, ranks.num_ranks, num_pipelines)
+            groups = [dist.new_group([place + number for place in places]) for number in range(num_pipelines)]
+            self._group = groups[ranks.rank % num_pipelines]
         self._run = run
         self._device = device
         self._schedule = schedule
@@ -79,7 +100,8 @@ class RankStages:
                 lowtide.apply(stage, run.memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
         loss = loss_of if self.has_loss else None
-        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss)
+        how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
+        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
     @property
     def has_loss(self) -> bool:
@@ -92,6 +114,8 @@ class RankStages:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in losses:
             total += loss
+        if self.experts is not None:
+            self.experts.average_gradients()
         return float(total) / len(batches)
 
     def reset_stats(self) -> None:

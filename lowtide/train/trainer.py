@@ -50,21 +50,21 @@ class Trainer:
         self.run = run
         self.ranks = ranks
         self.device = device
-        check_ranks(run, ranks)
-        if run.pipeline is not None:
-            check_stages(run, ranks)
+        (check_ranks if run.pipeline is None else check_stages)(run, ranks)
+        # Ranks of one pipeline read the same text.
+        num_readers = ranks.num_ranks if run.pipeline is None else run.train.expert_parallel
         self.corpus = open_text(run)
         self.sampler = Sampler(
             self.corpus,
             sequence_length=run.data.sequence_length,
             batch_size=run.train.batch_size,
             seed=run.train.seed,
-            rank=ranks.rank if run.pipeline is None else 0,
-            num_ranks=ranks.num_ranks if run.pipeline is None else 1,
+            rank=ranks.rank % num_readers,
+            num_ranks=num_readers,
         )
         self.model = build_model(run)
-        self.experts = split_for(run, self.model, ranks)
         self.stages = RankStages(run, self.model, ranks, device) if run.pipeline is not None else None
+        self.experts = split_for(run, self.model, ranks) if self.stages is None else self.stages.experts
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
@@ -107,7 +107,7 @@ class Trainer:
         """Of all ranks."""
         settings = self.run.train
         if self.run.pipeline is not None:
-            num_micro_batches = self.run.pipeline.micro_batches
+            num_micro_batches = self.run.pipeline.micro_batches * settings.expert_parallel
         else:
             num_micro_batches = settings.grad_accumulation * self.ranks.num_ranks
         return settings.batch_size * num_micro_batches * self.run.data.sequence_length
@@ -160,8 +160,11 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's weights; with split experts, those of all ranks. Collective then."""
-        return self.model.state_dict() if self.experts is None else self.experts.split.full_state_dict()
+        """The model's weights, of a pipeline those of this rank; with split experts, those of all ranks. Collective
+        then."""
+        if self.experts is None or self.stages is not None:
+            return self.model.state_dict()
+        return self.experts.split.full_state_dict()
 
     def save(self) -> Path:
         return checkpoint.save(
@@ -173,7 +176,7 @@ class Trainer:
             settings=self.run.settings(),
             ranks=self.ranks,
             device=self.device,
-            experts=self.experts,
+            experts=self.experts if self.stages is None else None,
             is_split=self.stages is not None,
         )
 
@@ -192,7 +195,7 @@ class Trainer:
             optimizer=self.optimizer,
             settings=self.run.settings(),
             ranks=self.ranks,
-            experts=self.experts,
+            experts=self.experts if self.stages is None else None,
             is_split=self.stages is not None,
         )
         self.sampler.restore(saved.data)
@@ -239,7 +242,7 @@ class Trainer:
         flags = [float(stop.asked is number) for number in (signal.SIGTERM, signal.SIGINT)]
         total, num_terminated, num_interrupted = self.ranks.sum([loss, *flags])
         asked = signal.SIGTERM if num_terminated else signal.SIGINT if num_interrupted else None
-        return total / (self.ranks.num_ranks if self.stages is None else 1), asked
+        return total / (self.ranks.num_ranks if self.stages is None else self.run.train.expert_parallel), asked
 
     def _clip(self) -> float:
         """Scales the gradients down to `clip_grad_norm`; their norm before that."""
@@ -249,7 +252,8 @@ class Trainer:
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.stages is not None:  # each rank has the gradients of its own layers
-            norm = torch.tensor(math.sqrt(self.ranks.sum([float(norm) ** 2])[0]), dtype=norm.dtype, device=self.device)
+            squares = self.ranks.sum([float(norm) ** 2])[0] / self.run.train.expert_parallel  # which all have the same
+            norm = torch.tensor(math.sqrt(squares), dtype=norm.dtype, device=self.device)
         if self.run.train.clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm)
         return float(norm)

@@ -74,7 +74,7 @@ def answers(folder: Path) -> dict[str, Any]:
     found["three"] = go("three", expert_parallel=3)
     print(json.dumps(found))
     """
-    first, second = two_ranks.answers(["-c", RUNS + textwrap.dedent(code)], folder, seconds=600)
+    first, second = two_ranks.answers(RUNS + textwrap.dedent(code), folder, seconds=600)
     return first | {"on the second rank": second}
 
 

@@ -14,7 +14,7 @@ from lowtide.timeline.hardware import load_hardware
 from lowtide.train.loop import train
 from lowtide.train.profiling import trace_run
 from lowtide.train.run_file import load_run
-from tests import two_ranks
+from tests import processes, two_ranks
 
 LLAMA = {
     "model_type": "llama",
@@ -64,9 +64,9 @@ def losses(folder: str) -> list[float]:
     return [step["loss"] for step in steps_of(folder)]
 
 
-def on_two_ranks(code: str) -> list[tuple[int, str, str]]:
+def on_ranks(code: str, num_ranks: int = 2) -> list[processes.End]:
     head = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
-    return two_ranks.finish(two_ranks.start(["-c", head + textwrap.dedent(code)], Path.cwd()))
+    return two_ranks.finish(two_ranks.start(head + textwrap.dedent(code), Path.cwd(), num_ranks), Path.cwd())
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_two_ranks_have_the_losses_of_one() -> None:
         train(load_run(f"pipe_{name}.yaml"))
         os.environ["MASTER_PORT"] = port
     """
-    first, second = on_two_ranks(code)
+    first, second = on_ranks(code)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     for name in ("alone", "bf16", "deepseek"):
         assert losses(f"pipe_{name}") == losses(name)
@@ -105,6 +105,35 @@ def test_two_ranks_have_the_losses_of_one() -> None:
     assert all(step["tide"]["recomputed_bytes"] > 0 for step in steps_of("pipe_alone"))
     assert "on 2 ranks" in first[2]
     assert "resumed from resumed/checkpoints/step-00000002" in first[2]
+
+
+def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None:
+    """Two ranks that split the experts, beside four that split the layers too, and two whose pairs hide exchanges."""
+    write("experts", grad_accumulation=4, model=DEEPSEEK, expert_parallel=2)
+    both: dict[str, Any] = {"model": DEEPSEEK, "expert_parallel": 2}
+    recompute = {"recompute": "all", "min_bytes": 0}
+    overlap = {"pipeline": DUALPIPEV | {"overlap": True}}
+    one = {"pipeline": {"schedule": "one_stage_overlap", "stages": 1, "micro_batches": 4, "overlap": True}}
+    write("four", sections={"pipeline": DUALPIPEV | {"schedule": "1f1b"}, "memory": recompute}, **both)
+    write("four_overlap", sections=overlap | {"memory": recompute}, **both)
+    write("half", sections=overlap, output_dir="resumed", steps=2, **both)
+    write("rest", sections=overlap, output_dir="resumed", **both)
+    write("one_stage", sections=one, **both)
+    code = """
+    import os, sys
+    for name, port in zip(os.environ["NAMES"].split(), os.environ["MORE_PORTS"].split()):
+        train(load_run(f"{name}.yaml"))
+        os.environ["MASTER_PORT"] = port
+    """
+    for num_ranks, names in ((2, "experts one_stage"), (4, "four four_overlap half rest")):
+        ends = on_ranks(f"import os; os.environ['NAMES'] = '{names}'\n{textwrap.dedent(code)}", num_ranks)
+        assert [status for status, _, _ in ends] == [0] * num_ranks, "".join(err for _, _, err in ends)
+    for name in ("one_stage", "four", "four_overlap", "resumed"):
+        assert losses(name) == losses("experts")
+        # The norm is added up in another order.
+        for one_step, other in zip(steps_of(name), steps_of("experts"), strict=True):
+            assert one_step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+            assert one_step["tokens_per_second"] > 0
 
 
 @pytest.mark.slow
@@ -123,7 +152,7 @@ def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     RankStages.begin = begin_badly
     train(load_run("run.yaml"))
     """
-    (status_0, _, err_0), (status_1, _, err_1) = on_two_ranks(code)
+    (status_0, _, err_0), (status_1, _, err_1) = on_ranks(code)
     assert status_0 != 0
     assert status_1 != 0
     assert (err_0 + err_1).count("lowtide: rank 1 failed at step 1: ") == 1
@@ -146,11 +175,19 @@ def test_what_is_refused_with_its_place() -> None:
         "run.yaml:4:11: pipeline: 'dualpipev' on 2 ranks needs at least 4 micro-batches (2 x ranks), not 3"
     )
     assert refusal(sections={"pipeline": DUALPIPEV | {"schedule": "dualpipe"}}) == (
-        "run.yaml:4:24: expected gpipe, 1f1b, interleaved, interleaved_overlap, zb_v or dualpipev for "
-        "'pipeline.schedule', not 'dualpipe'; did you mean 'dualpipev'?"
+        "run.yaml:4:24: expected gpipe, 1f1b, interleaved, interleaved_overlap, zb_v, dualpipev or "
+        "one_stage_overlap for 'pipeline.schedule', not 'dualpipe'; did you mean 'dualpipev'?"
     )
     assert refusal(sections={"pipeline": DUALPIPEV}) == (
         "run.yaml:4:47: 'pipeline.stages' is 2, but there is 1 rank; start it with torchrun --nproc-per-node 2"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV}, model=DEEPSEEK, expert_parallel=2) == (
+        "run.yaml:4:47: 'pipeline.stages' is 2 and 'train.expert_parallel' 2, but there is 1 rank; start it with "
+        "torchrun --nproc-per-node 4"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV | {"schedule": "zb_v", "overlap": True}}) == (
+        "run.yaml:4:76: 'pipeline.overlap' is about pairs of a forward and a backward, which 'zb_v' does not have; "
+        "choose dualpipev, interleaved_overlap or one_stage_overlap"
     )
     assert refusal(sections={"pipeline": DUALPIPEV}, grad_accumulation=2) == (
         "run.yaml:3:119: 'train.grad_accumulation' is 2, and a step of a pipeline has 4 micro-batches already; write "
