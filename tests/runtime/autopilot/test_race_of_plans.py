@@ -394,7 +394,7 @@ def test_a_rival_that_fails_is_out_and_the_bits_are_the_same(what: str) -> None:
         torch.manual_seed(5)
         for number, each in enumerate(found):
             assert_same(each, step(truth, rows()), f"step {number}")
-        assert failed and [line for line in said if f"plan '{failed[0]}' is out of the race: " in line]
+        assert failed and [line for line in said if f"the race goes on without the plan '{failed[0]}': " in line]
         assert tide.phase is Phase.SETTLED and failed[0] not in (tide._shapes[tide._state.key].rivals or {})
         assert tide.plan is not None and not tide.plan.raced.startswith(failed[0])
         assert "out of memory" not in [event.why for event in tide.events]
