@@ -15,17 +15,15 @@ from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.rivals import FEWEST, NO_SWAP, rivals_of
-from lowtide.profiling.fake.trace import trace
 from lowtide.timeline.step import Link
-from tests.engines.roofline_clock import HARDWARE
-from tests.runtime.autopilot.test_autopilot import net, rows
+from tests.runtime.autopilot.test_race_of_plans import priced
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def profile() -> Profile:
-    return trace(net(num_layers=6), (rows(256),), hardware=HARDWARE)
+    return priced()[0]
 
 
 def config_for(profile: Profile, share: float, **more: Any) -> MemoryConfig:

@@ -812,7 +812,7 @@ class Autopilot:
         assert contest is not None and key is not None
         out = contest.in_force
         contest.race.drop(contest.number)
-        self._say(f"lowtide: plan '{out.name}' is out of the race: {why}")
+        self._say(f"lowtide: the race goes on without the plan '{out.name}': {why}")
         self._give_turn(key, self._shapes[key], contest, 0)
         if out.tide is not None:
             out.tide.remove()
