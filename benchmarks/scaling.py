@@ -3,8 +3,9 @@
     python -m benchmarks.scaling [--hardware h100] [--devices 256 2048]
 
 For each number of devices the fastest layout is looked for (examples/deepseek_v3_2048.yaml), and for 2,048 of them the
-published one is planned as it is given (examples/deepseek_v3_published.yaml). The batch is the same whatever the devices
-(strong scaling): 15,360 sequences of 4,096 tokens. Nothing runs; what a prediction rests on, `lowtide plan` prints.
+published one is planned as it is given (examples/deepseek_v3_published.yaml). The batch is the same whatever the
+devices (strong scaling): 15,360 sequences of 4,096 tokens. Nothing runs; what a prediction rests on, `lowtide plan`
+prints.
 
 Cost: 10 to 30 s a number of devices. Not covered: what docs/cluster.md says that a plan for a cluster leaves out.
 """
@@ -91,9 +92,9 @@ def main(argv: Sequence[str]) -> int:
         notes=[
             "Nothing ran. Each row is what `lowtide plan examples/deepseek_v3_2048.yaml --devices N` says; the command "
             "prints every rate that this rests on, with its source. Most are assumed.",
-            f"Published for 2,048 H800: 180,000 device hours for 10^12 tokens, which is {PUBLISHED_TOKENS_PER_SECOND:,} "
-            f"tokens a second and device, 19.9 s for these sequences ({PAPER}, section 1). Its layout is PP 16 with "
-            "DualPipe, EP 64, ZeRO-1, no tensor parallelism; memory in use is not printed there, and a device has 80 GB.",
+            f"Published for 2,048 H800: 180,000 device hours for 10^12 tokens, {PUBLISHED_TOKENS_PER_SECOND:,} tokens "
+            f"a second and device, 19.9 s for these sequences ({PAPER}, section 1). Its layout is PP 16 with DualPipe, "
+            "EP 64, ZeRO-1, no tensor parallelism; memory in use is not printed there, and a device has 80 GB.",
             "Left out: multi-token prediction, uneven routing, what small products lose, failures.",
         ],
         hardware={"folder": "timeline", "name": f"{args.hardware.upper()}, {device.memory_bytes / 1e9:.0f} GB, "

@@ -69,6 +69,10 @@ class ParallelConfig:
         if self.schedule == "one_stage_overlap" and self.pipeline not in (None, 1):
             raise FieldError("schedule", f"'one_stage_overlap' is for 1 pipeline rank, not {self.pipeline}")
 
+    def place_of(self, key: str) -> str:
+        """Where a key is written, or where it would be."""
+        return self.places.of(key) if key in self.places.places else self.places.of("")
+
     def pinned(self) -> dict[str, int]:
         """The sizes that are written."""
         return {key: value for key in AXES if (value := getattr(self, key)) is not None}

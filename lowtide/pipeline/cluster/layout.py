@@ -274,15 +274,18 @@ def _made(name: str, num_ranks: int, interleave: int, num_micro_batches: int, pe
 def layouts(
     config: ParallelConfig, shape: ModelShape, batch: Batch, devices: int, node_devices: int
 ) -> tuple[list[Layout], Fault | None]:
-    """All layouts that can be, and where there are none, what is wrong with the last that was looked at."""
-    found, last = [], None
+    """All layouts that can be; and where there are none, what is wrong with the first that has the right size."""
+    found: list[Layout] = []
+    faults: list[Fault] = []
     for layout in _candidates(config, shape, batch, devices, node_devices):
         wrong = fault(layout, shape, batch, config, devices)
         if wrong is None:
             found.append(layout)
         else:
-            last = wrong
-    return found, last if not found else None
+            faults.append(wrong)
+    if found:
+        return found, None
+    return found, next((wrong for wrong in faults if wrong.key != "data"), faults[0])
 
 
 def _candidates(

@@ -27,6 +27,8 @@ MOST_LAYERS = 8
 _ROOMS = 64
 """Parts of what would be kept, in which the room of a rank with more layers is counted, rounded down: ranks with almost
 the same room have one plan."""
+_MOST_SOLVE_SECONDS = 30.0
+"""So many that only a machine that is very busy gets another plan."""
 Share = Mapping[str, tuple[float, float]]
 """Saved activation -> shares of it that are swapped, and recomputed."""
 
@@ -142,7 +144,7 @@ def _solved(loads: Loads, layers: Mapping[str, Layer], link: Link) -> _Solved | 
     builder = _Builder(loads, layers)
     step = builder.step()
     try:
-        solution = solve(step, link, loads.room_bytes, with_ways_out=False)
+        solution = solve(step, link, loads.room_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_ways_out=False)
     except BudgetError:
         return None
     by_fate: Counter[Fate] = Counter()
@@ -199,15 +201,21 @@ def least_extra_seconds(task: RankTask, layers: Mapping[str, Layer], link: Link)
 
 
 def least_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
-    """What no plan goes below: the state and the temporaries, and where nothing may be swapped, the input of each
-    layer."""
+    """What no plan goes below: the state and the temporaries, and what the backward of one operator reads; where
+    nothing may be swapped, the input of each layer."""
+    if task.fates == (Fate.KEEP,):
+        return _base_bytes(task, layers) + _saved_bytes(task, task.chunks, layers)
     inputs = 0
     if Fate.SWAP not in task.fates:
         for stage, number in zip(task.stages, task.chunks, strict=True):
             inputs += number * sum(_anchored_bytes(layers[kind]) for kind in stage.kinds)
-    if task.fates == (Fate.KEEP,):
-        inputs = _saved_bytes(task, task.chunks, layers)
-    return _base_bytes(task, layers) + inputs
+    read = max((_read_bytes(layers[kind]) for stage in task.stages for kind in stage.kinds), default=0)
+    return _base_bytes(task, layers) + max(inputs, read)
+
+
+def _read_bytes(layer: Layer) -> int:
+    """The most that the backward of one operator reads."""
+    return max(sum(layer.nbytes[name] for name in (*op.reads, *(op.makes if op.saves_own else ()))) for op in layer.ops)
 
 
 def _anchored_bytes(layer: Layer) -> int:

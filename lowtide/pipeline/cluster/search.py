@@ -142,7 +142,7 @@ def plan_cluster(
     found, wrong = layouts(config, question.shape, question.batch, question.devices, question.cluster.node_devices)
     if not found:
         assert wrong is not None
-        raise ConfigError(f"{config.places.of(wrong.key)}: 'parallel.{wrong.key}': {wrong.text}")
+        raise ConfigError(f"{config.place_of(wrong.key)}: 'parallel.{wrong.key}': {wrong.text}")
     planner = Planner(question)
     waiting: list[tuple[float, int, str, Draft | LayoutPlan]] = []
     num_too_large = num_planned = 0
