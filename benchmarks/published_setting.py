@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
                   "reserved_bytes": 4 * 10**9, "state_bytes_per_parameter": 18},
         rows=[],
         notes=[
-            "Nothing ran. This is what `lowtide plan` says of the run files in `benchmarks/published/`; rates are those "
-            "of the hardware file `ascend910b.toml`, where each has its source; most are assumed.",
+            "Nothing ran. This is what `lowtide plan` says of the run files in `benchmarks/published/`. Rates are "
+            "those of the hardware file `ascend910b.toml`, where each has its source; most are assumed.",
             "All percentages are gains over full recompute, in forwards and backwards. The ceiling is the gain when "
             "nothing is recomputed and nothing is swapped; no plan can gain more.",
             "Communication is left out on both sides. The published gain compares 8 layers with 3 in its first row, as "
