@@ -92,9 +92,10 @@ def main(argv: Sequence[str]) -> int:
         notes=[
             "Nothing ran. Each row is what `lowtide plan examples/deepseek_v3_2048.yaml --devices N` says; the command "
             "prints every rate that this rests on, with its source. Most are assumed.",
-            f"Published for 2,048 H800: 180,000 device hours for 10^12 tokens, which is "
-            f"{PUBLISHED_TOKENS_PER_SECOND:,} tokens a second and device, 19.9 s for these sequences ({PAPER}, section 1). Its layout is PP 16 with DualPipe, "
-            "EP 64, ZeRO-1, no tensor parallelism; memory in use is not printed there, and a device has 80 GB.",
+            "Published for 2,048 H800: 180,000 device hours for 10^12 tokens, which is "
+            f"{PUBLISHED_TOKENS_PER_SECOND:,} tokens a second and device, 19.9 s for these sequences ({PAPER}, section "
+            "1). Its layout is PP 16 with DualPipe, EP 64, ZeRO-1, no tensor parallelism; memory in use is not "
+            "printed there, and a device has 80 GB.",
             "Left out: multi-token prediction, uneven routing, what small products lose, failures.",
         ],
         hardware={"folder": "timeline", "name": f"{args.hardware.upper()}, {device.memory_bytes / 1e9:.0f} GB, "
