@@ -17,7 +17,7 @@ AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimi
 _MOST = 2**24
 
 ScheduleName = Literal[
-    "auto", "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
+    "auto", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
 ]
 
 

@@ -35,7 +35,7 @@ def test_what_is_left_out_is_free() -> None:
         ("  tensor: 0\n", "run.yaml:4:11: 'parallel.tensor' must be at least 1, not 0"),
         ("  data: 99999999\n", "run.yaml:4:9: 'parallel.data' must be at most 16777216, not 99999999"),
         ("  schedule: dualpipe5\n",
-         "run.yaml:4:13: expected auto, gpipe, 1f1b, interleaved, interleaved_overlap, zb_v, dualpipev, dualpipe or "
+         "run.yaml:4:13: expected auto, 1f1b, interleaved, interleaved_overlap, zb_v, dualpipev, dualpipe or "
          "one_stage_overlap for 'parallel.schedule', not 'dualpipe5'; did you mean 'dualpipe'?"),
         ("  layers: []\n",
          "run.yaml:4:11: 'parallel.layers' must be one number of layers for each stage, none of them below 0"),

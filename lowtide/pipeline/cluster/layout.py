@@ -29,7 +29,7 @@ from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
 _LEAST_TOKENS = 2048
 _INTERLEAVES = (2, 3, 4)
 _MOST_ROUNDS = 4
-_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "one_stage_overlap": 1, "zb_v": 2, "dualpipev": 2, "dualpipe": 2}
+_STAGES_PER_RANK = {"1f1b": 1, "one_stage_overlap": 1, "zb_v": 2, "dualpipev": 2, "dualpipe": 2}
 _PAIRED = ("interleaved_overlap", "dualpipev", "dualpipe", "one_stage_overlap")
 
 
@@ -159,6 +159,8 @@ def _fault_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: Par
 
 
 def _fault_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Fault | None:
+    if layout.pipeline % layout.copies:
+        return Fault("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
     num_stages = layout.num_stages
     if isinstance(config.layers, tuple):
         if len(config.layers) != num_stages:
@@ -185,8 +187,8 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
             f"{batch.sequences} sequences do not divide into micro-batches of {batch.micro_batch} on {ways} data ranks"
             + (" (two copies a pipeline)" if layout.copies > 1 else ""),
         )
-    if layout.pipeline % layout.copies:
-        return Fault("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
+    if batch.sequences is None and batch.accumulation % layout.copies:
+        return Fault("schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}")
     per_rank = _STAGES_PER_RANK.get(layout.schedule)
     if per_rank is not None and layout.interleave != per_rank:
         return Fault("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")

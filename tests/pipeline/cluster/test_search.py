@@ -151,6 +151,10 @@ def test_more_memory_is_never_slower_and_the_budget_holds() -> None:
          "ranks"),
         (MOE_SHAPE, {"schedule": "zb_v", "interleave": 3, "pipeline": 2},
          "parallel: 'parallel.interleave': 'zb_v' has 2 stages a rank, not 3"),
+        (MOE_SHAPE, {"schedule": "dualpipe", "pipeline": 1, "layers": "even"},
+         "parallel: 'parallel.pipeline': 'dualpipe' needs an even number of pipeline ranks, not 1"),
+        (MOE_SHAPE, {"schedule": "dualpipe", "pipeline": 4, "data": 2, "sequences": None, "accumulation": 17},
+         "parallel: 'parallel.schedule': 'dualpipe' needs an even number of micro-batches, not 17"),
         (MOE_SHAPE, {"optimizer_shards": 3, "data": 8},
          "parallel: 'parallel.optimizer_shards': 3 shards do not divide 8 ranks with the same "
          "parameters"),
