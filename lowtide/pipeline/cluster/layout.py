@@ -287,6 +287,9 @@ def layouts(
             faults.append(wrong)
     if found:
         return found, None
+    if not faults:
+        written = ", ".join(f"{key} {value}" for key, value in config.pinned().items())
+        faults = [Fault("devices", f"no sizes with {written} multiply to {devices} devices; leave one of them out")]
     return found, next((wrong for wrong in faults if wrong.key != "data"), faults[0])
 
 

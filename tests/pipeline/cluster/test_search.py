@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -122,6 +123,9 @@ def test_more_memory_is_never_slower_and_the_budget_holds() -> None:
          "parallel: 'parallel.data': tensor 3 x pipeline 1 x context 1 x data 2 makes 6 devices, not 8; leave "
          "one of "
          "them out"),
+        (MOE_SHAPE, {"pipeline": 3, "expert": 2},
+         "parallel: 'parallel.devices': no sizes with pipeline 3, expert 2 multiply to 8 devices; leave one of them "
+         "out"),
         (MOE_SHAPE, {"expert": 3}, "parallel: 'parallel.expert': 16 experts do not divide over 3 expert ranks"),
         (MOE_SHAPE, {"expert": 16, "pipeline": 2},
          "parallel: 'parallel.expert': 16 expert ranks cannot be taken from 4 (tensor x context x data)"),
@@ -174,3 +178,26 @@ def test_what_cannot_be_is_refused_with_words(shape: Any, asked: dict[str, Any],
     with pytest.raises(ConfigError) as error:
         plan_cluster(question(shape, **asked))
     assert str(error.value) == text
+
+
+def test_whatever_is_asked_is_refused_with_words_or_planned_within_the_budget() -> None:
+    draw = random.Random(1)
+    sizes = {"tensor": (1, 2, 4), "pipeline": (1, 2, 3, 4), "interleave": (1, 2, 3), "expert": (1, 2, 4, 8),
+             "context": (1, 2), "data": (1, 2, 4), "optimizer_shards": (1, 2, 4)}  # fmt: skip
+    schedules = ("1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap")
+    num_planned = 0
+    for _ in range(300):
+        asked: dict[str, Any] = {key: draw.choice(values) for key, values in sizes.items() if draw.random() < 0.5}
+        asked |= {"schedule": draw.choice(schedules)} if draw.random() < 0.8 else {}
+        asked |= {"layers": draw.choice(("even", (4, 5), (2, 2, 2, 3), (0, 9, 0)))} if draw.random() < 0.2 else {}
+        asked |= {"sequence_parallel": False} if draw.random() < 0.2 else {}
+        asked |= {"devices": draw.choice((1, 2, 4, 8, 12)), "budget_gib": draw.choice((12.0, 20.0, 40.0))}
+        asked |= {"sequences": draw.choice((16, 32, 48, None)), "accumulation": draw.choice((1, 4, 6, 8))}
+        try:
+            plan = plan_cluster(question(draw.choice((DENSE_SHAPE, MOE_SHAPE)), **asked), num_shown=1, most_planned=1)
+        except ConfigError:
+            continue
+        num_planned += 1
+        assert plan.best.peak_bytes <= asked["budget_gib"] * 2**30
+        assert {key: getattr(plan.best.layout, key) for key in sizes if key in asked}.items() <= asked.items()
+    assert num_planned > 20
