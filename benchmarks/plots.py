@@ -150,11 +150,12 @@ def _scaling(figure: Figure, rows: Rows, record: Record) -> bool:
         return False
     figure.set_size_inches(6, 3.6)
     panel = figure.subplots()
-    xs = [row["num_devices"] for row in rows]
-    hidden, exposed = ([row[f"tokens_per_second_{what}"] for row in rows] for what in ("hidden", "exposed"))
-    panel.fill_between(xs, exposed, hidden, alpha=0.2)
-    panel.plot(xs, hidden, "o-", label="network hidden as far as compute lasts")
-    panel.plot(xs, exposed, "o-", label="network exposed")
+    found, given = ([row for row in rows if row["which"] == which] for which in ("fastest", "published"))
+    xs = [row["num_devices"] for row in found]
+    panel.plot(xs, [row["tokens_per_second"] for row in found], "o-", label="fastest layout, predicted")
+    for row in given:
+        panel.plot(row["num_devices"], row["tokens_per_second"], "s", label="published layout, predicted")
+        panel.plot(row["num_devices"], row["published_tokens_per_second"], "x", label="published layout, published")
     panel.set(xscale="log", xlabel="devices", ylabel="tokens per second and device", ylim=(0, None))
     panel.set_xticks(xs, [f"{count:,}" for count in xs], fontsize=7)
     panel.minorticks_off()

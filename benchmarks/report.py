@@ -54,11 +54,12 @@ _SHORT = ("model", "title", "method", "setting", "ratio_median", "peak_bytes", "
 _LONG = ("batch", "sequence", "peak_resident_bytes", "seconds_median", "copied_bytes", "stall_seconds", "pinned_bytes",
          "package")  # fmt: skip
 """Columns of questions in which methods stand side by side: of the README, and more."""
-_SCALING = ("num_devices", "stages", "expert_ranks", "data_ranks", "num_micro_batches", "state_bytes",
-            "activation_bytes", "kept_share", "swapped_share", "ratio_median", "gain_over_full_recompute_percent",
-            "tokens_per_second_hidden", "tokens_per_second_exposed", "outcome", "error")  # fmt: skip
-_PARTS = ("compute_seconds", "bubble_seconds", "all_to_all_seconds", "hand_over_seconds", "reduce_seconds",
-          "step_hidden_seconds", "step_exposed_seconds")  # fmt: skip
+_SCALING = ("num_devices", "which", "layout", "num_micro_batches", "state_bytes", "peak_bytes", "kept_share",
+            "swapped_share", "gain_over_full_recompute_percent", "tokens_per_second", "published_tokens_per_second",
+            "outcome", "error")  # fmt: skip
+_PARTS = ("which", "compute_seconds", "recompute_seconds", "collective_seconds", "all_to_all_seconds",
+          "exposed_all_to_all_seconds", "bubble_seconds", "gradients_seconds", "step_seconds",
+          "published_step_seconds")  # fmt: skip
 _INTRO = """\
 # Results
 

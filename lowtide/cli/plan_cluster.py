@@ -79,13 +79,13 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
     cluster = load_cluster(args.cluster or config.cluster or args.hardware)
     if config.precision == "fp8" and "float8" not in hardware.flops_per_second:
         raise ConfigError(
-            f"{config.places.of('precision')}: 'parallel.precision' is fp8, but {hardware.name} has no rate for it; "
+            f"{config.place_of('precision')}: 'parallel.precision' is fp8, but {hardware.name} has no rate for it; "
             "write bf16, or give a file with flops_per_second.float8"
         )
     devices = _num_devices(config, args.devices)
     if config.global_batch is None and config.data is None:
         raise ConfigError(
-            f"{config.places.of('global_batch')}: 'parallel.global_batch' is missing: without it, or 'parallel.data', "
+            f"{config.place_of('global_batch')}: 'parallel.global_batch' is missing: without it, or 'parallel.data', "
             "nobody knows how many sequences a step has; write e.g. global_batch: 1024"
         )
     from lowtide.train.model import model_config  # imports torch
@@ -117,7 +117,7 @@ def _num_devices(config: ParallelConfig, asked: int | None) -> int:
     sizes = (config.tensor, config.pipeline, config.context, config.data)
     if None in sizes:
         raise ConfigError(
-            f"{config.places.of('devices')}: 'parallel.devices' is missing; write it, or --devices 2048, or all of "
+            f"{config.place_of('devices')}: 'parallel.devices' is missing; write it, or --devices 2048, or all of "
             "tensor, pipeline, context and data"
         )
     tensor, pipeline, context, data = (size or 1 for size in sizes)

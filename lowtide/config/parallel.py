@@ -17,7 +17,7 @@ AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimi
 _MOST = 2**24
 
 ScheduleName = Literal[
-    "auto", "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
+    "auto", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
 ]
 
 
@@ -68,6 +68,10 @@ class ParallelConfig:
             raise FieldError("layers", "must be one number of layers for each stage, none of them below 0")
         if self.schedule == "one_stage_overlap" and self.pipeline not in (None, 1):
             raise FieldError("schedule", f"'one_stage_overlap' is for 1 pipeline rank, not {self.pipeline}")
+
+    def place_of(self, key: str) -> str:
+        """Where a key is written, or where it would be."""
+        return self.places.of(key) if key in self.places.places else self.places.of("")
 
     def pinned(self) -> dict[str, int]:
         """The sizes that are written."""

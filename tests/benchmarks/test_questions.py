@@ -120,34 +120,15 @@ def test_the_published_setting_for_real_at_a_tiny_size(tmp_path: Path) -> None:
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 
-def test_layouts() -> None:
-    assert scaling.layout_of(1) == scaling.Layout(devices=1, stages=1, experts=1, data=1)
-    assert scaling.layout_of(64) == scaling.Layout(devices=64, stages=16, experts=4, data=4)
-    assert scaling.layout_of(16384) == scaling.Layout(devices=16384, stages=16, experts=32, data=1024)
-    assert (scaling.layout_of(1).layers, scaling.layout_of(64).layers) == (61, 4)
-
-
-def test_network_times_by_hand() -> None:
-    assert scaling.all_to_all_seconds(1, 4096) == 0
-    # 8 ranks are one node: 7 messages, and 7/8 of 8 vectors a token over NVLink.
-    assert scaling.all_to_all_seconds(8, 100) == pytest.approx(7e-5 + 100 * 14336 * 8 * 7 / 8 / 160e9)
-    # 32 ranks are 4 nodes: 3 of 4 nodes over the network as well.
-    across = 100 * 14336 * 4 * 3 / 4 / 50e9
-    assert scaling.all_to_all_seconds(32, 100) == pytest.approx(31e-5 + across + 100 * 14336 * 8 * 7 / 8 / 160e9)
-    assert scaling.hand_over_seconds(100) == pytest.approx(1e-5 + 100 * 14336 / 50e9)
-    assert scaling.ring_seconds(1, 10**9) == 0
-    assert scaling.ring_seconds(4, 10**9) == pytest.approx(6e-5 + 6e9 * 3 / 4 / 50e9)
-
-
 @pytest.mark.slow
 def test_scaling(tmp_path: Path) -> None:
-    record = answer(scaling, tmp_path, "--devices", "128", "512")
+    record = answer(scaling, tmp_path, "--devices", "16", "2048")
     assert record.kind == "computed"
-    small, large = record.rows
-    assert small["outcome"] == "does not fit: its state alone is larger than the device"
-    assert large["outcome"] == "fits"
-    # A slice of 4 of 61 layers with 8 of 256 experts: bf16 weights, fp32 gradients, sharded fp32 and bf16 states.
-    assert 20 * 2**30 < large["state_bytes"] < 30 * 2**30
+    small, fastest, published = record.rows
+    assert small["outcome"].startswith("budget 68.5 GiB: no layout of 16 devices fits; the nearest, ")
+    assert fastest["outcome"] == published["outcome"] == "fits"
+    assert fastest["step_seconds"] <= published["step_seconds"]
+    assert published["published_step_seconds"] == pytest.approx(19.9, abs=0.05)
     parts = ("compute_seconds", "bubble_seconds", "all_to_all_seconds", "hand_over_seconds", "reduce_seconds")
     assert large["step_exposed_seconds"] == pytest.approx(sum(large[part] for part in parts))
     assert large["compute_seconds"] <= large["step_hidden_seconds"] <= large["step_exposed_seconds"]

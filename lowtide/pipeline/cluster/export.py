@@ -39,6 +39,12 @@ _LATENT_QKV = {
     "v": ("attention.lkv2kv_v",),
 }
 _MLPS = {"": "feed_forward", "shared ": "feed_forward.shared_experts", "expert ": "feed_forward.routed_experts.ffn"}
+_MADE_FROM = {
+    "q": ("n1", "cq"), "k": ("n1", "ckv"), "v": ("n1", "ckv"), "cq": ("n1",), "ckv": ("n1",), "a": ("q", "k", "v"),
+    "x2": ("a",), "n2": ("x2",), "h": ("n2",), "g": ("h",), "shared h": ("n2",), "shared g": ("shared h",),
+    "expert g": ("expert h",),
+}  # fmt: skip
+"""What another system leaves on the device where the part that is made from it runs again."""
 _MODULES = {
     "layernorm": ("n1", "n2"),
     "mla_up_proj": ("q", "k", "v"),
@@ -171,6 +177,12 @@ def _unsaid(question: Question, plan: LayoutPlan, by_layer: Sequence[Decisions])
     for name in names:
         layers = [index for index, layer in enumerate(by_layer) if name in layer]
         yield f"'{name}' is to be swapped in layers {layers}; no part of a layer has that name, so it is kept"
+    for name, makers in _MADE_FROM.items():
+        for source in makers:
+            pair = [i for i, at in enumerate(by_layer) if (at.get(source), at.get(name)) == (Fate.SWAP, Fate.RECOMPUTE)]
+            if pair:
+                told = f"'{source}' is swapped in layers {pair}, where '{name}' is made from it"
+                yield f"{told}: there it stays on the device"
     yield "which micro-batch: the solver may treat each chunk in flight by itself; here whole layers are, rounded up"
     yield f"when: backward_prefetch is {PREFETCH} everywhere; the plan's copies follow the timeline"
     yield f"how much: the plan fits {format_bytes(question.budget_bytes)}, at {format_bytes(plan.peak_bytes)} predicted"

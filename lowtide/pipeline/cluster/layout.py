@@ -29,7 +29,7 @@ from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
 _LEAST_TOKENS = 2048
 _INTERLEAVES = (2, 3, 4)
 _MOST_ROUNDS = 4
-_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "one_stage_overlap": 1, "zb_v": 2, "dualpipev": 2, "dualpipe": 2}
+_STAGES_PER_RANK = {"1f1b": 1, "one_stage_overlap": 1, "zb_v": 2, "dualpipev": 2, "dualpipe": 2}
 _PAIRED = ("interleaved_overlap", "dualpipev", "dualpipe", "one_stage_overlap")
 
 
@@ -159,6 +159,8 @@ def _fault_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: Par
 
 
 def _fault_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Fault | None:
+    if layout.pipeline % layout.copies:
+        return Fault("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
     num_stages = layout.num_stages
     if isinstance(config.layers, tuple):
         if len(config.layers) != num_stages:
@@ -185,8 +187,8 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
             f"{batch.sequences} sequences do not divide into micro-batches of {batch.micro_batch} on {ways} data ranks"
             + (" (two copies a pipeline)" if layout.copies > 1 else ""),
         )
-    if layout.pipeline % layout.copies:
-        return Fault("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
+    if batch.sequences is None and batch.accumulation % layout.copies:
+        return Fault("schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}")
     per_rank = _STAGES_PER_RANK.get(layout.schedule)
     if per_rank is not None and layout.interleave != per_rank:
         return Fault("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")
@@ -274,15 +276,21 @@ def _made(name: str, num_ranks: int, interleave: int, num_micro_batches: int, pe
 def layouts(
     config: ParallelConfig, shape: ModelShape, batch: Batch, devices: int, node_devices: int
 ) -> tuple[list[Layout], Fault | None]:
-    """All layouts that can be, and where there are none, what is wrong with the last that was looked at."""
-    found, last = [], None
+    """All layouts that can be; and where there are none, what is wrong with the first that has the right size."""
+    found: list[Layout] = []
+    faults: list[Fault] = []
     for layout in _candidates(config, shape, batch, devices, node_devices):
         wrong = fault(layout, shape, batch, config, devices)
         if wrong is None:
             found.append(layout)
         else:
-            last = wrong
-    return found, last if not found else None
+            faults.append(wrong)
+    if found:
+        return found, None
+    if not faults:
+        written = ", ".join(f"{key} {value}" for key, value in config.pinned().items())
+        faults = [Fault("devices", f"no sizes with {written} multiply to {devices} devices; leave one of them out")]
+    return found, next((wrong for wrong in faults if wrong.key != "data"), faults[0])
 
 
 def _candidates(

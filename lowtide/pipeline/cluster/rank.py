@@ -7,8 +7,8 @@ one stage the oldest first. What the solver adds in time, recompute and stalls, 
 More than `MOST_LAYERS` layers in flight are planned as so many, in the same share of the memory: the chunks of a stage
 are alike, so what is right for a third of them in a third of the room is right for all. Temporaries and the model's
 state are not divided.
-Cost: 0.05 to 1 s a rank; equal ranks are planned once. Not covered: a rank whose chunks in flight change their mix of
-stages; the mix with the most bytes is planned.
+Cost: 0.05 to 1 s a rank; ranks with equal loads are planned once. Not covered: a rank whose chunks in flight change
+their mix of stages; the mix with the most bytes is planned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from lowtide.pipeline.cluster.layer import Layer
 from lowtide.planner.solve import solve
 from lowtide.timeline.step import Item, Link, Step, Tick
 
-MOST_LAYERS = 16
+MOST_LAYERS = 8
+_ROOMS = 64
+"""Parts of what would be kept, in which the room of a rank with more layers is counted, rounded down: ranks with almost
+the same room have one plan."""
+_MOST_SOLVE_SECONDS = 30.0
+"""So many that only a machine that is very busy gets another plan."""
 Share = Mapping[str, tuple[float, float]]
 """Saved activation -> shares of it that are swapped, and recomputed."""
 
@@ -73,46 +78,92 @@ class RankPlan:
     """Of each stage, by kind of layer."""
 
 
-def plan_rank(task: RankTask, layers: Mapping[str, Layer], link: Link) -> RankPlan | None:
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Chunks in flight and the room for what they save: what is solved for. Equal ones have equal plans."""
+
+    stages: tuple[Stage, ...]
+    chunks: tuple[int, ...]
+    room_bytes: int
+    fates: tuple[Fate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """What the solver found. Bytes are beyond state and temporaries."""
+
+    peak_bytes: int
+    by_fate: Mapping[Fate, int]
+    recompute_seconds: tuple[float, ...]
+    stall_seconds: tuple[float, ...]
+    gap: float
+    shares: tuple[Mapping[str, Share], ...]
+
+
+Memory = dict[Loads, _Solved | None]
+"""Of what was solved already, for one set of layers."""
+
+
+def plan_rank(task: RankTask, layers: Mapping[str, Layer], link: Link, memory: Memory) -> RankPlan | None:
     """The fastest plan of a rank within its budget; None: there is none."""
     full_bytes = _saved_bytes(task, task.chunks, layers)
-    room_bytes = task.budget_bytes - _base_bytes(task, layers)
+    base_bytes = _base_bytes(task, layers)
+    room_bytes = task.budget_bytes - base_bytes
     if room_bytes < 0:
         return None
+    head_bytes = max(stage.head_bytes for stage in task.stages)
+    if not full_bytes or (full_bytes + head_bytes <= room_bytes and Fate.KEEP in task.fates):
+        return _all_kept(task, layers, full_bytes)
     chunks = _fewer(task)
     saved_bytes = _saved_bytes(task, chunks, layers)
-    scale = full_bytes / saved_bytes if saved_bytes else 1.0
-    head_bytes = max(stage.head_bytes for stage in task.stages)
-    if not saved_bytes or (full_bytes + head_bytes <= room_bytes and Fate.KEEP in task.fates):
-        return _all_kept(task, layers, full_bytes)
-    builder = _Builder(task, chunks, layers)
+    if chunks != task.chunks:
+        room_bytes = room_bytes * _ROOMS // full_bytes * saved_bytes // _ROOMS
+    loads = Loads(task.stages, chunks, room_bytes, task.fates)
+    if loads not in memory:
+        memory[loads] = _solved(loads, layers, link)
+    found = memory[loads]
+    if found is None:
+        return None
+    scale = full_bytes / saved_bytes
+    kept, swapped, recomputed = (found.by_fate.get(fate, 0) for fate in (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE))
+    return RankPlan(
+        task=task,
+        peak_bytes=base_bytes + found.peak_bytes + int((scale - 1) * kept),
+        saved_bytes=full_bytes,
+        kept_bytes=int(scale * kept),
+        swapped_bytes=int(scale * swapped),
+        recomputed_bytes=int(scale * recomputed),
+        recompute_seconds=found.recompute_seconds,
+        stall_seconds=found.stall_seconds,
+        gap=found.gap,
+        shares=found.shares,
+    )
+
+
+def _solved(loads: Loads, layers: Mapping[str, Layer], link: Link) -> _Solved | None:
+    builder = _Builder(loads, layers)
     step = builder.step()
     try:
-        budget_bytes = task.budget_bytes - int(room_bytes * (1 - 1 / scale))
-        solution = solve(step, link, budget_bytes, with_ways_out=False)
+        solution = solve(step, link, loads.room_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_ways_out=False)
     except BudgetError:
         return None
-    timeline = solution.timeline
     by_fate: Counter[Fate] = Counter()
-    seconds = [0.0] * len(chunks)
+    seconds = [0.0] * len(loads.chunks)
     for item, fate, block in zip(step.items, solution.fates, builder.block_of_item, strict=True):
         by_fate[fate] += item.nbytes
         if fate is Fate.RECOMPUTE:
             seconds[block.stage] += item.recipe_seconds
+    timeline = solution.timeline
     # Stalls and contention fall on the stages by their time.
     waits = max(0.0, timeline.step_seconds - step.compute_seconds - timeline.recompute_seconds)
     times = builder.seconds_of_stage
     total = sum(times)
-    return RankPlan(
-        task=task,
-        peak_bytes=timeline.peak_bytes + int((scale - 1) * by_fate[Fate.KEEP]),
-        saved_bytes=full_bytes,
-        kept_bytes=int(scale * by_fate[Fate.KEEP]),
-        swapped_bytes=int(scale * by_fate[Fate.SWAP]),
-        recomputed_bytes=int(scale * by_fate[Fate.RECOMPUTE]),
-        recompute_seconds=tuple(each / max(number, 1) for each, number in zip(seconds, chunks, strict=True)),
+    return _Solved(
+        peak_bytes=timeline.peak_bytes,
+        by_fate=by_fate,
+        recompute_seconds=tuple(each / max(number, 1) for each, number in zip(seconds, loads.chunks, strict=True)),
         stall_seconds=tuple(
-            waits * time / total / max(number, 1) if total else 0.0 for time, number in zip(times, chunks, strict=True)
+            waits * time / total / max(number, 1) for time, number in zip(times, loads.chunks, strict=True)
         ),
         gap=solution.gap,
         shares=builder.shares(solution.fates),
@@ -150,15 +201,21 @@ def least_extra_seconds(task: RankTask, layers: Mapping[str, Layer], link: Link)
 
 
 def least_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
-    """What no plan goes below: the state and the temporaries, and where nothing may be swapped, the input of each
-    layer."""
+    """What no plan goes below: the state and the temporaries, and what the backward of one operator reads; where
+    nothing may be swapped, the input of each layer."""
+    if task.fates == (Fate.KEEP,):
+        return _base_bytes(task, layers) + _saved_bytes(task, task.chunks, layers)
     inputs = 0
     if Fate.SWAP not in task.fates:
         for stage, number in zip(task.stages, task.chunks, strict=True):
             inputs += number * sum(_anchored_bytes(layers[kind]) for kind in stage.kinds)
-    if task.fates == (Fate.KEEP,):
-        inputs = _saved_bytes(task, task.chunks, layers)
-    return _base_bytes(task, layers) + inputs
+    read = max((_read_bytes(layers[kind]) for stage in task.stages for kind in stage.kinds), default=0)
+    return _base_bytes(task, layers) + max(inputs, read)
+
+
+def _read_bytes(layer: Layer) -> int:
+    """The most that the backward of one operator reads."""
+    return max(sum(layer.nbytes[name] for name in (*op.reads, *(op.makes if op.saves_own else ()))) for op in layer.ops)
 
 
 def _anchored_bytes(layer: Layer) -> int:
@@ -219,12 +276,10 @@ class _Block:
 class _Builder:
     """Ticks and items of a rank."""
 
-    def __init__(self, task: RankTask, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> None:
-        self.task = task
-        self.chunks = chunks
+    def __init__(self, loads: Loads, layers: Mapping[str, Layer]) -> None:
+        self.loads = loads
         self.layers = layers
-        self.base_bytes = _base_bytes(task, layers)
-        self.seconds_of_stage = [0.0] * len(chunks)
+        self.seconds_of_stage = [0.0] * len(loads.chunks)
         self.block_of_item: list[_Block] = []
         self._names: list[str] = []
         self._ticks: list[Tick] = []
@@ -234,13 +289,13 @@ class _Builder:
         self._reads: dict[tuple[_Block, str], list[int]] = {}
 
     def step(self) -> Step:
-        order = [(stage, chunk) for stage, number in enumerate(self.chunks) for chunk in range(number)]
+        order = [(stage, chunk) for stage, number in enumerate(self.loads.chunks) for chunk in range(number)]
         for stage, chunk in order:
             for block in self._blocks(stage, chunk):
                 self._forward(block)
         num_forward = len(self._ticks)
         for stage, chunk in sorted(order, key=lambda entry: (-entry[0], entry[1])):
-            head = self.task.stages[stage]
+            head = self.loads.stages[stage]
             if head.head_seconds:
                 self._tick(stage, 3 * head.head_seconds, head.head_bytes)
             for block in reversed(self._blocks(stage, chunk)):
@@ -254,7 +309,7 @@ class _Builder:
             counts[block.stage, block.kind, name, fate] += 1
             counts[block.stage, block.kind, name, None] += 1
         found: list[dict[str, Share]] = []
-        for stage, described in enumerate(self.task.stages):
+        for stage, described in enumerate(self.loads.stages):
             of_kind: dict[str, Share] = {}
             for kind in dict.fromkeys(described.kinds):
                 of_kind[kind] = {
@@ -268,10 +323,10 @@ class _Builder:
         return tuple(found)
 
     def _blocks(self, stage: int, chunk: int) -> list[_Block]:
-        return [_Block(stage, chunk, index, kind) for index, kind in enumerate(self.task.stages[stage].kinds)]
+        return [_Block(stage, chunk, index, kind) for index, kind in enumerate(self.loads.stages[stage].kinds)]
 
     def _tick(self, stage: int, seconds: float, nbytes: int = 0) -> None:
-        self._ticks.append(Tick(seconds=seconds, base_bytes=self.base_bytes + nbytes))
+        self._ticks.append(Tick(seconds=seconds, base_bytes=nbytes))
         self.seconds_of_stage[stage] += seconds
 
     def _forward(self, block: _Block) -> None:
@@ -302,7 +357,7 @@ class _Builder:
             seconds, inputs = self.layers[block.kind].recipes.get(name, (0.0, ()))
             fates = [Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if inputs else [])]
             # Where rules leave nothing that can be done with it, it is kept.
-            left = tuple(fate for fate in fates if fate in self.task.fates) or (Fate.KEEP,)
+            left = tuple(fate for fate in fates if fate in self.loads.fates) or (Fate.KEEP,)
             is_made = Fate.RECOMPUTE in left
             self.block_of_item.append(block)
             self._names.append(name)

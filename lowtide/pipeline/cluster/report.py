@@ -71,6 +71,7 @@ def document(plan: ClusterPlan) -> dict[str, Any]:
         "num_layouts": plan.num_layouts,
         "num_too_large": plan.num_too_large,
         "num_planned": plan.num_planned,
+        "unplanned_seconds": plan.unplanned_seconds,
         "plans": [_plan_document(entry, question) for entry in plan.plans],
         "assumptions": {key: {"value": value, "source": source} for key, value, source in _assumptions(question)},
     }
@@ -142,6 +143,11 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
             f"fastest of {plan.num_layouts:,} layouts: {best.layout} ({plan.num_too_large:,} do not fit, "
             f"{plan.num_planned:,} planned in full, the others are slower by their bounds)"
         )
+        if plan.unplanned_seconds is not None and plan.unplanned_seconds < best.step_seconds:
+            yield (
+                f"the search ended at its limit: no layout that was not planned takes less than "
+                f"{format_seconds(plan.unplanned_seconds)}"
+            )
     each = tokens_per_second(best, question) / question.devices
     yield (
         f"predicted: {format_seconds(best.step_seconds)} a step, {each:,.0f} tokens a second and device; peak "

@@ -26,7 +26,7 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline.cluster.layer import Layer, Place, make_layer
 from lowtide.pipeline.cluster.layout import Batch, Layout, layouts, schedules_of
 from lowtide.pipeline.cluster.network import hand_over_seconds, ring_seconds
-from lowtide.pipeline.cluster.rank import RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.pipeline.cluster.rank import Memory, RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
 from lowtide.pipeline.cluster.shape import ModelShape
 from lowtide.pipeline.cluster.split import split_layers
 from lowtide.pipeline.cluster.step import Clockwork, StageTimes, StepParts, step_parts
@@ -36,6 +36,8 @@ from lowtide.units import format_bytes, format_seconds
 
 NUM_SHOWN = 5
 """Layouts in a plan: the best, and the next best."""
+MOST_PLANNED = 40
+"""Layouts that are planned in full, of those with the least bounds."""
 WEIGHT_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 4, 4
 _LOGIT_BYTES = 6
 """Of one logit: bf16, and fp32 in the loss."""
@@ -118,13 +120,21 @@ class ClusterPlan:
     num_too_large: int
     """Layouts that no plan fits."""
     num_planned: int
+    unplanned_seconds: float | None = None
+    """Where the search ended at its limit: no layout that was not planned is faster than this."""
 
     @property
     def best(self) -> LayoutPlan:
         return self.plans[0]
 
 
-def plan_cluster(question: Question, *, progress: Progress | None = None, num_shown: int = NUM_SHOWN) -> ClusterPlan:
+def plan_cluster(
+    question: Question,
+    *,
+    progress: Progress | None = None,
+    num_shown: int = NUM_SHOWN,
+    most_planned: int = MOST_PLANNED,
+) -> ClusterPlan:
     """The fastest layouts. Raises `ConfigError` where there is none, or none fits."""
     tell = progress or (lambda _: None)
     config = question.config
@@ -132,7 +142,7 @@ def plan_cluster(question: Question, *, progress: Progress | None = None, num_sh
     found, wrong = layouts(config, question.shape, question.batch, question.devices, question.cluster.node_devices)
     if not found:
         assert wrong is not None
-        raise ConfigError(f"{config.places.of(wrong.key)}: 'parallel.{wrong.key}': {wrong.text}")
+        raise ConfigError(f"{config.place_of(wrong.key)}: 'parallel.{wrong.key}': {wrong.text}")
     planner = Planner(question)
     waiting: list[tuple[float, int, str, Draft | LayoutPlan]] = []
     num_too_large = num_planned = 0
@@ -145,6 +155,7 @@ def plan_cluster(question: Question, *, progress: Progress | None = None, num_sh
         else:
             heapq.heappush(waiting, (draft.least_seconds, 0, str(layout), draft))
     plans: list[LayoutPlan] = []
+    unplanned: list[float] = []
     # What comes out first has the least bound of all. A bound is made sharper, then replaced by the plan's own time; a
     # plan that comes out is faster than all that is left.
     while waiting and len(plans) < num_shown:
@@ -154,6 +165,8 @@ def plan_cluster(question: Question, *, progress: Progress | None = None, num_sh
         elif stage == 0:
             tell("playing schedules for sharper bounds")
             heapq.heappush(waiting, (max(bound, planner.sharper(entry)), 1, name, entry))
+        elif num_planned >= most_planned and _has_plan(plans, waiting):
+            unplanned.append(bound)
         else:
             num_planned += 1
             tell(f"planning layout {num_planned}, at least {format_seconds(bound)} a step")
@@ -170,7 +183,12 @@ def plan_cluster(question: Question, *, progress: Progress | None = None, num_sh
         num_layouts=len(found),
         num_too_large=num_too_large,
         num_planned=num_planned,
+        unplanned_seconds=min(unplanned, default=None),
     )
+
+
+def _has_plan(plans: list[LayoutPlan], waiting: list[tuple[float, int, str, Draft | LayoutPlan]]) -> bool:
+    return bool(plans) or any(isinstance(entry, LayoutPlan) for *_, entry in waiting)
 
 
 def _nothing_fits(question: Question, drafts: list[Draft]) -> ConfigError:
@@ -219,7 +237,7 @@ class Planner:
             memory_bytes_per_second=share * hardware.memory_bytes_per_second,
         )
         self._layers: dict[tuple[int, ...], dict[str, Layer]] = {}
-        self._ranks: dict[tuple[tuple[int, ...], RankTask], RankPlan | None] = {}
+        self._memories: dict[tuple[int, ...], Memory] = {}
 
     def draft(self, layout: Layout) -> Draft:
         """Stages, bounds, and what each rank has to hold."""
@@ -287,8 +305,8 @@ class Planner:
         link, pace = self.question.hardware.link, 0.0
         for rank, task in enumerate(draft.tasks):
             stages = schedules.schedule.stages_of(rank)
-            # A chunk of each of its stages is a micro-batch of the rank.
-            extra = least_extra_seconds(task, draft.layers, link) * len(stages) / max(sum(task.chunks), 1)
+            # At the cheapest all of it falls on the stage of which most chunks are in flight.
+            extra = least_extra_seconds(task, draft.layers, link) / max(*task.chunks, 1)
             least = clockwork.least_seconds(stages, has_pairs=draft.layout.has_pairs)
             pace = max(pace, least + extra)
         return max(plain, draft.num_micro_batches * pace + draft.gradients + draft.optimizer)
@@ -309,10 +327,8 @@ class Planner:
         order = sorted(range(len(draft.tasks)), key=lambda rank: -_fullness(draft, rank))
         by_rank: dict[int, RankPlan] = {}
         for rank in order:
-            key = (draft.layers_key, draft.tasks[rank])
-            if key not in self._ranks:
-                self._ranks[key] = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link)
-            found = self._ranks[key]
+            memory = self._memories.setdefault(draft.layers_key, {})
+            found = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link, memory)
             if found is None:
                 return None
             by_rank[rank] = found

@@ -131,13 +131,15 @@ def step_parts(
             [2 * stage.collective for stage in mine],
         )
     )
+    told = compute + recompute + stall + collective
+    shown = busy - told if busy > told * (1 + 1e-9) else 0.0
     return StepParts(
         compute=compute,
         recompute=recompute,
         stall=stall,
         collective=collective,
-        exchange=max(0.0, busy - compute - recompute - stall - collective),
-        bubble=seconds - max(busy, compute + recompute + stall + collective),
+        exchange=shown,
+        bubble=max(0.0, seconds - told - shown),
         gradients=gradients,
         optimizer=optimizer,
     )
