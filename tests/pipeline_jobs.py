@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import ConfigError, PipelineError
+from lowtide.pipeline.exchange import all_to_all
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import Kind, Result, Schedule
 from lowtide.pipeline.weight_gradients import WeightGradients, linear
 from lowtide.tensors.ranks import ALONE
 from tests import staged_models
-from tests.staged_models import MANY, Stage
+from tests.staged_models import LENGTHS, MANY, Stage
 from tests.zoo import same_bits
 
 
@@ -371,3 +372,58 @@ def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]
         for place, layer in enumerate(stage.layers)
         for name, _ in layer.named_parameters()
     ]
+
+
+class Experts(nn.Module):
+    """Top-1 experts, half of them on each of two ranks."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.norm, self.router, self.shared = nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + torch.tanh(linear(self.norm(x), self.shared.weight, self.shared.bias))
+        tokens = h.flatten(0, 1)
+        share, chosen = torch.softmax(self.router(tokens), -1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=4)
+        theirs = all_to_all(counts, [2, 2], [2, 2], group=self.group).view(2, 2)
+        sent, got = counts.view(2, 2).sum(1).tolist(), theirs.sum(1).tolist()
+        parts = all_to_all(tokens[order], got, sent, group=self.group).split(theirs.flatten().tolist())
+        made = torch.cat([self.experts[number % 2](part) for number, part in enumerate(parts)])
+        back = all_to_all(made, sent, got, group=self.group)
+        return h + (torch.zeros_like(tokens).index_copy(0, order, back) * share[:, None]).view_as(h)
+
+
+def with_experts(rank: int, names: list[str]) -> list[tuple[list[bytes], dict[int, list[bytes]]]]:
+    """Two pipelines of two ranks side by side, whose stages share experts: bytes of losses and gradients, of each
+    schedule."""
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    sharing = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    which, place = rank % 2, rank // 2
+    generator = torch.Generator().manual_seed(which)
+    batch = [torch.randn(2, length, 8, generator=generator) for length in LENGTHS]
+    found = []
+    for name in names:
+        schedule = make_schedule(name, num_ranks=2, num_micro_batches=MANY)
+        torch.manual_seed(which)
+        every = nn.ModuleList(Experts(sharing[place]) for _ in range(4))
+        each = 4 // schedule.num_stages
+        stages = {
+            number: nn.Sequential(*every[number * each : (number + 1) * each]) for number in schedule.stages_of(place)
+        }
+        has_end = schedule.num_stages - 1 in stages
+        loss = nn.functional.mse_loss if has_end else None
+        pipeline = Pipeline(schedule, stages, loss=loss, group=pipelines[which], weight_gradients=WeightGradients())
+        losses = pipeline.step(batch if 0 in stages else None, batch if has_end else None)
+        pipeline.close()
+        bits = [loss.numpy().tobytes() for loss in losses]
+        own = {
+            number: [p.grad.numpy().tobytes() for p in block.parameters()]
+            for number, block in enumerate(every)
+            if block.norm.weight.grad is not None
+        }
+        found.append((bits, own))
+    return found
