@@ -34,6 +34,8 @@ from lowtide.pipeline.failure import POLL_SECONDS, FailureNote
 from lowtide.pipeline.schedule import Result, receive_of, send_of
 
 Tensors = tuple[torch.Tensor | None, ...]
+_PATIENCE_SECONDS = 10.0
+"""With a thread that should end at once: a rank that fails must end, whatever holds its threads."""
 
 
 class Transport(Protocol):
@@ -139,10 +141,12 @@ class GroupTransport:
 
     def give_up(self) -> None:
         # A wait that times out closes all connections of a gloo group. No call does so: seen with torch 2.13.
-        with contextlib.suppress(RuntimeError):
-            others = (rank for rank in range(dist.get_world_size(self._heads)) if rank != self.rank)
-            work: Any = dist.irecv(torch.empty(1), group=self._heads, group_src=next(others), tag=1)
-            work.wait(timedelta(milliseconds=1))
+        # On a connection that another rank has closed already nothing times out, so each is tried.
+        for rank in range(dist.get_world_size(self._heads)):
+            if rank != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    work: Any = dist.irecv(torch.empty(1), group=self._heads, group_src=rank, tag=1)
+                    work.wait(timedelta(milliseconds=1))
         self.close()
 
     def close(self) -> None:
@@ -151,7 +155,7 @@ class GroupTransport:
             peer.asked.put(None)
             peer.sent.put(None)
             for thread in peer.threads:
-                thread.join()
+                thread.join(_PATIENCE_SECONDS)
         self._peers.clear()
         self._asked.clear()
 
