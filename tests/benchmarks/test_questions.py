@@ -129,11 +129,6 @@ def test_scaling(tmp_path: Path) -> None:
     assert fastest["outcome"] == published["outcome"] == "fits"
     assert fastest["step_seconds"] <= published["step_seconds"]
     assert published["published_step_seconds"] == pytest.approx(19.9, abs=0.05)
-    parts = ("compute_seconds", "bubble_seconds", "all_to_all_seconds", "hand_over_seconds", "reduce_seconds")
-    assert large["step_exposed_seconds"] == pytest.approx(sum(large[part] for part in parts))
-    assert large["compute_seconds"] <= large["step_hidden_seconds"] <= large["step_exposed_seconds"]
-    assert large["bubble_seconds"] == pytest.approx(15 * large["stage_seconds"])
-    assert 0 < large["gain_over_full_recompute_percent"] < 34
 
 
 # -- details -----------------------------------------------------------------------------------------------------------
