@@ -34,7 +34,16 @@ def test_plain_modules_import_nothing_heavy(modules: list[str], heavy: tuple[str
 
 def test_public_surface() -> None:
     types = ["BudgetError", "ConfigError", "PartialStepError", "Plan", "Profile", "Tide"]
-    assert dir(lowtide) == [*types, "__version__", "apply", "observe", "optimize", "plan", "swap_optimizer"]
+    assert dir(lowtide) == [
+        *types,
+        "__version__",
+        "apply",
+        "cross_entropy",
+        "observe",
+        "optimize",
+        "plan",
+        "swap_optimizer",
+    ]
     assert lowtide.__version__ == "0.1.0"
     assert issubclass(lowtide.ConfigError, ValueError)
     with pytest.raises(AttributeError, match=r"^module 'lowtide' has no attribute 'plann'$"):

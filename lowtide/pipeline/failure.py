@@ -47,6 +47,16 @@ class FailureNote:
         except RuntimeError:
             return False  # the store died with its rank; the text is this rank's own last word all the same
 
+    def settle(self, text: str) -> str:
+        """The text that stays: this one if it is the first, so that ranks that notice at once tell the same."""
+        try:
+            kept: str = self._store.compare_set(self._place, "", text).decode()
+            if kept != text:
+                self._store.add(f"{self._place}/readers", 1)
+            return kept
+        except RuntimeError:
+            return text
+
     def linger(self) -> None:
         """Stay until all others have read it, or for a moment. For the rank that wrote it."""
         end = time.monotonic() + _LINGER_SECONDS

@@ -244,11 +244,10 @@ class GroupTransport:
     def _lost(self, peer: int, doing: str, error: BaseException) -> PipelineError:
         """What to say of a connection that broke: the cause that somebody noted, else that the peer is gone."""
         noted = self._note.read()
-        return PipelineError(
-            f"pipeline: {noted}"
-            if noted is not None
-            else f"pipeline: rank {peer} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
-        )
+        if noted is None:
+            own = f"rank {peer} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
+            noted = self._note.settle(own)
+        return PipelineError(f"pipeline: {noted}")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

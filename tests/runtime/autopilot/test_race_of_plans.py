@@ -215,8 +215,10 @@ def test_a_race_changes_no_bit(kind: str | int) -> None:
             results.append([*found, [parameter.detach() for parameter in one.parameters()]])
         for number, (plain, raced) in enumerate(zip(*results, strict=True)):
             assert_same(raced, plain, f"step {number}")
-        assert 0 < phases.count(Phase.RACING) <= MAX_STEPS
-        assert [event.why[:6] for event in tide.events].count("race: ") == 1
+        # On the host, times as they are measured decide whether there are plans that differ.
+        num_races = [event.why[:6] for event in tide.events].count("race: ")
+        assert num_races == 1 or (kind == "host" and num_races == 0)
+        assert num_races <= phases.count(Phase.RACING) <= MAX_STEPS * num_races
     if isinstance(engine, Dice):
         assert not engine.violations and engine.num_slots == 0
 
