@@ -49,7 +49,9 @@ class SlicedLoss:
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **more: Any) -> torch.Tensor:
         """logits: `[..., vocab_size]`. labels: `[...]`, int64. `more`: num_items_in_batch, ignore_index, and for a
         causal model shift_labels; what else there is has no meaning in the plain function either."""
-        self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, labels, vocab_size)
+        shifted = more.get("shift_labels") if self._shifts else None
+        read = labels if shifted is None else shifted
+        self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, read, vocab_size)
         if not self.was_sliced:
             return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         return self._sliced(logits, labels, vocab_size, **more)
@@ -72,8 +74,9 @@ class SlicedLoss:
             assert shift_labels is not None
             labels = shift_labels
         loss = sliced_cross_entropy(
-            logits.view(-1, vocab_size),
-            labels.view(-1).to(logits.device),
+            # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
+            logits.reshape(-1, vocab_size),
+            labels.reshape(-1).to(logits.device),
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             upcast=True,

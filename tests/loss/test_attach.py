@@ -225,6 +225,25 @@ def test_where_the_bits_differ_the_loss_is_plain_and_says_so(monkeypatch: pytest
     ]
 
 
+@pytest.mark.parametrize("how", ["a part of the logits", "labels that are shifted already"])
+def test_calls_that_models_make(how: str) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(4, 80, _WORDS, generator=generator).bfloat16()
+    labels = torch.randint(_WORDS, (4, 80), generator=generator)
+    sliced, results = SlicedLoss(ForCausalLMLoss, shifts=True), []
+    for loss in (ForCausalLMLoss, sliced):
+        logits = numbers.clone().requires_grad_()
+        if how == "a part of the logits":
+            loss(logits[:, 3:], labels[:, 3:], _WORDS).backward()
+        else:
+            loss(logits, None, _WORDS, shift_labels=labels).backward()
+        results.append(logits.grad)
+    assert sliced.was_sliced
+    assert same_bits(*results)
+
+
 def test_a_changed_meaning_of_the_replaced_function_is_seen() -> None:
     """As a later transformers might: the self-test asks the very function that is replaced."""
 
