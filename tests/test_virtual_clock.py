@@ -66,7 +66,9 @@ def random_plans(profile: Profile, seed: int) -> list[Plan]:
         least = run(problem.step, fates, LINK, budget_bytes=0).peak_bytes
         budget = least + int((plain_bytes - least) * draw.random())
         timeline = run(problem.step, fates, LINK, budget_bytes=budget)
-        sites = decisions(problem, fates, timeline.leave, timeline.fetch, dict.fromkeys(range(len(fates)), "random"))
+        sites = decisions(
+            problem, fates, timeline.evict_by, timeline.prefetch_at, dict.fromkeys(range(len(fates)), "random")
+        )
         predicted = dataclasses.replace(
             solved.predicted, step_seconds=timeline.step_seconds, peak_bytes=timeline.peak_bytes
         )

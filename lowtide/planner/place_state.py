@@ -333,8 +333,13 @@ class _Lanes:
     def of(cls, found: Fitted, link: Link) -> _Lanes:
         step, timeline = found.problem.step, found.solution.timeline
         events = run(
-            step, found.solution.fates, link, leave=timeline.leave, fetch=timeline.fetch, with_events=True
-        ).events  # fmt: skip
+            step,
+            found.solution.fates,
+            link,
+            evict_by=timeline.evict_by,
+            prefetch_at=timeline.prefetch_at,
+            with_events=True,
+        ).events
         spent = {"stall": 0.0, "out": 0.0, "in": 0.0}
         taken = {"out": 0.0, "in": 0.0}
         for event in events:

@@ -338,7 +338,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
     )
     there = None
     if asked.shares is not None:
-        there = state_curve(problem, solution.fates, timeline.leave, timeline.fetch).tolist()
+        there = state_curve(problem, solution.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     return Plan(
         layers=profile.layers,
         # Other storages that a recompute rule names are made again one by one.
@@ -348,7 +348,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
         sites=(
-            *decisions(problem, own_fates, timeline.leave, timeline.fetch, reasons),
+            *decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons),
             *_dropped(asked.profile, found),
         ),
         is_solved=True,

@@ -269,13 +269,13 @@ def _items(
 def decisions(
     problem: Problem,
     fates: Sequence[Fate],
-    leave: Sequence[int | None],
-    fetch: Sequence[int | None],
+    evict_by: Sequence[int | None],
+    prefetch_at: Sequence[int | None],
     reasons: Mapping[int, str],
 ) -> tuple[SiteDecision, ...]:
     """What the runtime is told about each node, in order of saving.
 
-    `leave` and `fetch` are ticks; `reasons` says for an item why it has its fate.
+    `evict_by` and `prefetch_at` are ticks; `reasons` says for an item why it has its fate.
     """
     profile = problem.profile
     items = {index: position for position, index in enumerate(problem.nodes)}
@@ -296,8 +296,8 @@ def decisions(
                 nbytes=node.nbytes,
                 dtype=node.dtype,
                 fate=fate,
-                prefetch=None if swap is None else clock.prefetch(swap, fetch[swap]),
-                leave=None if swap is None else clock.leave(node, leave[swap]),
+                prefetch=None if swap is None else clock.prefetch(swap, prefetch_at[swap]),
+                leave=None if swap is None else clock.leave(node, evict_by[swap]),
                 anchor=node.anchor,
                 recipe=node.recipe if fate is Fate.RECOMPUTE else None,
                 cost_seconds=node.recipe.seconds if fate is Fate.RECOMPUTE and node.recipe else 0.0,

@@ -102,12 +102,12 @@ def in_order(problem: Problem, fates: Sequence[Fate]) -> tuple[Fate, ...]:
 
 
 def state_curve(
-    problem: Problem, fates: Sequence[Fate], leave: Sequence[int | None], fetch: Sequence[int | None]
+    problem: Problem, fates: Sequence[Fate], evict_by: Sequence[int | None], prefetch_at: Sequence[int | None]
 ) -> Ints:
     """Bytes of shares on the device in each tick."""
     start = len(problem.nodes)
     ticks = tuple(dataclasses.replace(tick, base_bytes=0) for tick in problem.step.ticks)
     alone = dataclasses.replace(problem.step, ticks=ticks, items=problem.step.items[start:])
-    there = curve(StepArrays.of(alone), fates[start:], leave=leave[start:], fetch=fetch[start:])
+    there = curve(StepArrays.of(alone), fates[start:], evict_by=evict_by[start:], prefetch_at=prefetch_at[start:])
     there[[0, -1]] -= problem.state_bytes
     return there

@@ -1,11 +1,12 @@
 """A step on a clock: one compute lane, one lane for copies out, one for copies in, and how they wait for each other.
 
-What: `run` plays one step with given fates over a link, chooses when each swapped item has to be gone (`leave`) and
-when its fetch starts (`fetch`), and says how long the step takes and how many bytes are on the device in each tick.
+What: `run` plays one step with given fates over a link, chooses when each swapped item has to be gone (`evict_by`) and
+when its fetch starts (`prefetch_at`), and says how long the step takes and how many bytes are on the device in each
+tick.
 
 The rules:
 - a copy out starts when its item was saved and the lane is free, in order of `saved`;
-- an item that only autograd holds stays until its `leave` tick. That tick is late enough for a link that is a little
+- an item that only autograd holds stays until its `evict_by` tick. That tick is late enough for a link that is a little
   slower than planned, and early enough for the budget. If the copy is not complete by then, compute waits: the step
   gets longer, the memory does not grow;
 - everything has left when backward starts;
@@ -14,9 +15,9 @@ The rules:
 - recomputed items are made at their first need, in a chain, on the compute lane;
 - a copy slows compute down by `compute_share` of its own time, charged to the tick at which it is issued.
 
-With `leave` and `fetch` given (a plan that exists), only the clock is played: on a slower link the step takes longer,
-and the curve is the same. A faster link never makes a step slower (`compute_share` aside: where a slow copy is waited
-for anyway, its contention costs nothing).
+With `evict_by` and `prefetch_at` given (a plan that exists), only the clock is played: on a slower link the step
+takes longer, and the curve is the same. A faster link never makes a step slower (`compute_share`
+aside: where a slow copy is waited for anyway, its contention costs nothing).
 
 Cost: about 2 ms for 32 layers of 11 items, 20 ms for 128 of 40; see `StepArrays` for many runs over one step.
 
@@ -37,7 +38,7 @@ from lowtide.timeline.memory import (
     Lifetimes,
     StepArrays,
     Ticks,
-    earliest_leave,
+    earliest_evict,
     floor_curve,
     peak,
     presence,
@@ -75,10 +76,10 @@ class Timeline:
     slower_bytes: int
     """Most bytes on the next tier at once: its copies live until the step is over."""
     curve: tuple[int, ...]
-    """Most bytes on the device in each tick: a swapped item counts until its `leave` and from its `fetch`."""
-    leave: tuple[int | None, ...]
+    """Most bytes on the device in each tick: a swapped item counts until `evict_by`, and from `prefetch_at` on."""
+    evict_by: tuple[int | None, ...]
     """Swapped items: the tick before which the copy out must be complete."""
-    fetch: tuple[int | None, ...]
+    prefetch_at: tuple[int | None, ...]
     """Swapped items: the tick at whose start the fetch is issued."""
     needs: tuple[int | None, ...]
     """First tick in backward at which the item must be there, given these fates; None: never."""
@@ -92,14 +93,14 @@ def run(
     link: Link,
     *,
     budget_bytes: int | None = None,
-    leave: Ticks | None = None,
-    fetch: Ticks | None = None,
+    evict_by: Ticks | None = None,
+    prefetch_at: Ticks | None = None,
     slack: float = SLACK,
     with_events: bool = False,
 ) -> Timeline:
     """Play one step. A budget that cannot be kept raises nothing: `peak_bytes` is then larger.
 
-    `leave` and `fetch`, one entry for each item, fix what is chosen otherwise.
+    `evict_by` and `prefetch_at`, one entry for each item, fix what is chosen otherwise.
     """
     arrays = StepArrays.of(step)
     lifetimes = Lifetimes.of(arrays, fates)
@@ -107,17 +108,17 @@ def run(
     curve = floor_curve(arrays, lifetimes)
     swapped = clock.swapped
 
-    clock.play_forward(curve, budget_bytes, None if leave is None else swapped_ticks(leave, swapped))
-    leave_ticks = np.array(clock.leave, np.int64)
-    curve += presence(arrays, earliest_leave(arrays)[swapped], leave_ticks, arrays.nbytes[swapped])
+    clock.play_forward(curve, budget_bytes, None if evict_by is None else swapped_ticks(evict_by, swapped))
+    evict_ticks = np.array(clock.evict_by, np.int64)
+    curve += presence(arrays, earliest_evict(arrays)[swapped], evict_ticks, arrays.nbytes[swapped])
 
-    if fetch is None:
-        fetch_ticks = clock.choose_fetches(curve, budget_bytes)
+    if prefetch_at is None:
+        prefetch_ticks = clock.choose_fetches(curve, budget_bytes)
     else:
-        fetch_ticks = swapped_ticks(fetch, swapped)
+        prefetch_ticks = swapped_ticks(prefetch_at, swapped)
         ends = np.maximum(lifetimes.need, arrays.dies)[swapped]
-        curve += presence(arrays, np.maximum(fetch_ticks, arrays.dies[swapped]), ends, arrays.nbytes[swapped])
-    clock.play_backward(fetch_ticks)
+        curve += presence(arrays, np.maximum(prefetch_ticks, arrays.dies[swapped]), ends, arrays.nbytes[swapped])
+    clock.play_backward(prefetch_ticks)
 
     peak_bytes, peak_tick = peak(curve)
     never = arrays.num_ticks
@@ -130,8 +131,8 @@ def run(
         peak_tick=peak_tick,
         slower_bytes=int(arrays.nbytes[swapped].sum()),
         curve=tuple(curve.tolist()),
-        leave=_by_item(arrays, swapped, leave_ticks),
-        fetch=_by_item(arrays, swapped, fetch_ticks),
+        evict_by=_by_item(arrays, swapped, evict_ticks),
+        prefetch_at=_by_item(arrays, swapped, prefetch_ticks),
         needs=tuple(None if tick == never else tick for tick in lifetimes.need.tolist()),
         events=tuple(clock.events),
     )
@@ -150,7 +151,7 @@ class _Clock:
         self.events: list[Event] = []
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
-        self.leave: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
+        self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
         nbytes = arrays.nbytes[self.swapped]
         self.out_seconds = link.latency_seconds + nbytes / link.out_bytes_per_second
         self.in_seconds = link.latency_seconds + nbytes / link.in_bytes_per_second
@@ -171,7 +172,7 @@ class _Clock:
         nbytes, copy_seconds = arrays.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
         durations = (arrays.seconds + self.contention)[:num_forward].tolist()
         # From this tick on only autograd holds it.
-        idle = earliest_leave(arrays)[self.swapped]
+        idle = earliest_evict(arrays)[self.swapped]
         due = None if fixed is None else _positions_by_tick(fixed, num_forward)
         landed = [0.0] * len(saved)
         room = None if budget_bytes is None else budget_bytes - floor[:num_forward]
@@ -181,7 +182,7 @@ class _Clock:
         for tick in range(num_forward):
             if due is not None:
                 for position in due[tick]:
-                    self.leave[position] = tick
+                    self.evict_by[position] = tick
                     self._wait(landed[position], position)
             elif coming.is_stop(tick):
                 coming.enter(tick, saved, nbytes)
@@ -191,7 +192,7 @@ class _Clock:
                     if is_early and coming.has_room():
                         break
                     coming.leave(nbytes)
-                    self.leave[position] = tick
+                    self.evict_by[position] = tick
                     self._wait(landed[position], position)
             self._compute(tick, durations[tick])
             while next_out < len(saved) and saved[next_out] == tick:
@@ -252,15 +253,15 @@ class _Clock:
         durations = (self.arrays.seconds + self.contention + self.made_seconds)[self.arrays.step.num_forward_ticks :]
         return np.concatenate(([0.0], np.cumsum(durations)))[: len(durations)]
 
-    def play_backward(self, fetch_ticks: Ints) -> None:
+    def play_backward(self, prefetch_ticks: Ints) -> None:
         """From need to need: compute can be delayed at a need only."""
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
-        assert np.all((fetch_ticks >= num_forward) & (fetch_ticks <= self.lifetimes.need[self.swapped]))
+        assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
         order = self.fetch_order()
-        np.add.at(self.contention, fetch_ticks, self.in_seconds * self.compute_share)
+        np.add.at(self.contention, prefetch_ticks, self.in_seconds * self.compute_share)
         starts = self._nominal_starts()
-        needs, issues = self.lifetimes.need[self.swapped].tolist(), fetch_ticks.tolist()
+        needs, issues = self.lifetimes.need[self.swapped].tolist(), prefetch_ticks.tolist()
         copy_seconds = self.in_seconds.tolist()
         shift = self.now
         lane_free = 0.0

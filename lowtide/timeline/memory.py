@@ -3,7 +3,7 @@
 What: for each item its first need, its readers and its end (`Lifetimes`), and the memory curve that follows from these.
 An item's presence, in half-open ticks:
 - keep: [born, max(dies, release)); an anchor that no recipe reads: [born, dies), whatever its fate;
-- swap: [born, max(dies, leave)) and [fetch, release), where the two may meet;
+- swap: [born, max(dies, evict_by)) and [prefetch_at, release), where the two may meet;
 - recompute: [born, dies) and [first need, release).
 A recipe's inputs are needed when its result is first needed; a recomputed item is made once and held until its last
 reader, recipes among them, has read it. The transient bytes of the recipes that run in one tick do not coexist, so the
@@ -147,23 +147,23 @@ def plain_curve(step: Step | StepArrays) -> Ints:
 
 
 def curve(
-    step: Step | StepArrays, fates: Sequence[Fate], *, leave: Ticks | None = None, fetch: Ticks | None = None
+    step: Step | StepArrays, fates: Sequence[Fate], *, evict_by: Ticks | None = None, prefetch_at: Ticks | None = None
 ) -> Ints:
-    """Bytes on the device in each tick. A swapped item is there until its `leave` tick, and from its `fetch` tick.
+    """Bytes on the device in each tick. A swapped item is there until its `evict_by` tick and from `prefetch_at` on.
 
-    Without `leave` it is gone as early as it can be, without `fetch` it comes back at its first need: no timing of
-    copies gives less memory.
+    Without `evict_by` it is gone as early as it can be, without `prefetch_at` it comes back at its first need: no
+    timing of copies gives less memory.
     """
     arrays = StepArrays.of(step)
     lifetimes = Lifetimes.of(arrays, fates)
     total = floor_curve(arrays, lifetimes)
     swapped = np.flatnonzero(lifetimes.is_swapped)
     num_bytes = arrays.nbytes[swapped]
-    if leave is not None:
-        total += presence(arrays, earliest_leave(arrays)[swapped], swapped_ticks(leave, swapped), num_bytes)
-    if fetch is not None:
+    if evict_by is not None:
+        total += presence(arrays, earliest_evict(arrays)[swapped], swapped_ticks(evict_by, swapped), num_bytes)
+    if prefetch_at is not None:
         dies = arrays.dies[swapped]
-        start = np.maximum(swapped_ticks(fetch, swapped), dies)
+        start = np.maximum(swapped_ticks(prefetch_at, swapped), dies)
         total += presence(arrays, start, np.maximum(lifetimes.need[swapped], dies), num_bytes)
     return total
 
@@ -174,7 +174,7 @@ def peak(curve: Ints) -> tuple[int, int]:
     return int(curve[tick]), tick
 
 
-def earliest_leave(arrays: StepArrays) -> Ints:
+def earliest_evict(arrays: StepArrays) -> Ints:
     """For each item: the first forward tick in which a swapped item may be off the device."""
     return np.maximum(arrays.dies, arrays.saved + 1)
 
@@ -183,7 +183,7 @@ def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     """The curve when every copy lands at once and every fetch takes no time."""
     end = np.select(
         [lifetimes.is_held, lifetimes.is_swapped],
-        [np.maximum(arrays.dies, lifetimes.release), earliest_leave(arrays)],
+        [np.maximum(arrays.dies, lifetimes.release), earliest_evict(arrays)],
         arrays.dies,
     )
     total = arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)

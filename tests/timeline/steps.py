@@ -102,7 +102,7 @@ def naive_curve(step: Step, fates: Sequence[Fate], played: Timeline) -> list[int
                 total += item.nbytes * in_forward + item.nbytes * (need <= tick < last)
                 transient = max(transient, item.recipe_bytes * (tick == need))
             else:
-                leave, fetch = played.leave[index], played.fetch[index]
+                leave, fetch = played.evict_by[index], played.prefetch_at[index]
                 assert leave is not None and fetch is not None
                 total += item.nbytes * ((item.born <= tick < max(item.dies, leave)) or (fetch <= tick < last))
         curve.append(total + transient)

@@ -46,10 +46,10 @@ def test_copies_that_hide_behind_compute() -> None:
     played = run(three_layers(), [SWAP, KEEP, KEEP], link(20.0), with_events=True)
     # Saved at 1.0, landed at 1.5; tick 2 starts at 2.0, a whole copy time later: gone from there on.
     assert on_lane(played, "out") == {"a": (1.0, 1.5)}
-    assert played.leave == (2, None, None)
+    assert played.evict_by == (2, None, None)
     # Needed at 5.0: half a second for the copy and half of that as slack ask for a start at 4.25 or before.
     assert on_lane(played, "in") == {"a": (4.0, 4.5)}
-    assert played.fetch == (4, None, None)
+    assert played.prefetch_at == (4, None, None)
     assert (played.step_seconds, played.stall_seconds, played.slower_bytes) == (6.0, 0.0, 10)
     assert played.curve == (110, 120, 120, 120, 120, 110)
     assert (played.peak_bytes, played.peak_tick) == (120, 1)
@@ -59,8 +59,8 @@ def test_a_copy_gets_twice_its_time_before_compute_would_wait_for_it() -> None:
     # Landed at 1.8; tick 2 starts at 2.0, too early for a link that is half as fast.
     step, fates = three_layers(), [SWAP, KEEP, KEEP]
     played = run(step, fates, link(12.5))
-    assert played.leave == (3, None, None)
-    assert run(step, fates, link(6.25), leave=played.leave, fetch=(3, None, None)).stall_seconds == 0.0
+    assert played.evict_by == (3, None, None)
+    assert run(step, fates, link(6.25), evict_by=played.evict_by, prefetch_at=(3, None, None)).stall_seconds == 0.0
 
 
 def test_of_two_that_are_needed_at_once_the_last_produced_comes_first() -> None:
@@ -80,8 +80,8 @@ def test_slow_copies_make_compute_wait() -> None:
     # a: 1.0 to 3.0, b: 3.0 to 5.0; backward starts at 5.0. Both are asked for at once: b until 7.0, a until 9.0.
     assert on_lane(played, "out") == {"a": (1.0, 3.0), "b": (3.0, 5.0)}
     assert on_lane(played, "in") == {"b": (5.0, 7.0), "a": (7.0, 9.0)}
-    assert played.leave == (3, 3, None)
-    assert played.fetch == (3, 3, None)
+    assert played.evict_by == (3, 3, None)
+    assert played.prefetch_at == (3, 3, None)
     assert [(e.start, e.end) for e in played.events if e.lane == "stall"] == [(3.0, 5.0), (6.0, 7.0), (8.0, 9.0)]
     assert played.stall_seconds == 2.0 + 1.0 + 1.0
     assert played.step_seconds == 10.0
@@ -90,19 +90,19 @@ def test_slow_copies_make_compute_wait() -> None:
 def test_a_budget_forces_a_landing() -> None:
     played = run(three_layers(), [SWAP, SWAP, KEEP], link(5.0), budget_bytes=120, with_events=True)
     # At tick 2 `c` takes the place of `a`, which lands at 3.0 only.
-    assert played.leave == (2, 3, None)
+    assert played.evict_by == (2, 3, None)
     assert on_lane(played, "compute")["forward 2"] == (3.0, 4.0)
     # `a` may come back only once `c` is gone: at tick 4, when `b` is needed, with which it then shares the lane.
-    assert played.fetch == (4, 3, None)
+    assert played.prefetch_at == (4, 3, None)
     assert played.curve == (110, 120, 120, 120, 120, 110)
 
 
 def test_a_landing_that_memory_cannot_wait_for_does_not_use_its_slack() -> None:
     # Landed at 1.5, but with slack it would leave at tick 2; without room at tick 1 it has to go there.
     played = run(three_layers(), [SWAP, KEEP, KEEP], link(20.0), budget_bytes=110)
-    assert played.leave == (1, None, None)
+    assert played.evict_by == (1, None, None)
     # On its way back it has no room before tick 5.
-    assert played.fetch == (5, None, None)
+    assert played.prefetch_at == (5, None, None)
     assert played.stall_seconds == 0.5 + 0.5
     assert played.peak_bytes == 120  # `b` and `c` are kept: that budget cannot be met
 
@@ -131,7 +131,12 @@ def test_an_anchor_that_nobody_needs_is_not_copied() -> None:
         played = run(step, [fate, KEEP, KEEP, KEEP], link(0.001), with_events=True)
         assert played.step_seconds == step.compute_seconds
         assert played.curve == (160, 120, 130, 130, 120, 110)
-        assert (played.leave[0], played.fetch[0], played.needs[0], played.slower_bytes) == (None, None, None, 0)
+        assert (played.evict_by[0], played.prefetch_at[0], played.needs[0], played.slower_bytes) == (
+            None,
+            None,
+            None,
+            0,
+        )
 
 
 def test_a_step_without_items_or_backward() -> None:
@@ -146,7 +151,7 @@ def test_fixed_ticks_out_of_range_are_our_own_mistake() -> None:
     for leave, fetch in [((0, None, None), None), ((4, None, None), None), (None, (2, None, None)),
                          (None, (6, None, None)), ((None, None, None), None)]:  # fmt: skip
         with pytest.raises(AssertionError):
-            run(step, fates, link(1.0), leave=leave, fetch=fetch)
+            run(step, fates, link(1.0), evict_by=leave, prefetch_at=fetch)
 
 
 # -- the rules, read back from the events ------------------------------------------------------------------------------
@@ -173,7 +178,7 @@ def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
     ends = [compute[f"forward {tick}"][1] for tick in range(num_forward)]
     ends += [compute[f"backward {tick}"][1] for tick in range(len(step.ticks) - num_forward)]
     out, back = on_lane(played, "out"), on_lane(played, "in")
-    for item, fate, leave, fetch, need in zip(step.items, fates, played.leave, played.fetch, played.needs):
+    for item, fate, leave, fetch, need in zip(step.items, fates, played.evict_by, played.prefetch_at, played.needs):
         if fate is RECOMPUTE and need is not None:
             assert compute[f"recompute {item.name}"][1] <= starts[need] + 1e-9
         if fate is not SWAP or need is None:
@@ -204,7 +209,11 @@ def test_the_rules_of_a_fixed_plan_on_another_link(case: Case, budget: int | Non
     step, fates, link = case
     planned = run(step, fates, link, budget_bytes=budget)
     other = scaled(link, factor)
-    check_rules(step, fates, run(step, fates, other, leave=planned.leave, fetch=planned.fetch, with_events=True))
+    check_rules(
+        step,
+        fates,
+        run(step, fates, other, evict_by=planned.evict_by, prefetch_at=planned.prefetch_at, with_events=True),
+    )
 
 
 def scaled(link: Link, factor: float) -> Link:
@@ -268,7 +277,7 @@ def test_a_faster_link_is_never_slower(case: Case, room: int | None, factor: flo
 def test_a_slower_link_than_planned_takes_time_and_no_memory(case: Case, budget: int | None, factor: float) -> None:
     step, fates, link = case
     planned = run(step, fates, link, budget_bytes=budget)
-    real = run(step, fates, scaled(link, factor), leave=planned.leave, fetch=planned.fetch)
+    real = run(step, fates, scaled(link, factor), evict_by=planned.evict_by, prefetch_at=planned.prefetch_at)
     assert real.curve == planned.curve
     assert real.step_seconds >= planned.step_seconds - 1e-9
     if factor == 1.0:
@@ -288,8 +297,8 @@ def test_fetching_late_costs_nothing(case: Case) -> None:
     """Memory aside, the chosen ticks are as good as fetching everything when backward starts."""
     step, fates, link = case
     played = run(step, fates, link)
-    first = tuple(None if tick is None else step.num_forward_ticks for tick in played.fetch)
-    assert played.step_seconds <= run(step, fates, link, fetch=first).step_seconds + 1e-9
+    first = tuple(None if tick is None else step.num_forward_ticks for tick in played.prefetch_at)
+    assert played.step_seconds <= run(step, fates, link, prefetch_at=first).step_seconds + 1e-9
 
 
 @given(cases())
@@ -297,7 +306,7 @@ def test_slack_makes_room_for_a_slower_link(case: Case) -> None:
     """Without a budget, more slack never issues a fetch later."""
     step, fates, link = case
     early, late = run(step, fates, link, slack=2.0), run(step, fates, link, slack=0.0)
-    assert all(a <= b for a, b in zip(early.fetch, late.fetch) if a is not None and b is not None)
+    assert all(a <= b for a, b in zip(early.prefetch_at, late.prefetch_at) if a is not None and b is not None)
 
 
 def test_a_fetch_is_delayed_until_it_fits() -> None:
@@ -307,10 +316,10 @@ def test_a_fetch_is_delayed_until_it_fits() -> None:
     step = Step(ticks=tuple(Tick(seconds=1.0, base_bytes=base) for base in bases), num_forward_ticks=3, items=items)
     # Copies take 4 s: out from 1.0 to 5.0, and in from 5.0 on when backward starts, in time for the need at 9.0.
     played = run(step, [SWAP], link(5.0))
-    assert (played.fetch, played.stall_seconds) == ((3,), 2.0)
+    assert (played.prefetch_at, played.stall_seconds) == ((3,), 2.0)
     # Issued at tick 5, at 7.0, it arrives at 11.0.
     played = run(step, [SWAP], link(5.0), budget_bytes=100)
-    assert (played.fetch, played.stall_seconds) == ((5,), 4.0)
+    assert (played.prefetch_at, played.stall_seconds) == ((5,), 4.0)
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

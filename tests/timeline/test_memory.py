@@ -58,7 +58,7 @@ def test_presence_by_hand(fates: str, needs: tuple[int | None, ...], expected: l
 def test_leave_and_fetch_widen_presence() -> None:
     step = chain()
     fates = [Fate.KEEP, Fate.SWAP, Fate.KEEP]
-    got = curve(step, fates, leave=(None, 3, None), fetch=(None, 4, None))
+    got = curve(step, fates, evict_by=(None, 3, None), prefetch_at=(None, 4, None))
     assert got.tolist() == [130, 160, 160, 140, 120, 120]
 
 
@@ -79,7 +79,7 @@ def test_curve_is_presence_counted_one_by_one(case) -> None:
     step, fates, link = case
     played = run(step, fates, link)
     expected = naive_curve(step, fates, played)
-    assert curve(step, fates, leave=played.leave, fetch=played.fetch).tolist() == expected
+    assert curve(step, fates, evict_by=played.evict_by, prefetch_at=played.prefetch_at).tolist() == expected
     assert list(played.curve) == expected
 
 

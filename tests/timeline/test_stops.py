@@ -39,10 +39,13 @@ def test_copies_are_waited_for_and_started_at_stops(seed: int) -> None:
     for budget in (None, plain, (plain + least) // 2, least):
         timeline = run(step, fates, LINK, budget_bytes=budget)
         allowed = {*step.stops, step.num_forward_ticks}
-        assert {tick for tick in timeline.leave if tick is not None} <= allowed
-        assert {tick for tick in timeline.fetch if tick is not None} <= allowed | set(timeline.needs)
-        assert list(timeline.curve) == curve(step, fates, leave=timeline.leave, fetch=timeline.fetch).tolist()
-        again = run(step, fates, LINK, leave=timeline.leave, fetch=timeline.fetch)
+        assert {tick for tick in timeline.evict_by if tick is not None} <= allowed
+        assert {tick for tick in timeline.prefetch_at if tick is not None} <= allowed | set(timeline.needs)
+        assert (
+            list(timeline.curve)
+            == curve(step, fates, evict_by=timeline.evict_by, prefetch_at=timeline.prefetch_at).tolist()
+        )
+        again = run(step, fates, LINK, evict_by=timeline.evict_by, prefetch_at=timeline.prefetch_at)
         assert again.step_seconds == pytest.approx(timeline.step_seconds)
 
 
