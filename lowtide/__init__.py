@@ -62,12 +62,14 @@ def apply(
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
+    say: Callable[[str], None] | None = None,
 ) -> Tide | Autopilot:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
     file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
     are the same to the bit; `state_dict` does not change.
+    With a budget in it the model goes on autopilot, as with `optimize`; `say` gets a line when a plan is made.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` is followed as written; the
     first forward pass is then observed (one extra step that leaves no trace). Where `model` is one stage of a pipeline,
     `first_layer` is the number that its first layer has in the whole model, from 0.
@@ -75,6 +77,8 @@ def apply(
     `tp_group`, the tensor-parallel process group, is for their `recompute_slice_activation`.
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
+    from lowtide.config.memory import load_memory
+    from lowtide.core.plan import Plan
     from lowtide.mindformers.follow import follow, sections_in
     from lowtide.runtime.session.apply import apply as apply_plan
 
@@ -88,8 +92,13 @@ def apply(
             group=group,
             first_layer=first_layer,
             tp_group=tp_group,
+            say=say,
         )
     _refuse_without_sections(first_layer, tp_group)
+    if not isinstance(memory, Plan):
+        memory = load_memory(memory)
+        if memory.budget is not None:
+            return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
 
 

@@ -58,6 +58,15 @@ def test_the_python_of_the_page_on_optimizers_runs(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("AdamW: 2.0 MiB of state on disk between steps, 0% resident; 4 buckets, ")
 
 
+def test_the_python_of_the_page_on_adapters_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(ROOT / "docs" / "adapters.md", "python")
+    exec(compile(code, "adapters.md", "exec"), {})
+    assert 0 < int(capsys.readouterr().out.splitlines()[-1]) <= 560 * 1024
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide.cli.main import main

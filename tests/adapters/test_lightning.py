@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.adapters.lightning import TideCallback
+from lowtide.runtime.session.forward_patch import patched_module
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -62,15 +64,22 @@ def _swap(lit: Lit) -> Any:
     return lowtide.apply(lit, {"swap": "all", "min_bytes": 0}, optimizer=lit.optimizers(), engine="virtual:1")
 
 
-def _train(path: Path, apply: Callable[[Any], Any] | None) -> tuple[Lit, list[str]]:
+def _train(
+    path: Path, apply: Callable[[Any], Any] | None, callback: TideCallback | None = None, **how: Any
+) -> tuple[Lit, list[str]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     lit = Lit(apply)
     data = torch.utils.data.TensorDataset(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)))
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
-        max_steps=10, accelerator="cpu", default_root_dir=path, enable_model_summary=False, **quiet
-    )  # fmt: skip
+        max_steps=10,
+        accelerator="cpu",
+        default_root_dir=path,
+        enable_model_summary=False,
+        callbacks=[] if callback is None else [callback],
+        **{**quiet, **how},
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(lit, torch.utils.data.DataLoader(data, batch_size=4))
@@ -102,3 +111,65 @@ def test_the_module_around_it_is_told(tmp_path: Path) -> None:
         "never called; give lowtide.optimize the module whose forward runs, so nothing is planned or moved."
     ]
     assert all(torch.equal(one, other) for one, other in zip(_weights(lit), _weights(plain), strict=True))
+
+
+def _callback(**how: Any) -> TideCallback:
+    asked = {"budget": "1GiB", "engine": "virtual:1", "say": lambda line: None}
+    return TideCallback(**{**asked, **how})
+
+
+HABITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulates": {"accumulate_grad_batches": 2},
+    "clips": {"gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_ten_steps_with_the_callback(habit: str, tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path, None, **HABITS[habit])
+    swaps = {"swap": "all", "min_bytes": 0}
+    for callback in (_callback(), _callback(budget=None, memory=swaps), _callback(module="body")):
+        lit, said = _train(tmp_path, None, callback, **HABITS[habit])
+        assert said == []
+        assert all(torch.equal(one, other) for one, other in zip(_weights(lit), _weights(plain), strict=True))
+        assert patched_module(lit.body) is None
+        assert callback.stats.num_forwards
+        assert bool(callback.stats.swapped_bytes) == (callback.tide.plan.rules.rules != ())
+
+
+def test_figures_reach_the_logger(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    callback = _callback()
+    _train(tmp_path, None, callback, logger=CSVLogger(tmp_path, name="run"), log_every_n_steps=5)
+    head, *rows = (tmp_path / "run" / "version_0" / "metrics.csv").read_text().splitlines()
+    column = head.split(",").index("lowtide/peak_device_bytes")
+    assert float(rows[-1].split(",")[column]) == callback.stats.peak_device_bytes
+
+
+class Two(Lit):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.head = nn.Linear(8, 8)
+
+
+def test_a_module_that_cannot_be_told_is_asked_for() -> None:
+    def fit(callback: TideCallback) -> None:
+        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=4)
+        pl.Trainer(max_steps=1, accelerator="cpu", callbacks=[callback], enable_model_summary=False, **quiet).fit(
+            Two(), data
+        )
+
+    with pytest.raises(lowtide.ConfigError) as caught:
+        fit(_callback())
+    assert str(caught.value) == (
+        "TideCallback: which module does Two.training_step call? Write TideCallback(..., module=NAME); its children "
+        "with parameters are: body, head"
+    )
+    with pytest.raises(lowtide.ConfigError) as caught:
+        fit(_callback(module="boddy"))
+    assert str(caught.value) == "TideCallback: Two has no module 'boddy'; its children are: body, head"
+    fit(_callback(module="body"))

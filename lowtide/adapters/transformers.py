@@ -1,0 +1,103 @@
+"""Hugging Face's Trainer, and TRL's trainers, which are Trainers.
+
+    from lowtide.adapters.transformers import TideCallback
+    Trainer(..., callbacks=[TideCallback(budget="20GiB")])
+
+What: when training begins, the model goes on autopilot (or under the rules of `memory=`), with the optimizer that
+Accelerate has wrapped; when it ends, it is plain again. Losses and weights are the same to the bit. Resuming, gradient
+accumulation, mixed precision, evaluation in mid-training, PEFT and `accelerate launch` with DDP need nothing more.
+
+Trainer's own activation checkpointing (TRL turns it on by default) is switched off while lowtide acts, and on again
+afterwards: inside a layer that somebody else checkpoints there is nothing left to plan.
+
+Scalars: with each log, the entry of `state.log_history` gets the figures of `Attached.scalars`. Trainer calls its own
+reporters (TensorBoard, Weights & Biases) before user callbacks, so they do not see them.
+
+Not covered: DeepSpeed and Megatron integrations, which bring models and optimizers of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lowtide.adapters.attach import Attached, wish_of
+
+
+class TideCallback(TrainerCallback):
+    """lowtide for one Trainer. `tide` is the handle, `stats` its figures (those of the last run once it is over).
+
+    `budget`: bytes per device, or text such as "20GiB". `memory`: rules, a plan, or the path of a YAML file, as for
+    `lowtide.apply`; with `budget`, limits for the solver. `engine` as there. `say` gets a line when a plan is made (by
+    default on stderr, from rank 0). Raises ConfigError at once where neither budget nor memory is given, and in
+    `train()` for what does not fit the model.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None,
+        engine: Any = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._attached = Attached(wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say))
+        self._checkpoints_again: Callable[[], None] | None = None
+
+    @property
+    def tide(self) -> Any:
+        """The `Tide` or `Autopilot` in force, or the last one; None before training."""
+        return self._attached.tide
+
+    @property
+    def stats(self) -> Any:
+        """`Tide.stats` of the run; None before the first planned step."""
+        return self._attached.stats
+
+    def remove(self) -> None:
+        """Make the model plain again, after a training that ended with an error. Idempotent."""
+        self._attached.remove()
+        if self._checkpoints_again is not None:
+            self._checkpoints_again()
+            self._checkpoints_again = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.remove()
+        model = kwargs["model"]
+        self._take_over(model, args, speaks=state.is_world_process_zero)
+        try:
+            self._attached.attach(model, kwargs["optimizer"], speaks=state.is_world_process_zero)
+        except BaseException:
+            self.remove()
+            raise
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.log_history and "loss" in state.log_history[-1]:
+            state.log_history[-1].update(self._attached.scalars())
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.remove()
+
+    def _take_over(self, model: Any, args: TrainingArguments, *, speaks: bool) -> None:
+        """Switch off the model's own activation checkpointing, and remember how to switch it on."""
+        # transformers before 5.20 say "gradient checkpointing".
+        word = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"
+        if not getattr(model, f"is_{word}_checkpointing", False):
+            return
+        getattr(model, f"{word}_checkpointing_disable")()
+        # Trainer takes these two out of the keyword arguments of torch's checkpoint, which all others are.
+        how = dict(getattr(args, f"{word}_checkpointing_kwargs", None) or {})
+        own = {key: how.pop(key) for key in ("every_n_layers", "offload") if key in how}
+        self._checkpoints_again = lambda: getattr(model, f"{word}_checkpointing_enable")(how or None, **own)
+        if speaks:
+            self._attached.tell(
+                f"lowtide: the model's own {word} checkpointing is off while lowtide plans; write "
+                f"{word}_checkpointing=False to do without this line"
+            )

@@ -1,0 +1,63 @@
+"""What adapters share, and the verb that they call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.adapters.attach import Attached, wish_of
+from lowtide.runtime.session.forward_patch import patched_module
+
+BUDGET = {"budget": "1GiB", "min_bytes": 0}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+@pytest.mark.parametrize("form", ["mapping", "file"])
+def test_a_budget_in_the_memory_of_apply_is_planned_for(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "memory.yaml"
+    path.write_text("budget: 1GiB\nmin_bytes: 0\n", encoding="utf-8")
+    said: list[str] = []
+    model = _model()
+    tide = lowtide.apply(model, BUDGET if form == "mapping" else path, engine="virtual:1", say=said.append)
+    model(torch.ones(4, 8)).sum().backward()
+    assert tide.plan.budget_bytes == 2**30
+    assert said[-1].startswith("lowtide: plan ")
+    tide.remove()
+    with (
+        pytest.raises(lowtide.BudgetError, match=r"^budget 0\.0 MiB: no plan fits"),
+        lowtide.apply(model, {"budget": "1KiB"}, engine="virtual:1"),
+    ):
+        model(torch.ones(4, 8))
+    assert patched_module(model) is None
+
+
+def test_attaching_again_lets_go_first() -> None:
+    attached = Attached(wish_of("here", budget="1GiB", engine="virtual:1", say=lambda line: None))
+    assert attached.scalars() == {}
+    one, other = _model(), _model()
+    attached.attach(one, None, speaks=True)
+    assert attached.stats is None
+    one(torch.ones(4, 8)).sum().backward()
+    assert attached.scalars()["lowtide/kept_bytes"] == attached.stats.kept_bytes > 0
+    attached.attach(other, None, speaks=False)
+    assert patched_module(one) is None
+    assert patched_module(other) is not None
+    assert attached.stats.kept_bytes  # of the run before, until there is something new
+    attached.remove()
+    attached.remove()
+    assert patched_module(other) is None
+
+
+def test_a_plan_has_its_budget() -> None:
+    plan = lowtide.plan(_model(), (torch.ones(4, 8),), budget="1GiB", loss=torch.sum)
+    with pytest.raises(lowtide.ConfigError) as caught:
+        wish_of("TideCallback", budget="1GiB", memory=plan)
+    assert str(caught.value) == "TideCallback: memory is a plan, which has its budget; leave budget out"
