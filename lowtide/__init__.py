@@ -37,9 +37,11 @@ __all__ = [
     "__version__",
     "apply",
     "cross_entropy",
+    "current",
     "observe",
     "optimize",
     "plan",
+    "remove",
     "swap_optimizer",
 ]
 
@@ -181,6 +183,23 @@ def optimize(
     from lowtide.runtime.autopilot.optimize import optimize as optimize_model
 
     return optimize_model(model, budget=budget, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
+
+
+def current(model: torch.nn.Module) -> Tide | Autopilot | None:
+    """What `apply` or `optimize` gave for `model`, or for the model that it wraps (as DDP does); None if it is plain.
+
+    For a notebook cell that runs again, or code that did not keep the handle.
+    """
+    from lowtide.runtime.session.forward_patch import handle_of
+
+    return handle_of(model)
+
+
+def remove(model: torch.nn.Module) -> None:
+    """Make `model` plain again: `remove()` of its handle, if it has one."""
+    handle = current(model)
+    if handle is not None:
+        handle.remove()
 
 
 def swap_optimizer(

@@ -1,9 +1,9 @@
 """Bytes and times: the only place where text such as "20GiB" becomes a number, and a number becomes text.
 
-Why: 20GB is 18.6 GiB, a 7 % trap. Both spellings are accepted with their SI meaning, everything is computed in bytes,
-and everything is printed in GiB or MiB.
+Why: 20GB is 18.6 GiB, a 7 % trap. Both spellings are accepted with their SI meaning, also without the B, as Kubernetes
+has it (20G is 20GB, 20Gi is 20GiB); everything is computed in bytes, and everything is printed in GiB or MiB.
 
-Not covered: bits, and bare prefixes ("20G"), which mean different things to different people.
+Not covered: bits.
 """
 
 from __future__ import annotations
@@ -18,24 +18,14 @@ TIB = 1 << 40
 MOST_BYTES = 1 << 60
 """1 EiB: no memory and no disk of one rank has as much, and sums of a few sizes still fit into 64 bits."""
 
-_BYTES_PER_UNIT = {
-    "": 1,
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_PREFIXES = {"ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BYTES_PER_UNIT = {"": 1, "b": 1, **_PREFIXES, **{f"{prefix}b": num_bytes for prefix, num_bytes in _PREFIXES.items()}}
 _MOST_CHARACTERS = 40
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from `20GiB`, `20GB`, `512 MiB`, `1.5gib` or a plain number of bytes. Fractions of a byte are dropped.
+    """Bytes from `20GiB`, `20GB`, `20G`, `512 MiB`, `.5gib` or a plain number of bytes. Fractions of a byte are dropped.
 
     Raises `ValueError` saying what a size looks like, or that it is more than `MOST_BYTES`.
     """

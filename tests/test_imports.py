@@ -39,9 +39,11 @@ def test_public_surface() -> None:
         "__version__",
         "apply",
         "cross_entropy",
+        "current",
         "observe",
         "optimize",
         "plan",
+        "remove",
         "swap_optimizer",
     ]
     assert lowtide.__version__ == "0.1.0"

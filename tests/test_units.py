@@ -21,6 +21,9 @@ from lowtide.units import GIB, MIB, format_bytes, format_seconds, parse_bytes
         ("64KiB", 65536),
         ("2TB", 2 * 10**12),
         ("12B", 12),
+        ("20G", 20_000_000_000),
+        ("20Gi", 20 * GIB),
+        (".5GiB", GIB // 2),
         ("0.1GiB", 107374182),
         (4096, 4096),
         (0, 0),
@@ -30,7 +33,9 @@ def test_parse_bytes(text: int | str, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["20 GiBB", "20G", "GiB", "", "1.5", "-1GiB", "1e3MiB", "٣GiB", "1_GiB", True])
+@pytest.mark.parametrize(
+    "text", ["20 GiBB", "20I", "GiB", ".", ".5", "5.GiB", "", "1.5", "-1GiB", "1e3MiB", "٣GiB", "1_GiB", True]
+)
 def test_parse_bytes_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size") as caught:
         parse_bytes(text)

@@ -49,8 +49,6 @@ class Attached:
         self.wish = wish
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
-        self.last_stats: Any = None
-        """What the run that ended did (`Tide.stats`)."""
 
     def attach(self, model: torch.nn.Module, optimizer: Any, *, speaks: bool) -> None:
         """Act on `model` from now on; `speaks`: this rank tells the user what happens. Raises what `optimize` does."""
@@ -63,9 +61,8 @@ class Attached:
             self.tide = lowtide.apply(model, wish.memory, **how)
 
     def remove(self) -> None:
-        """Make the model plain again. Idempotent; `tide` and `last_stats` stay readable."""
+        """Make the model plain again. Idempotent; `tide` stays readable."""
         if self.tide is not None:
-            self.last_stats = self.tide.stats or self.last_stats
             self.tide.remove()
 
     def tell(self, line: str) -> None:
@@ -77,15 +74,13 @@ class Attached:
 
     @property
     def stats(self) -> Any:
-        """`Tide.stats` now, or of the run that ended; None before the first planned step."""
-        return (self.tide.stats if self.tide is not None else None) or self.last_stats
+        """`Tide.stats` now, or of the run that ended; None before `attach`."""
+        return self.tide.stats if self.tide is not None else None
 
     def scalars(self) -> dict[str, float]:
-        """Figures for a logger, by name with unit; none before the first planned step."""
-        stats = self.tide.stats if self.tide is not None else None
-        if stats is None:
-            return {}
-        return {f"lowtide/{name}": float(getattr(stats, name)) for name in SCALARS}
+        """Figures for a logger, by name with unit; none before `attach`, zeros before the first planned step."""
+        stats = self.stats
+        return {} if stats is None else {f"lowtide/{name}": float(getattr(stats, name)) for name in SCALARS}
 
 
 SCALARS = (

@@ -54,7 +54,7 @@ class TideCallback(Callback):
 
     @property
     def stats(self) -> Any:
-        """`Tide.stats` of the run; None before the first planned step."""
+        """`Tide.stats` of the run; None before training."""
         return self._attached.stats
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -54,7 +54,7 @@ class TideCallback(TrainerCallback):
 
     @property
     def stats(self) -> Any:
-        """`Tide.stats` of the run; None before the first planned step."""
+        """`Tide.stats` of the run; None before training."""
         return self._attached.stats
 
     def remove(self) -> None:

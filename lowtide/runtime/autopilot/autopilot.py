@@ -141,7 +141,7 @@ class Autopilot:
         self._has_collectives = False
         """In the model's own forward pass: then no rank may observe a step alone."""
         self._has_warned = False
-        self._patch = ForwardPatch(model, self._around)
+        self._patch = ForwardPatch(model, self._around, self)
         self._witness: Witness | None = None
         self._unseen = Unseen(model, "lowtide.optimize")
         # Of a model that FSDP2 shards, plans are made before its own hooks begin the forward pass: the observed step
@@ -203,9 +203,9 @@ class Autopilot:
         return self._placed.handle
 
     @property
-    def stats(self) -> Stats | None:
-        """What happened under the plan in force; None before the first step."""
-        return self.tide.stats if self.tide is not None else None
+    def stats(self) -> Stats:
+        """What happened under the plan in force; zeros before the first step."""
+        return self.tide.stats if self.tide is not None else Stats.nothing()
 
     @property
     def num_corrections(self) -> int:
@@ -259,6 +259,11 @@ class Autopilot:
 
     def __enter__(self) -> Autopilot:
         return self
+
+    def __repr__(self) -> str:
+        budget = "" if self.source.budget_bytes is None else f", budget {format_bytes(self.source.budget_bytes)}"
+        plan = "" if self.tide is None else f", plan {self.tide.plan.digest()}"
+        return f"<lowtide.Autopilot {self.phase.value}: engine '{self.engine.name}'{budget}{plan}>"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

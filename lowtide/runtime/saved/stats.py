@@ -63,6 +63,11 @@ class Stats:
     disk_bytes: int
     """Disk bytes reserved now."""
 
+    @classmethod
+    def nothing(cls) -> Stats:
+        """Of a model that has not run yet."""
+        return cls(**{field.name: 0 for field in fields(cls)})
+
 
 class Share(weakref.ref):
     """The bytes of one owner in the ledger, for as long as the owner lives."""

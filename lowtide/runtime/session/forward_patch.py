@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -25,9 +25,11 @@ from lowtide.tensors.compiled import not_traced, refuse_compiled_call
 class ForwardPatch:
     """A callable that replaces `module.forward` on one instance until `undo()`."""
 
-    def __init__(self, module: nn.Module, around: Callable[[Callable, tuple, dict], Any]) -> None:
+    def __init__(self, module: nn.Module, around: Callable[[Callable, tuple, dict], Any], handle: Any = None) -> None:
         self.module = module
         self.around = around
+        self.handle = handle
+        """What the user got for the model whose patch this is; None for the patches of modules inside of it."""
         self.original = module.forward
         self._own_before = module.__dict__.get("forward")
         self._is_active = True
@@ -57,8 +59,8 @@ class ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
         way has looked `forward` up before its hooks ran."""
         if not self._came_off:
-            return ForwardPatch(self.module, self.around)
-        self.__init__(self.module, self.around)  # type: ignore[misc]
+            return ForwardPatch(self.module, self.around, self.handle)
+        self.__init__(self.module, self.around, self.handle)  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> tuple:
@@ -75,9 +77,19 @@ def _plain_forward(module: nn.Module) -> Callable:
     return types.MethodType(type(module).forward, module)
 
 
+def _patches(model: nn.Module) -> Iterator[tuple[str, ForwardPatch]]:
+    """The patches that act on `model` now, with the names of their modules, from the outside in."""
+    for name, module in model.named_modules():
+        patch = module.__dict__.get("forward")
+        if isinstance(patch, ForwardPatch) and patch._is_active:
+            yield name, patch
+
+
 def patched_module(model: nn.Module) -> str | None:
     """Name of the first module of `model` that is under lowtide already ('' is the model itself), or None."""
-    for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), ForwardPatch) and module.__dict__["forward"]._is_active:
-            return name
-    return None
+    return next((name for name, _ in _patches(model)), None)
+
+
+def handle_of(model: nn.Module) -> Any:
+    """What `lowtide.apply` or `lowtide.optimize` gave for `model`, or for what it wraps (DDP); None if it is plain."""
+    return next((patch.handle for _, patch in _patches(model) if patch.handle is not None), None)

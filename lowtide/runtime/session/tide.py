@@ -82,7 +82,7 @@ class Tide:
         self._stall_base_seconds = engine.stall_seconds()
         self._unseen = Unseen(model, "lowtide.apply")
         try:
-            self._forwards = PlannedForwards(plan, self._context, engine, self._unseen)
+            self._forwards = PlannedForwards(plan, self._context, engine, self._unseen, self)
         except BaseException:
             self._unseen.close()  # it has hooks on the parameters already
             raise
@@ -292,7 +292,7 @@ class Tide:
         guard, slices = self._context.guard, self._context.slices
         self._context = self._context_of(self._plan)
         self._context.guard, self._context.slices = guard, slices
-        self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unseen)
+        self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unseen, self)
         return how
 
     def _give_up_recipes(self, error: RecipeMismatchError, num_tried: int) -> str:

@@ -48,10 +48,11 @@ Around = Callable[[Callable, tuple, dict], Any]
 
 
 class PlannedForwards:
-    """The wrappers of one plan on the model of `setting`. They are on from the start."""
+    """The wrappers of one plan on the model of `context`, in the name of `handle`. They are on from the start."""
 
-    def __init__(self, plan: Plan, context: PlanContext, engine: Engine, unseen: Unseen) -> None:
+    def __init__(self, plan: Plan, context: PlanContext, engine: Engine, unseen: Unseen, handle: Any) -> None:
         self._plan = plan
+        self._handle = handle
         self._context = context
         self._model = context.model
         self._engine = engine
@@ -89,9 +90,11 @@ class PlannedForwards:
         for name in recomputed_modules(modules, self._plan):
             patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))
         for name in layers:
-            patches.append(ForwardPatch(modules[name], self._around_region(self._region(name, modules[name]))))
+            handle = self._handle if name == "" else None
+            patches.append(ForwardPatch(modules[name], self._around_region(self._region(name, modules[name])), handle))
         if "" not in layers:
-            patches.append(ForwardPatch(self._model, self._around_region(self._region("", self._model))))
+            region = self._region("", self._model)
+            patches.append(ForwardPatch(self._model, self._around_region(region), self._handle))
         return patches
 
     def _open(self) -> ForwardPass | None:

@@ -294,3 +294,15 @@ def test_every_arrow_of_the_table_is_gone(ways: list[tuple[Phase, Phase]]) -> No
     assert set(ways) <= set(ARROWS)
     missing = set(ARROWS) - set(ways)
     assert not missing, [f"{a.value} -> {b.value}" for a, b in missing]
+
+
+def test_the_handle_says_where_it_stands() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    tide = lowtide.optimize(model, budget="1GiB", memory={"race": False}, engine="virtual:1")
+    assert repr(tide) == "<lowtide.Autopilot waiting: engine 'virtual:1', budget 1.0 GiB>"
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+    assert tide.plan is not None
+    assert repr(tide) == f"<lowtide.Autopilot settled: engine 'virtual:1', budget 1.0 GiB, plan {tide.plan.digest()}>"
+    tide.remove()
+    assert repr(tide).startswith("<lowtide.Autopilot removed: ")

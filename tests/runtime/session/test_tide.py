@@ -375,3 +375,25 @@ def test_a_read_that_fails_is_an_error_with_the_tier(
             str(caught.value),
         )
     engine.close()
+
+
+def test_the_handle_of_a_model_can_be_asked_for() -> None:
+    """As a notebook cell does that runs again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    assert lowtide.current(model) is None
+    lowtide.remove(model)
+    for call in (
+        lambda: lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1"),
+        lambda: lowtide.apply(model, {"recompute": ["0"], "layers": ["0", "2"]}, engine="virtual:1"),
+        lambda: lowtide.optimize(model, budget="1GiB", engine="virtual:1"),
+    ):
+        handle = call()
+        assert lowtide.current(model) is handle
+        assert lowtide.current(nn.Sequential(model)) is handle  # what wraps it, as DDP does
+        assert handle.stats.kept_bytes == 0
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            assert lowtide.current(model) is handle
+        lowtide.remove(model)
+        assert lowtide.current(model) is None
+        lowtide.remove(model)
