@@ -25,7 +25,7 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from `20GiB`, `20GB`, `20G`, `512 MiB`, `.5gib` or a plain number of bytes. Fractions of a byte are dropped.
+    """Bytes from `20GiB`, `20GB`, `20G`, `.5 MiB` or a plain number of bytes. Fractions of a byte are dropped.
 
     Raises `ValueError` saying what a size looks like, or that it is more than `MOST_BYTES`.
     """
