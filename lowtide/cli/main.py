@@ -33,6 +33,7 @@ class Command:
 
 
 COMMANDS = {
+    "diff": Command(module="lowtide.cli.diff", help="say what one plan does otherwise than another"),
     "explain": Command(
         module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
     ),
