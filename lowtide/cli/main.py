@@ -34,6 +34,7 @@ class Command:
 
 COMMANDS = {
     "diff": Command(module="lowtide.cli.diff", help="say what one plan does otherwise than another"),
+    "doctor": Command(module="lowtide.cli.doctor", help="say whether this machine is ready, and what is in the way"),
     "explain": Command(
         module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
     ),

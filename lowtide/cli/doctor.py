@@ -1,0 +1,36 @@
+"""`lowtide doctor`: whether this machine is ready, what is in the way, and how to mend it.
+
+Exit status: 0; 1 if something is bad; 2 for a mistake in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from lowtide.cli.waiting import Waiting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--disk", metavar="PATH", help="the directory to swap to, as memory.disk_path")
+    parser.add_argument("--no-measure", action="store_true", help="leave out the link, which takes about two seconds")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings."""
+    with Waiting() as waiting:
+        waiting.say("loading torch")
+        from lowtide.report.doctor import examine
+
+        findings = list(examine(args.disk, measures=not args.no_measure, say=waiting.say))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        width = max(len(finding.what) for finding in findings)
+        for finding in findings:
+            print(f"{finding.state:<4}  {finding.what:<{width}}  {finding.found}")
+            if finding.advice:
+                print(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+    return 1 if any(finding.state == "bad" for finding in findings) else 0
