@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from lowtide.config.memory import MemoryConfig
@@ -43,6 +45,7 @@ __all__ = [
     "plan",
     "remove",
     "swap_optimizer",
+    "write_report",
 ]
 
 _HOMES = {
@@ -200,6 +203,29 @@ def remove(model: torch.nn.Module) -> None:
     handle = current(model)
     if handle is not None:
         handle.remove()
+
+
+def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.PathLike[str]) -> Path:
+    """Write what `handle`, or the model that it is on, does and did: its plan, the memory and the lanes of a step.
+
+    The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
+    `.trace.json` (for Perfetto) or `.json`. Gives the path. Raises `ConfigError` for other names, for a model that is
+    not under lowtide, and before the first step.
+    """
+    from torch.nn import Module
+
+    from lowtide.errors import ConfigError
+    from lowtide.report.of_handle import report_of_handle
+    from lowtide.report.write import check_form
+    from lowtide.report.write import write_report as write
+
+    check_form(path)
+    found = current(handle) if isinstance(handle, Module) else handle
+    if found is None:
+        raise ConfigError(
+            "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
+        )
+    return write(report_of_handle(found), path)
 
 
 def swap_optimizer(

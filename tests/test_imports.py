@@ -45,6 +45,7 @@ def test_public_surface() -> None:
         "plan",
         "remove",
         "swap_optimizer",
+        "write_report",
     ]
     assert lowtide.__version__ == "0.1.0"
     assert issubclass(lowtide.ConfigError, ValueError)

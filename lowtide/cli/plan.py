@@ -23,6 +23,7 @@ from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.source import read_text
 from lowtide.errors import ConfigError
+from lowtide.report.write import check_form, write_report
 from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import MIB, format_bytes, parse_bytes
 
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--curve", action="store_true", help="draw the memory of the step over its time")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write pictures of the step: .html, .trace.json (Perfetto), .json"
+    )
     plan_cluster.add_arguments(parser)
 
 
@@ -56,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
     if plan_cluster.is_asked_for(settings, args):
         return _run_cluster(settings, args)
     check_writable(args.out)
+    if args.report is not None:
+        check_form(args.report)
+        check_writable(args.report, "--report")
     memory = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
     if args.optimizer is not None:
         memory = dataclasses.replace(memory, optimizer=args.optimizer)
@@ -73,6 +80,11 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_profile(profile, memory, **shared, progress=lambda text: waiting.say(f"planning: {text}"))
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
+        if args.report is not None:
+            from lowtide.report.report import report_of_plan
+
+            waiting.say("drawing")
+            write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
     if args.out is not None:
         write(args.out, plan.to_json())
     print(_document(plan, profile, rungs, curve) if args.json else "\n".join(_lines(plan, profile, rungs, curve)))
@@ -109,7 +121,7 @@ def memory_with(
     return memory
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, option: str = "--out") -> None:
     """Refuses a file that the command line names and that cannot be written, before the work for it is done."""
     if path is None:
         return
@@ -121,7 +133,7 @@ def check_writable(path: Path | None) -> None:
         if not is_there:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from None
 
 
 def write(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
-"""What a plan says and what a run did, as tables and curves.
+"""What a plan says and what a run did, as tables, pages and traces.
 
-Start at `budget_sweep.py` (what other budgets would cost) and `memory_curve.py` (bytes over one step).
+Start at `report.py`, what a report has; `played_step.py` puts a step on the clock, `page.py` and `trace.py` give it form.
+`budget_sweep.py` says what other budgets would cost, `plan_diff.py` compares plans, `doctor.py` looks at the machine.
 May import: everything below it.
 Must not: change what it reports on.
 """

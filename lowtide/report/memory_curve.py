@@ -1,27 +1,19 @@
-"""The memory of a step over its time: as numbers, and drawn with characters.
+"""The memory of a step over its time, drawn with characters.
 
-What: `memory_curve` runs the timeline of a solved plan on its profile again. `curve_lines` draws it: `#` is the planned
-step, `.` what the plain step takes beyond that, `-` the budget.
-The time axis is that of the plain step, so that both curves show the same operator in the same column. Cost: one run of
-the timeline. Not covered: lanes (copies, network).
+What: `curve_lines` draws the curve of a solved plan: `#` is the planned step, `.` what the plain step takes beyond
+that, `-` the budget. The time axis is that of the plain step, so that both curves show the same operator in the same
+column. Cost: one run of the timeline. Not covered: lanes; report/pictures.py draws those.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.planner.place_state import placed_fates, shares_of
-from lowtide.planner.plan_profile import problem_of
-from lowtide.planner.problem import Problem
-from lowtide.planner.state_items import with_state
-from lowtide.timeline.events import run
-from lowtide.timeline.memory import plain_curve
+from lowtide.report.played_step import Curve, play
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
@@ -32,54 +24,11 @@ _WIDTH = 72
 _HEIGHT = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Bytes on the device in each tick of the step."""
-
-    seconds: tuple[float, ...]
-    """How long each tick takes in the plain step."""
-    num_forward_ticks: int
-    plain_bytes: tuple[int, ...]
-    planned_bytes: tuple[int, ...]
-    budget_bytes: int | None
-
-    def thinned(self, max_points: int) -> dict[str, list[float] | list[int]]:
-        """Lists for JSON of at most `max_points` points; each has the most bytes of the ticks that it stands for."""
-        num_ticks = len(self.seconds)
-        starts = np.unique(np.arange(min(max_points, num_ticks)) * num_ticks // min(max_points, num_ticks))
-        return {
-            "start_seconds": (np.cumsum(self.seconds) - self.seconds)[starts].tolist(),
-            "plain_bytes": np.maximum.reduceat(self.plain_bytes, starts).tolist(),
-            "planned_bytes": np.maximum.reduceat(self.planned_bytes, starts).tolist(),
-        }
-
-
 def memory_curve(
     plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_gradients: bool = False
 ) -> Curve:
     """The curve of `plan`, which was solved for `profile` under the rules of `config`."""
-    layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
-    problem = problem_of(profile, config, has_gradients=has_gradients, layers=layers)
-    plain, fates, num_ticks = plain_curve(problem.step).tolist(), _fates(plan, problem), len(problem.step.ticks)
-    if plan.optimizer is not None and plan.optimizer.moved_bytes:
-        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
-        assert shares is not None
-        problem = with_state(problem, shares)
-        fates += placed_fates(plan.optimizer, profile.state, shares)
-    timeline = run(problem.step, fates, link, budget_bytes=plan.budget_bytes)
-    return Curve(
-        seconds=tuple(tick.seconds for tick in problem.step.ticks[:num_ticks]),
-        num_forward_ticks=problem.step.num_forward_ticks,
-        plain_bytes=tuple(plain),
-        planned_bytes=timeline.curve[:num_ticks],
-        budget_bytes=plan.budget_bytes,
-    )
-
-
-def _fates(plan: Plan, problem: Problem) -> list[Fate]:
-    """The fate of each item. An anchor that the plan does not name is not needed, so its fate does not matter."""
-    fate_of = {site.name: site.fate for site in plan.sites}
-    return [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
+    return play(plan, profile, config, link=link, has_gradients=has_gradients).curve
 
 
 def curve_lines(curve: Curve) -> list[str]:

@@ -67,6 +67,14 @@ def test_the_python_of_the_page_on_adapters_runs(
     assert 0 < int(capsys.readouterr().out.splitlines()[-1]) <= 560 * 1024
 
 
+def test_the_python_of_the_page_on_reports_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(ROOT / "docs" / "report.md", "python")
+    exec(compile(code, "report.md", "exec"), {})
+    assert "What happened" in (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert (tmp_path / "run.trace.json").exists()
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide.cli.main import main

@@ -188,6 +188,11 @@ class Autopilot:
         return self._facts.link
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether plans count gradients of earlier micro-batches from the start of a pass."""
+        return self._facts.has_gradients
+
+    @property
     def tide(self) -> Tide | None:
         """The tide in force; None before the first step."""
         return self._state.tide

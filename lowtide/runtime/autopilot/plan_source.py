@@ -124,6 +124,11 @@ class BudgetSource:
         return _plan_around(profile, 0, config, how)
 
     @property
+    def config(self) -> MemoryConfig:
+        """The rules and the budget that plans are made under."""
+        return self._config
+
+    @property
     def races(self) -> bool:
         """As the user asked for it."""
         return self._config.races

@@ -1,0 +1,88 @@
+"""The report of a model that trains: what its handle planned, beside what its counters say.
+
+What: `report_of_handle` reads an `Autopilot` or a `Tide`; it changes neither. A handle with a budget has the whole step
+on the clock. One that follows rules predicts nothing, and its report has the plan and the figures.
+Cost: one run of the timeline. Not covered: other shapes than those in force.
+"""
+
+from __future__ import annotations
+
+from lowtide.core.plan import Plan
+from lowtide.errors import ConfigError
+from lowtide.report.report import Measured, Report, Table, Tile, report_of_plan
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.plan_source import BudgetSource
+from lowtide.runtime.saved.stats import Stats
+from lowtide.runtime.session.tide import Tide
+from lowtide.units import format_bytes, format_seconds
+
+
+def report_of_handle(handle: Tide | Autopilot) -> Report:
+    """Raises ConfigError before the first step, which shows what there is to report."""
+    plan, stats = handle.plan, handle.stats
+    if plan is None or not stats.num_forwards:
+        raise ConfigError("lowtide.write_report: no step has run under this handle yet; run one, then report")
+    name = type(handle.model).__name__
+    if isinstance(handle, Autopilot) and isinstance(handle.source, BudgetSource):
+        assert handle.profile is not None
+        assert handle.link is not None
+        return report_of_plan(
+            plan,
+            handle.profile,
+            handle.source.config,
+            link=handle.link,
+            has_gradients=handle.has_gradients,
+            measured=Measured(peak_bytes=stats.peak_device_bytes, stall_seconds=stats.stall_seconds),
+            events=_events(handle),
+            title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
+            tables=(_figures(stats),),
+        )
+    return _of_rules(name, plan, stats)
+
+
+def _of_rules(name: str, plan: Plan, stats: Stats) -> Report:
+    tiles = (
+        Tile(what="peak, measured", value=format_bytes(stats.peak_device_bytes)),
+        Tile(what="swapped", value=format_bytes(stats.swapped_bytes)),
+        Tile(what="recomputed", value=format_bytes(stats.recomputed_bytes)),
+        Tile(what="waits for copies", value=format_seconds(stats.stall_seconds)),
+    )
+    return Report(
+        title=f"{name}: a run by rules",
+        subtitle=f"{stats.num_forwards} forward passes. Rules predict nothing, so there is no clock to compare with.",
+        tiles=tiles,
+        plan=plan,
+        tables=(_figures(stats),),
+    )
+
+
+def _figures(stats: Stats) -> Table:
+    rows = [("", "since the plan came into force")]
+    for what, value in (
+        ("forward passes", str(stats.num_forwards)),
+        ("kept", format_bytes(stats.kept_bytes)),
+        ("swapped", format_bytes(stats.swapped_bytes)),
+        ("recomputed", format_bytes(stats.recomputed_bytes)),
+        ("copied out, and back", f"{format_bytes(stats.copied_out_bytes)}, {format_bytes(stats.copied_in_bytes)}"),
+        ("compute waited for copies", format_seconds(stats.stall_seconds)),
+        ("saved tensors that the plan did not expect", str(stats.num_divergences)),
+        ("sent away near the limit", format_bytes(stats.spilled_bytes)),
+        ("host and disk bytes reserved now", f"{format_bytes(stats.host_bytes)}, {format_bytes(stats.disk_bytes)}"),
+    ):
+        rows.append((what, value))
+    return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
+
+
+def _events(handle: Autopilot) -> tuple[tuple[str, ...], ...]:
+    head = ("after forward pass", "why", "budget for the solver", "plan", "took")
+    rows = [
+        (
+            str(event.forward),
+            event.why,
+            "-" if event.budget_bytes is None else format_bytes(event.budget_bytes),
+            event.digest,
+            format_seconds(event.seconds),
+        )
+        for event in handle.events
+    ]
+    return (head, *rows)

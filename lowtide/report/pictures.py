@@ -1,0 +1,271 @@
+"""Pictures of a step, as SVG text: memory over time, lanes, the fate of each activation, and what other budgets cost.
+
+What: each function draws one picture in one of two `Theme`s and gives its SVG. matplotlib draws; text stays text, ids
+come from a fixed salt, no date is written: the same step gives the same bytes with the same matplotlib.
+Cost: a second to import matplotlib, then about 0.2 s a picture; long steps are thinned to what a screen can show.
+Not covered: anything one can click on.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.plan_table import layers_label, runs
+from lowtide.errors import ConfigError
+from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.played_step import OWNERS, Played
+from lowtide.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_POINTS = 600
+_MOST_BARS = 400
+"""Of a lane: neighbours are drawn as one bar beyond that."""
+_LANES = ("compute", "stall", "out", "in")
+_LANE_NAMES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
+_FATE_WORDS = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theme:
+    """Colours of a page, light or dark."""
+
+    name: str
+    ink: str
+    faint: str
+    paper: str
+    state: str
+    kept: str
+    swapped: str
+    recomputed: str
+    plain: str
+    budget: str
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """In the order of `OWNERS`."""
+        return (self.state, self.kept, self.swapped, self.recomputed)
+
+    @property
+    def fates(self) -> dict[Fate, str]:
+        return {Fate.KEEP: self.kept, Fate.SWAP: self.swapped, Fate.RECOMPUTE: self.recomputed}
+
+
+LIGHT = Theme(
+    name="light", ink="#1d2733", faint="#c9d1d9", paper="#ffffff", state="#b4bfc9", kept="#2f6fb0", swapped="#e08a2e",
+    recomputed="#3d9a64", plain="#6b7683", budget="#c2352b",
+)  # fmt: skip
+DARK = Theme(
+    name="dark", ink="#e6edf3", faint="#3d4753", paper="#11161c", state="#5c6773", kept="#5b9bd8", swapped="#f0a04b",
+    recomputed="#5cc489", plain="#aab4bf", budget="#ff7b6e",
+)  # fmt: skip
+
+
+def memory_picture(played: Played, theme: Theme) -> str:
+    """Bytes on the device over the planned step, stacked by owner; the plain step and the budget as lines."""
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(9.2, 3.6)
+        panel = figure.subplots()
+        scale, unit = _byte_unit(max(played.curve.plain_bytes))
+        starts = _thinned_starts(len(played.starts))
+        times, time_unit = _time_unit(played.step_seconds)
+        x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
+        stacked = [np.maximum.reduceat(np.array(part), starts) / scale for part in played.bytes_by_owner]
+        floor = np.zeros(len(starts))
+        for name, part, colour in zip(OWNERS, stacked, theme.owners, strict=True):
+            panel.fill_between(x, _step(floor), _step(floor + part), step="post", color=colour, linewidth=0, label=name)
+            floor = floor + part
+        plain = np.maximum.reduceat(np.array(played.curve.plain_bytes), starts) / scale
+        plain_x = np.append((np.cumsum(played.curve.seconds) - played.curve.seconds)[starts], sum(played.curve.seconds))
+        panel.plot(plain_x * times, _step(plain), color=theme.plain, linewidth=1.2, linestyle=":",
+                   drawstyle="steps-post", label="everything kept")  # fmt: skip
+        if played.curve.budget_bytes is not None:
+            budget = played.curve.budget_bytes / scale
+            panel.axhline(budget, color=theme.budget, linewidth=1.2, linestyle="--", label="budget")
+        turn = played.starts[played.curve.num_forward_ticks] * times
+        panel.axvline(turn, color=theme.faint, linewidth=1)
+        top = 1.12 * max(float(plain.max()), float(floor.max()), (played.curve.budget_bytes or 0) / scale)
+        panel.set_ylim(0, top)
+        panel.set_xlim(0, max(float(x[-1]), float(plain_x[-1] * times)))
+        for shift, word, side in ((-5, "forward", "right"), (5, "backward", "left")):
+            panel.annotate(word, (turn, top), xytext=(shift, 0), textcoords="offset points", ha=side, va="top",
+                           fontsize=8, color=theme.ink)  # fmt: skip
+        panel.set(xlabel=f"time, {time_unit}", ylabel=f"on the device, {unit}")
+        handles, labels = panel.get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
+
+    return _svg(draw, theme)
+
+
+def lane_picture(played: Played, theme: Theme) -> str:
+    """What compute and the two copy lanes do when, and when compute waits."""
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(9.2, 2.2)
+        panel = figure.subplots()
+        times, time_unit = _time_unit(played.step_seconds)
+        for row, lane in enumerate(_LANES):
+            events = [event for event in played.events if event.lane == lane]
+            again = [event for event in events if event.name.startswith("recompute ")]
+            others = [event for event in events if not event.name.startswith("recompute ")]
+            colour = {"stall": theme.budget, "compute": theme.state}.get(lane, theme.swapped)
+            for group, shade in ((others, colour), (again, theme.recomputed)):
+                bars = _bars([(event.start * times, event.end * times) for event in group], played.step_seconds * times)
+                panel.broken_barh(bars, (row - 0.36, 0.72), color=shade, linewidth=0)
+        panel.set_yticks(range(len(_LANES)), [_LANE_NAMES[lane] for lane in _LANES])
+        panel.invert_yaxis()
+        panel.set_ylim(len(_LANES) - 0.5, -0.5)
+        panel.set_xlim(0, played.step_seconds * times)
+        panel.grid(axis="y", visible=False)
+        panel.set_xlabel(f"time, {time_unit}")
+        panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8)
+
+    return _svg(draw, theme)
+
+
+def fate_picture(plan: Plan, theme: Theme) -> str | None:
+    """Layers against the activations of a layer, each cell in the colour of its fate; None without layers."""
+    sites = [site for site in plan.sites if site.layer in set(plan.layers) and site.anchor is None]
+    if not sites:
+        return None
+    names = list(dict.fromkeys(site.name.removeprefix(f"{site.layer}.") for site in sites))
+    column = {layer: index for index, layer in enumerate(plan.layers)}
+    cells = np.full((len(names), len(plan.layers)), np.nan)
+    fates = list(_FATE_WORDS)
+    row_of = {name: index for index, name in enumerate(names)}
+    for site in sites:
+        cells[row_of[site.name.removeprefix(f"{site.layer}.")], column[site.layer or ""]] = fates.index(site.fate)
+    sizes = [max(s.nbytes for s in sites if s.name.removeprefix(f"{s.layer}.") == name) for name in names]
+
+    def draw(figure: Figure) -> None:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
+        figure.set_size_inches(9.2, 1.0 + 0.21 * len(names))
+        panel = figure.subplots()
+        colours = ListedColormap([theme.fates[fate] for fate in fates])
+        edges = (np.arange(len(plan.layers) + 1) - 0.5, np.arange(len(names) + 1) - 0.5)
+        panel.pcolormesh(*edges, np.ma.masked_invalid(cells), cmap=colours, vmin=-0.5, vmax=2.5, edgecolors=theme.paper,
+                         linewidth=0.6)  # fmt: skip
+        panel.invert_yaxis()
+        scale, unit = _byte_unit(max(sizes))
+        panel.set_yticks(range(len(names)), [f"{_short(name)}  {size / scale:.3g}" for name, size in zip(names, sizes)])
+        every = max(1, len(plan.layers) // 16)
+        panel.set_xticks(range(0, len(plan.layers), every), [str(index) for index in range(0, len(plan.layers), every)])
+        panel.grid(visible=False)
+        panel.set(xlabel=f"layer ({_kinds(plan)}); beside each activation its {unit} in one layer")
+        patches = [Patch(color=theme.fates[fate], label=_FATE_WORDS[fate]) for fate in fates]
+        figure.legend(handles=patches, loc="outside right upper")
+
+    return _svg(draw, theme)
+
+
+def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme) -> str | None:
+    """Time of a step against the budget; the plan's own is marked. None where there is only one budget."""
+    if len(rungs) < 2:
+        return None
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(9.2, 3.2)
+        panel = figure.subplots()
+        scale, unit = _byte_unit(max(swept.budget_bytes for swept in rungs))
+        points = [(swept.budget_bytes / scale, swept.predicted.step_seconds) for swept in rungs]
+        times, time_unit = _time_unit(max(seconds for _, seconds in points))
+        panel.plot([x for x, _ in points], [y * times for _, y in points], "o-", color=theme.kept, markersize=4)
+        for swept, (x, y) in zip(rungs, points, strict=True):
+            if swept.is_asked:
+                panel.plot([x], [y * times], "o", color=theme.budget, markersize=9)
+                panel.annotate("you are here", (x, y * times), xytext=(8, 8), textcoords="offset points", fontsize=8,
+                               color=theme.ink)  # fmt: skip
+        panel.axhline(rungs[0].predicted.plain_seconds * times, color=theme.plain, linestyle=":", linewidth=1.2)
+        panel.annotate("everything kept", (points[-1][0], rungs[0].predicted.plain_seconds * times), xytext=(0, -10),
+                       textcoords="offset points", fontsize=8, color=theme.plain)  # fmt: skip
+        panel.margins(y=0.2)
+        panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_unit}")
+
+    return _svg(draw, theme)
+
+
+def _svg(draw: Callable[[Figure], None], theme: Theme) -> str:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
+    with mpl.rc_context(_style(theme)):
+        figure = Figure(layout="constrained")
+        draw(figure)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
+def _style(theme: Theme) -> Any:
+    ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+    return {
+        "svg.hashsalt": "lowtide",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "axes.edgecolor": theme.faint,
+        "grid.color": theme.faint,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "path.simplify": True,
+        **dict.fromkeys(ink, theme.ink),
+    }
+
+
+def _step(values: np.ndarray) -> np.ndarray:
+    """For `steps-post`: the last value holds to the end."""
+    return np.append(values, values[-1])
+
+
+def _thinned_starts(num_ticks: int) -> np.ndarray:
+    count = min(_MOST_POINTS, num_ticks)
+    return np.unique(np.arange(count) * num_ticks // count)
+
+
+def _bars(spans: Sequence[tuple[float, float]], total: float) -> list[tuple[float, float]]:
+    """(start, width) of bars; those closer than a screen can show become one."""
+    nearest = total / _MOST_BARS / 4 if len(spans) > _MOST_BARS else 0.0
+    bars: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if bars and start - sum(bars[-1]) <= nearest:
+            bars[-1] = (bars[-1][0], max(end, sum(bars[-1])) - bars[-1][0])
+        else:
+            bars.append((start, end - start))
+    return bars
+
+
+def _byte_unit(most_bytes: int) -> tuple[int, str]:
+    return (GIB, "GiB") if most_bytes >= GIB else (MIB, "MiB")
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 34 else f"{name[:16]}…{name[-17:]}"
+
+
+def _kinds(plan: Plan) -> str:
+    labels = [layers_label(plan.layers, first, last) for first, last in runs(plan.layers, [None] * len(plan.layers))]
+    return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"

@@ -1,0 +1,140 @@
+"""A solved plan, played on the clock once more: bytes on the device in each tick, and what each lane does when.
+
+What: `play` runs the timeline of a plan on its profile. `Played` has the memory curve, the same bytes by owner, and the
+events of the lanes. Everything that draws or exports a step starts from it.
+Cost: two runs of the timeline, and one for each owner. Not covered: what really happened; the clock is a prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.planner.place_state import placed_fates, shares_of
+from lowtide.planner.plan_profile import problem_of
+from lowtide.planner.problem import Problem
+from lowtide.planner.state_items import with_state
+from lowtide.timeline.events import Event, Timeline, run
+from lowtide.timeline.memory import curve as curve_of
+from lowtide.timeline.memory import plain_curve
+from lowtide.timeline.step import Link, Step
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+
+OWNERS = ("state, gradients, temporaries", "kept", "swapped, while here", "recomputed, while here")
+"""Whose bytes a curve by owner shows, from the bottom up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Bytes on the device in each tick of the step."""
+
+    seconds: tuple[float, ...]
+    """How long each tick takes in the plain step."""
+    num_forward_ticks: int
+    plain_bytes: tuple[int, ...]
+    planned_bytes: tuple[int, ...]
+    budget_bytes: int | None
+
+    def thinned(self, max_points: int) -> dict[str, list[float] | list[int]]:
+        """Lists for JSON of at most `max_points` points; each has the most bytes of the ticks that it stands for."""
+        num_ticks = len(self.seconds)
+        starts = np.unique(np.arange(min(max_points, num_ticks)) * num_ticks // min(max_points, num_ticks))
+        return {
+            "start_seconds": (np.cumsum(self.seconds) - self.seconds)[starts].tolist(),
+            "plain_bytes": np.maximum.reduceat(self.plain_bytes, starts).tolist(),
+            "planned_bytes": np.maximum.reduceat(self.planned_bytes, starts).tolist(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """One step of a plan on the clock."""
+
+    curve: Curve
+    starts: tuple[float, ...]
+    """When each tick starts in the planned step, stalls and recomputation included. Seconds."""
+    bytes_by_owner: tuple[tuple[int, ...], ...]
+    """In the order of `OWNERS`, one entry a tick; together the planned curve."""
+    step_seconds: float
+    events: tuple[Event, ...]
+    """Of lanes 'compute', 'out', 'in' and 'stall', by start."""
+
+
+def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_gradients: bool = False) -> Played:
+    """`plan`, which was solved for `profile` under the rules of `config`."""
+    layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
+    problem = problem_of(profile, config, has_gradients=has_gradients, layers=layers)
+    plain, fates, num_ticks = plain_curve(problem.step).tolist(), _fates(plan, problem), len(problem.step.ticks)
+    num_items = len(fates)
+    if plan.optimizer is not None and plan.optimizer.moved_bytes:
+        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
+        assert shares is not None
+        problem = with_state(problem, shares)
+        fates += placed_fates(plan.optimizer, profile.state, shares)
+    timeline = run(problem.step, fates, link, budget_bytes=plan.budget_bytes, with_events=True)
+    curve = Curve(
+        seconds=tuple(tick.seconds for tick in problem.step.ticks[:num_ticks]),
+        num_forward_ticks=problem.step.num_forward_ticks,
+        plain_bytes=tuple(plain),
+        planned_bytes=timeline.curve[:num_ticks],
+        budget_bytes=plan.budget_bytes,
+    )
+    events = tuple(sorted(timeline.events, key=lambda event: event.start))
+    return Played(
+        curve=curve,
+        starts=_starts(events, curve),
+        bytes_by_owner=_by_owner(problem.step, fates, timeline, num_items, num_ticks),
+        step_seconds=timeline.step_seconds,
+        events=events,
+    )
+
+
+def _fates(plan: Plan, problem: Problem) -> list[Fate]:
+    """The fate of each item. An anchor that the plan does not name is not needed, so its fate does not matter."""
+    fate_of = {site.name: site.fate for site in plan.sites}
+    return [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
+
+
+def _starts(events: Sequence[Event], curve: Curve) -> tuple[float, ...]:
+    """Each tick starts where the one before it has ended; what a tick recomputes comes before it."""
+    ends = {event.name: event.end for event in events if event.lane == "compute"}
+    starts, now = [], 0.0
+    for tick in range(len(curve.seconds)):
+        starts.append(now)
+        is_forward = tick < curve.num_forward_ticks
+        name = f"forward {tick}" if is_forward else f"backward {tick - curve.num_forward_ticks}"
+        now = max(now, ends.get(name, now))  # sums of floats may step back by their last digit
+    return tuple(starts)
+
+
+def _by_owner(
+    step: Step, fates: Sequence[Fate], timeline: Timeline, num_items: int, num_ticks: int
+) -> tuple[tuple[int, ...], ...]:
+    """The state that travels counts as state."""
+    base = np.array([tick.base_bytes for tick in step.ticks], np.int64)
+    whose = [fate if index < num_items else None for index, fate in enumerate(fates)]
+    of_fate = {
+        fate: _curve_of(step, fates, timeline, [owner is fate for owner in whose]) - base
+        for fate in (None, Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+    }
+    parts = (base + of_fate[None], of_fate[Fate.KEEP], of_fate[Fate.SWAP], of_fate[Fate.RECOMPUTE])
+    return tuple(tuple(part[:num_ticks].tolist()) for part in parts)
+
+
+def _curve_of(step: Step, fates: Sequence[Fate], timeline: Timeline, counts: Sequence[bool]) -> np.ndarray:
+    """The curve if only these items had bytes."""
+    items = tuple(
+        item if count else dataclasses.replace(item, nbytes=0, recipe_bytes=0)
+        for item, count in zip(step.items, counts, strict=True)
+    )
+    ticks = {"evict_by": timeline.evict_by, "prefetch_at": timeline.prefetch_at}
+    return curve_of(dataclasses.replace(step, items=items), fates, **ticks)

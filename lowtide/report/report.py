@@ -1,0 +1,205 @@
+"""What a report says, before it has a form: figures, remarks, tables, and the step on its clock.
+
+What: `report_of_plan` gathers the report of a plan, whether it has run or not. `page.py` makes HTML of it, `trace.py` a
+trace, and `document` plain data for JSON. Predicted figures stand beside measured ones where a run has any.
+Cost: one run of the timeline. Not covered: other steps than the one that was planned for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.played_step import OWNERS, Played, play
+from lowtide.timeline.step import Link
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+
+_MOST_POINTS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One large figure."""
+
+    what: str
+    value: str
+    beside: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text; the first is the head."""
+
+    title: str
+    caption: str
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run did, beside what its plan said."""
+
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    """Forward and backward of one micro-batch."""
+    stall_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that a page shows."""
+
+    title: str
+    subtitle: str
+    tiles: tuple[Tile, ...] = ()
+    remarks: tuple[str, ...] = ()
+    plan: Plan | None = None
+    played: Played | None = None
+    sweep: tuple[SweptBudget, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def report_of_plan(
+    plan: Plan,
+    profile: Profile,
+    config: MemoryConfig,
+    *,
+    link: Link,
+    has_gradients: bool = False,
+    sweep: Sequence[SweptBudget] = (),
+    measured: Measured | None = None,
+    events: Sequence[tuple[str, ...]] = (),
+    title: str | None = None,
+    tables: Sequence[Table] = (),
+) -> Report:
+    """The report of a solved plan for `profile` under the rules of `config`.
+
+    `events`: rows of what happened in a run, such as plans made again and races; their head comes first. `tables`:
+    further ones. `title`: absent, that of a plan that has not run.
+    """
+    assert plan.predicted is not None, "only a solved plan predicts"
+    measured = measured or Measured()
+    tables = [*([_account(plan)] if plan.account else []), *tables]
+    if len(events) > 1:
+        caption = "Each time that the plan was made, corrected, or raced against others on real steps."
+        tables.append(Table(title="What happened", caption=caption, rows=tuple(events)))
+    how = "traced without a device, nothing has run" if profile.is_fake else f"observed on {profile.device}"
+    return Report(
+        title=title or f"{profile.model}: a plan within {format_bytes(plan.budget_bytes or 0)}",
+        subtitle=f"One step of {profile.batch}; {how}.",
+        tiles=tuple(_tiles(plan, measured)),
+        remarks=tuple(_remarks(plan)),
+        plan=plan,
+        played=play(plan, profile, config, link=link, has_gradients=has_gradients),
+        sweep=tuple(sweep),
+        tables=tuple(tables),
+    )
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The same as plain data, thinned to about a thousand points."""
+    played = report.played
+    return {
+        "title": report.title,
+        "subtitle": report.subtitle,
+        "figures": [dataclasses.asdict(tile) for tile in report.tiles],
+        "remarks": report.remarks,
+        "plan": None if report.plan is None else json.loads(report.plan.to_json()),
+        "step": None if played is None else _step_document(played),
+        "budgets": [
+            {"budget_bytes": swept.budget_bytes, "is_asked": swept.is_asked, **dataclasses.asdict(swept.predicted)}
+            for swept in report.sweep
+        ],
+        "tables": [dataclasses.asdict(table) for table in report.tables],
+    }
+
+
+def _step_document(played: Played) -> dict[str, Any]:
+    return {
+        **played.curve.thinned(_MOST_POINTS),
+        "step_seconds": played.step_seconds,
+        "num_ticks": len(played.starts),
+        "peak_bytes_by_owner": {
+            owner: max(part) for owner, part in zip(OWNERS, played.bytes_by_owner, strict=True) if part
+        },
+        "stalls": [
+            {"for": event.name, "start_seconds": event.start, "seconds": event.end - event.start}
+            for event in played.events
+            if event.lane == "stall"
+        ],
+    }
+
+
+def _tiles(plan: Plan, measured: Measured) -> list[Tile]:
+    predicted = plan.predicted
+    assert predicted is not None
+    more = predicted.step_seconds / predicted.plain_seconds - 1 if predicted.plain_seconds else 0.0
+    tiles = [
+        Tile(
+            what="peak, predicted",
+            value=format_bytes(predicted.peak_bytes),
+            beside="no budget" if plan.budget_bytes is None else f"of {format_bytes(plan.budget_bytes)}",
+        )
+    ]
+    if measured.peak_bytes is not None:
+        off = measured.peak_bytes / predicted.peak_bytes - 1 if predicted.peak_bytes else 0.0
+        tiles.append(
+            Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=f"{100 * off:+.1f} % off")
+        )
+    tiles.append(
+        Tile(
+            what="everything kept",
+            value=format_bytes(predicted.plain_peak_bytes),
+            beside=f"floor {format_bytes(predicted.floor_bytes)}",
+        )
+    )
+    tiles.append(
+        Tile(
+            what="step, predicted",
+            value=format_seconds(predicted.step_seconds),
+            beside=f"{100 * more:+.1f} % to everything kept",
+        )
+    )
+    if measured.step_seconds is not None:
+        off = measured.step_seconds / predicted.step_seconds - 1 if predicted.step_seconds else 0.0
+        tiles.append(
+            Tile(what="step, measured", value=format_seconds(measured.step_seconds), beside=f"{100 * off:+.1f} % off")
+        )
+    tiles.append(
+        Tile(
+            what="waits and recompute",
+            value=format_seconds(predicted.stall_seconds + predicted.recompute_seconds),
+            beside=f"{format_seconds(predicted.stall_seconds)} waits",
+        )
+    )
+    return tiles
+
+
+def _remarks(plan: Plan) -> list[str]:
+    predicted = plan.predicted
+    assert predicted is not None
+    remarks = [
+        f"How sure: {predicted.certainty}; at most {100 * predicted.gap:.1f} % from the fastest plan possible on this "
+        "clock."
+    ]
+    if plan.raced:
+        remarks.append(f"The race on real steps: {plan.raced}.")
+    if plan.does_nothing:
+        remarks.append("This plan does nothing: everything fits.")
+    return remarks
+
+
+def _account(plan: Plan) -> Table:
+    rows = [("", "everything kept", "planned")]
+    rows += [(line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)) for line in plan.account]
+    caption = "Predicted. What is on the device when it holds the most, without the plan and with it."
+    return Table(title="At the worst moment", caption=caption, rows=tuple(rows))

@@ -1,0 +1,171 @@
+"""Reports of plans and of runs: the figures that they show, and the forms that they take."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.cli.main import main
+from lowtide.config.memory import load_memory
+from lowtide.core.profile import Profile
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling.fake.trace import trace as trace_fake
+from lowtide.report.budget_sweep import budget_sweep
+from lowtide.report.page import page
+from lowtide.report.played_step import play
+from lowtide.report.report import Report, document, report_of_plan
+from lowtide.report.trace import trace
+from lowtide.timeline.hardware import load_hardware
+from lowtide.timeline.step import Link
+
+LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9)
+
+
+def _model(num_layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(num_layers)))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return trace_fake(_model(), (torch.zeros(512, 64),), hardware=load_hardware("cpu"), loss=torch.sum)
+
+
+def _report(profile: Profile, share: float = 0.5) -> Report:
+    config = load_memory({"budget": "1GiB", "min_bytes": 0})
+    whole = plan_profile(profile, config, link=LINK).predicted
+    assert whole is not None
+    budget = int(whole.floor_bytes + share * (whole.plain_peak_bytes - whole.floor_bytes))
+    config = load_memory({"budget": budget, "min_bytes": 0})
+    plan = plan_profile(profile, config, link=LINK)
+    sweep = budget_sweep(plan, profile, config, link=LINK)
+    return report_of_plan(plan, profile, config, link=LINK, sweep=sweep)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_the_bytes_of_all_owners_are_the_curve(profile: Profile, share: float) -> None:
+    report = _report(profile, share)
+    played, plan = report.played, report.plan
+    assert played is not None and plan is not None and plan.predicted is not None
+    assert tuple(map(sum, zip(*played.bytes_by_owner, strict=True))) == played.curve.planned_bytes
+    assert max(played.curve.planned_bytes) == plan.predicted.peak_bytes
+    assert min(min(part) for part in played.bytes_by_owner) >= 0
+    assert list(played.starts) == sorted(played.starts)
+    assert played.step_seconds == pytest.approx(plan.predicted.pass_seconds, rel=1e-9)
+
+
+def test_what_a_plan_swaps_is_in_the_lanes(profile: Profile) -> None:
+    config = load_memory({"budget": "1GiB", "min_bytes": 0, "swap": ["0", "1"]})
+    plan = plan_profile(profile, config, link=LINK)
+    played = play(plan, profile, config, link=LINK)
+    swapped = {site.name for site in plan.sites if site.fate.value == "swap"}
+    assert swapped
+    for lane in ("out", "in"):
+        assert {event.name for event in played.events if event.lane == lane} == swapped
+    names = [event["name"] for event in trace(played, "t")["traceEvents"] if event["ph"] == "X"]
+    assert swapped <= set(names)
+
+
+def test_the_page_stands_alone(profile: Profile) -> None:
+    text = page(_report(profile))
+    assert text == page(_report(profile))  # no dates, no random ids
+    assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", text)
+    assert "<script" not in text
+    assert text.count("<figure>") == 4
+    for title in (
+        "Memory over one step",
+        "What runs when",
+        "The fate of each activation",
+        "What other budgets would cost",
+    ):
+        assert f"<h2>{title}</h2>" in text
+    assert len(text.encode()) < 2_000_000
+
+
+def test_the_document_has_the_same_figures(profile: Profile) -> None:
+    report = _report(profile)
+    assert report.plan is not None and report.plan.predicted is not None
+    content = json.loads(json.dumps(document(report)))
+    assert max(content["step"]["planned_bytes"]) == report.plan.predicted.peak_bytes
+    assert content["figures"][0]["what"] == "peak, predicted"
+    assert [row["is_asked"] for row in content["budgets"]].count(True) == 1
+
+
+def test_a_run_within_a_budget(tmp_path: Path) -> None:
+    model = _model()
+    tide = lowtide.optimize(
+        model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"], "race": False}, engine="virtual:1"
+    )
+    with pytest.raises(
+        lowtide.ConfigError, match=r"^lowtide\.write_report: no step has run under this handle yet; run one"
+    ):
+        lowtide.write_report(tide, tmp_path / "run.json")
+    for _ in range(3):
+        model(torch.ones(32, 64)).sum().backward()
+    content = json.loads(lowtide.write_report(model, tmp_path / "run.json").read_text(encoding="utf-8"))
+    tiles = {tile["what"]: tile["value"] for tile in content["figures"]}
+    assert {"peak, predicted", "peak, measured", "step, predicted"} <= tiles.keys()
+    happened = next(table for table in content["tables"] if table["title"] == "What happened")
+    assert len(happened["rows"]) == len(tide.events) + 1
+    tide.remove()
+
+
+def test_a_run_by_rules(tmp_path: Path) -> None:
+    model = _model()
+    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1")
+    model(torch.ones(32, 64)).sum().backward()
+    text = lowtide.write_report(model, tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "Sequential: a run by rules" in text
+    assert text.count("<figure>") == 1
+    with pytest.raises(lowtide.ConfigError, match=r"run\.trace\.json: there is no step to trace; write HTML or JSON$"):
+        lowtide.write_report(model, tmp_path / "run.trace.json")
+    lowtide.remove(model)
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(lowtide.ConfigError) as caught:
+        lowtide.write_report(_model(), tmp_path / "run.pdf")
+    assert str(caught.value) == (
+        f"report: {tmp_path / 'run.pdf'}: write to a file that ends in .html, .trace.json or .json"
+    )
+    with pytest.raises(lowtide.ConfigError) as caught:
+        lowtide.write_report(_model(), tmp_path / "run.html")
+    assert str(caught.value) == (
+        "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
+    )
+    run = Path(__file__).parents[2] / "examples" / "llama_bytes.yaml"
+    assert main(["plan", str(run), "--budget", "64MiB", "--report", str(tmp_path / "gone" / "plan.html")]) == 2
+    assert "--report: " in capsys.readouterr().err
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs headless Chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_draws_it(profile: Profile, theme: str, tmp_path: Path) -> None:
+    """The page is painted in its theme, top to bottom: no picture is missing."""
+    html, shot = tmp_path / "plan.html", tmp_path / "plan.png"
+    html.write_text(page(_report(profile)), encoding="utf-8")
+    dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1060,2200", *dark]
+    assert CHROMIUM is not None
+    subprocess.run(
+        [CHROMIUM, *flags, f"--screenshot={shot}", html.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    from matplotlib.image import imread
+
+    pixels = imread(shot)
+    assert (pixels[2, 2, :3].mean() > 0.9) == (theme == "light")
+    colours = {tuple((pixel * 255).round().astype(int)) for pixel in pixels[::7, ::7, :3].reshape(-1, 3)}
+    kept = (47, 111, 176) if theme == "light" else (91, 155, 216)
+    assert kept in colours
