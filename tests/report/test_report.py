@@ -75,8 +75,9 @@ def test_what_a_plan_swaps_is_in_the_lanes(profile: Profile) -> None:
 
 
 def test_the_page_stands_alone(profile: Profile) -> None:
-    text = page(_report(profile))
-    assert text == page(_report(profile))  # no dates, no random ids
+    report = _report(profile)
+    text = page(report)
+    assert text == page(report)  # no dates, no random ids
     assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", text)
     assert "<script" not in text
     assert text.count("<figure>") == 4
