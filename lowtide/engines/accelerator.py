@@ -311,6 +311,9 @@ class AcceleratorEngine:
     def seconds_between(self, start: RawEvent, end: RawEvent) -> float | None:
         return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
 
+    def forget_free_memory(self) -> bool:
+        return False
+
     def is_capturing(self) -> bool:
         return self._ops.is_capturing()
 

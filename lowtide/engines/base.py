@@ -146,6 +146,12 @@ class Engine(Protocol):
     def seconds_between(self, start: Event, end: Event) -> float | None:
         """Between two moments of `mark_time`, or None while the device has not got to the second. Never blocks."""
 
+    def forget_free_memory(self) -> bool:
+        """Give back what it has free and keeps for reuse, so that the next step shows nothing of the one before.
+
+        True where a step pays for what another one left. An engine whose memory is handed out by an allocator that is
+        not lowtide's leaves that alone, and says False."""
+
     def is_capturing(self) -> bool:
         """Whether what the caller launches is only recorded, to be replayed later as a graph of the device."""
 

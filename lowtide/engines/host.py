@@ -341,6 +341,10 @@ class HostEngine:
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
 
+    def forget_free_memory(self) -> bool:
+        self.pool.trim()
+        return self.trimmer.restart(self.pool.mapped_bytes)
+
     def is_capturing(self) -> bool:
         return False
 

@@ -208,6 +208,9 @@ class VirtualEngine:
     def seconds_between(self, start: object, end: object) -> float | None:
         raise AssertionError("there is no clock")
 
+    def forget_free_memory(self) -> bool:
+        return False
+
     def is_capturing(self) -> bool:
         return False
 

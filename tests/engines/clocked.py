@@ -177,6 +177,9 @@ class ClockedEngine:
     def seconds_between(self, start: ClockEvent, end: ClockEvent) -> float:
         return end.at - start.at
 
+    def forget_free_memory(self) -> bool:
+        return False
+
     def is_capturing(self) -> bool:
         return False
 

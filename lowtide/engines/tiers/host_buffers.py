@@ -129,6 +129,18 @@ class HeapTrimmer:
         before_bytes = _resident_bytes()
         if before_bytes <= self._limit_bytes:
             return
+        self._trim(before_bytes, live_bytes)
+
+    def restart(self, other_live_bytes: int) -> bool:
+        """Give all free heap back, and begin the measurement of the peak anew. False where it does nothing."""
+        if self._library is None:
+            return False
+        self._peak_bytes = live_bytes = self._live_bytes() + other_live_bytes
+        self._trim(_resident_bytes(), live_bytes)
+        return True
+
+    def _trim(self, before_bytes: int, live_bytes: int) -> None:
+        assert self._library is not None
         self._library.malloc_trim(0)
         self._use_huge_pages()
         after_bytes = _resident_bytes()

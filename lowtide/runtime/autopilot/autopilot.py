@@ -765,6 +765,7 @@ class Autopilot:
             len(entrants),
             is_fixed=self._consensus.num_ranks > 1,
             num_late=0 if self.engine.device_type == "cpu" else LATE_STEPS,
+            turn_steps=2 if any_rank(self.engine.forget_free_memory(), self._group) else 1,
         )
         shape.contest = Contest(entrants, race, time.perf_counter() - start)
         self._say(f"lowtide: {len(entrants)} plans race: {', '.join(entrant.name for entrant in entrants)}")
@@ -800,6 +801,7 @@ class Autopilot:
 
     def _give_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
         """Put the plan of this entrant in force."""
+        self.engine.forget_free_memory()
         contest.in_force.tide = shape.tide
         contest.number = number
         shape.plan, shape.tide = contest.in_force.plan, contest.in_force.tide
@@ -851,6 +853,7 @@ class Autopilot:
         if is_in_force:
             self._enter(Phase.SETTLED, key, self.tide)
         else:
+            self.engine.forget_free_memory()
             self._use(key)
         contest.retire(but=winner)
 

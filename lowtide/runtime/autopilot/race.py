@@ -4,7 +4,9 @@ What: a state machine over numbers. `Race` says whose turn it is and when enough
 candidate, which is told when it is over and, maybe later, how long it took. `Pace` watches the winner afterwards.
 
 How it is run: the candidate with the fewest steps is next, so that all see the same weather. The first step of a plan
-is not counted, since that one learns; candidate 0 has run before. A time is the lower median of a candidate's steps:
+is not counted, since that one learns; candidate 0 has run before. Where a step pays for what another plan left behind
+(the heap of the host engine), a turn is two steps, and the first of each turn is not counted: with turns of one step
+the wrong plan can win (docs/LOG.md). A time is the lower median of a candidate's steps:
 what disturbs a step makes it longer. A candidate has no more turns once its fastest step is 5 % slower than the
 leader's slowest, and the race is over when that is true of all others, or after 12 steps. Where the clock is read late
 (an accelerator), it goes on for up to two steps until the last times are there. Ranks must switch in the same steps:
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from lowtide.units import format_seconds
 
 MAX_STEPS = 12
-"""Of all candidates together, with the steps that are not counted."""
+"""Of all candidates together, with the steps that are not counted; see `Race.max_steps`."""
 LATE_STEPS = 2
 """More of them, on a device whose clock is read later than the step ends."""
 EVERY_STEPS = 200
@@ -47,6 +49,8 @@ class Race:
     """Ranks race: each must take the same turns, whatever it measures."""
     num_late: int = 0
     """Steps to wait for times that are not known yet."""
+    turn_steps: int = 1
+    """Steps that a candidate runs one after the other. Of several, the first is not counted."""
     turn: int = 0
     """Whose step comes next."""
     out: set[int] = field(init=False, default_factory=set)
@@ -54,6 +58,8 @@ class Race:
     _seconds: list[list[float]] = field(init=False)
     _num_turns: list[int] = field(init=False)
     _scheduled: int = field(init=False, default=0)
+    _num_in_turn: int = field(init=False, default=0)
+    """Steps of this turn that have run."""
 
     def __post_init__(self) -> None:
         self._seconds = [[] for _ in range(self.num_candidates)]
@@ -64,8 +70,15 @@ class Race:
         """How many have run."""
         return sum(self._num_turns)
 
+    @property
+    def max_steps(self) -> int:
+        """Of all candidates together: twelve, or enough for each of them to be timed twice."""
+        return max(MAX_STEPS, _ENOUGH * self.turn_steps * self.num_candidates) if self.turn_steps > 1 else MAX_STEPS
+
     def lap(self) -> Lap:
         """The step that runs now."""
+        if self.turn_steps > 1:
+            return Lap(self, self.turn, is_counted=self._num_in_turn > 0)
         is_first = self.turn != 0 and self._num_turns[self.turn] == 0
         return Lap(self, self.turn, is_counted=not is_first)
 
@@ -74,9 +87,12 @@ class Race:
         return self._num_turns[candidate] < 2
 
     def advance(self) -> None:
-        """A step is over: the next turn."""
+        """A step is over, and with it maybe the turn."""
         self._num_turns[self._scheduled] += 1
-        self._choose()
+        self._num_in_turn += 1
+        if self._num_in_turn >= self.turn_steps:
+            self._num_in_turn = 0
+            self._choose()
 
     def drop(self, candidate: int) -> None:
         """It is out, whatever it has shown. In a race of ranks, candidate 0 has its turns."""
@@ -86,7 +102,7 @@ class Race:
         if self.turn == candidate:
             self.turn = 0
             if not self.is_fixed:
-                self._scheduled = 0
+                self._scheduled = self._num_in_turn = 0
 
     def note(self, candidate: int, seconds: float) -> None:
         """How long a counted step took."""
@@ -95,12 +111,12 @@ class Race:
 
     def is_over(self, *, has_pending: bool) -> bool:
         """Whether to end now; `has_pending`: some times are not known yet."""
-        last = MAX_STEPS + self.num_late
+        last = self.max_steps + self.num_late
         if self.is_fixed:
             return self.num_steps >= last
         if len(self._contenders()) == 1:
             return True
-        return self.num_steps >= (last if has_pending else MAX_STEPS)
+        return self.num_steps >= (last if has_pending else self.max_steps)
 
     @property
     def medians(self) -> list[float | None]:

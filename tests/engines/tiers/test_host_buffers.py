@@ -114,6 +114,7 @@ def test_elsewhere_malloc_is_left_alone(monkeypatch):
     assert (setup.changed, setup.mmap_threshold_bytes) == (False, None)
     assert setup.note == "not glibc: malloc left as it is"
     HeapTrimmer().check(0)  # does nothing, and says nothing
+    assert not HeapTrimmer().restart(0)
 
 
 _BY_APPLY = """
@@ -174,3 +175,35 @@ def test_freed_activations_leave_the_process(threshold_bytes):
     assert result.returncode == 0, result.stderr
     resident_mib, _ = map(int, result.stdout.split())
     assert resident_mib < 20 + 16 + 16  # 10 blocks are still in use; slack; the rest of torch
+
+
+_BEGINS_ANEW = """
+import ctypes
+from lowtide.engines.tiers.host_buffers import HeapTrimmer, _resident_bytes, configure_malloc
+configure_malloc()
+trimmer = HeapTrimmer(8 << 20)
+library = trimmer._library
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+trimmer.check(0)
+blocks = [library.malloc(8 << 20) for _ in range(9)]
+for block in blocks:
+    ctypes.memset(block, 1, 8 << 20)
+trimmer.check(0)
+for block in blocks[:-1]:
+    library.free(block)  # a hole below the last one
+before, num_trims, peak = _resident_bytes(), trimmer.num_trims, trimmer._peak_bytes
+trimmer.check(0)
+assert trimmer.num_trims == num_trims  # the peak was higher: nothing is given back
+assert trimmer.restart(0) and trimmer.num_trims == num_trims + 1
+assert peak - trimmer._peak_bytes >= 60 << 20
+print(before - _resident_bytes() >> 20)
+"""
+
+
+def test_it_forgets_a_peak_and_gives_back_what_was_kept_for_it():
+    if malloc._glibc() is None:
+        pytest.skip("not glibc")
+    command = [sys.executable, "-c", _BEGINS_ANEW]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) >= 60

@@ -55,6 +55,62 @@ def test_a_clear_difference_ends_it_early() -> None:
     assert race.medians == [1.0, 2.0]
 
 
+def heap_pays(race: Race) -> int:
+    """Who wins where a step pays for what the one before it gave back; plan 1 is the faster one by itself."""
+    by_itself, gives_back, keeps = [1.08, 1.0], [0.2, 0.0], [0.0, 0.15]
+    ran: list[int] = [0]
+    while not race.is_over(has_pending=False):
+        lap = race.lap()
+        who, before = lap.candidate, ran[-1]
+        lap.over()
+        # Plan 0 trims, and plan 1 finds its memory gone; plan 1 does not, and plan 0 finds more than it would have.
+        lap.note(by_itself[who] + (gives_back[before] - keeps[before] if before != who else 0.0))
+        ran.append(who)
+    assert len(ran) - 1 <= race.max_steps
+    return fastest(race.medians)
+
+
+def test_a_turn_of_two_steps_measures_what_a_plan_costs_by_itself() -> None:
+    assert heap_pays(Race(2)) == 0  # the wrong one: each pays for the other
+    assert heap_pays(Race(2, turn_steps=2)) == 1
+
+
+@pytest.mark.parametrize(("num", "most"), [(2, 12), (3, 12), (4, 16)])
+def test_in_turns_of_two_steps_the_first_is_not_counted(num: int, most: int) -> None:
+    race = Race(num, turn_steps=2)
+    last = [-1]
+
+    def seconds_of(who: int, n: int) -> float:
+        is_first = who != last[0]
+        last[0] = who
+        return 9.0 if is_first else 1.0 + who / 100
+
+    turns = run(race, seconds_of)
+    assert race.max_steps == most == len(turns)
+    assert turns[: 2 * num] == [who for who in range(num) for _ in range(2)]
+    assert race.medians == [1.0 + who / 100 for who in range(num)]
+    assert [turns.count(who) for who in range(num)] == [most // num] * num
+
+
+def test_in_turns_of_two_steps_a_clear_difference_ends_it_early() -> None:
+    assert run(Race(2, turn_steps=2), lambda who, n: 1.0 + who) == [0, 0, 1, 1] * 2
+
+
+def test_a_candidate_that_is_dropped_in_its_turn_gives_the_next_a_whole_one() -> None:
+    race = Race(3, turn_steps=2)
+    for _ in range(3):
+        race.lap().over()
+    assert race.turn == 1 and race.lap().is_counted
+    race.drop(1)
+    assert race.turn == 0 and not race.lap().is_counted
+    assert run(race, lambda who, n: 1.0 + who / 100)[:4] == [0, 0, 2, 2]
+    fixed = Race(3, turn_steps=2, is_fixed=True)
+    for _ in range(3):
+        fixed.lap().over()
+    fixed.drop(1)
+    assert run(fixed, lambda who, n: 1.0) == [0, 2, 2, 0, 0, 0, 0, 2, 2]
+
+
 def test_who_is_clearly_slower_has_no_more_turns() -> None:
     turns = run(Race(3), lambda who, n: (1.0, 1.02, 3.0)[who])
     assert turns == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 0]
