@@ -27,7 +27,13 @@ from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import FakeTensor, are_transforms_active, forget_loss_function, has_loss_function
+from lowtide.tensors.private import (
+    FakeTensor,
+    are_transforms_active,
+    forget_loss_function,
+    has_loss_function,
+    is_forward_mode,
+)
 
 _HOME = "transformers.loss.loss_utils"
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
@@ -49,12 +55,18 @@ class SlicedLoss:
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **more: Any) -> torch.Tensor:
         """logits: `[..., vocab_size]`. labels: `[...]`, int64. `more`: num_items_in_batch, ignore_index, and for a
         causal model shift_labels; what else there is has no meaning in the plain function either."""
+        if torch.compiler.is_compiling():  # a compiler that fuses the whole loss has slices of its own
+            return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         shifted = more.get("shift_labels") if self._shifts else None
         read = labels if shifted is None else shifted
         self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, read, vocab_size)
         if not self.was_sliced:
             return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         return self._sliced(logits, labels, vocab_size, **more)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model, or a file of it, has the plain function: nobody would ever take a copied one off."""
+        return _itself, (self._plain,)
 
     def _sliced(
         self,
@@ -95,7 +107,9 @@ class SlicedLoss:
         if isinstance(logits, FakeTensor):
             # A trace without a device. Whether that device keeps the bits is asked when there is one.
             return True
-        if not is_plain(logits) or not is_plain(labels) or are_transforms_active() or labels.dtype != torch.int64:
+        if not is_plain(logits) or not is_plain(labels) or labels.dtype != torch.int64:
+            return False
+        if are_transforms_active() or is_forward_mode():
             return False
         if not logits.is_floating_point() or logits.dtype is torch.float64:
             return False
@@ -122,6 +136,10 @@ class SlicedLoss:
                 )
                 return False
         return True
+
+
+def _itself(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return plain
 
 
 class LossHandle:
