@@ -219,6 +219,8 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     upcast: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    first_word: int | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy(logits, labels, ...)` in slices of rows: the loss and the gradient of the
     logits are the same to the bit, in a third of the memory (loss/cross_entropy.py).
@@ -228,6 +230,11 @@ def cross_entropy(
     the rows that are not ignored. Raises `ConfigError` for other shapes, types and ranges. With a `weight` of classes
     the loss is torch's own; so it is where slices have other bits on this machine, and then a warning says so. There is
     no second derivative, and the logits must stay as they are until the backward pass; both raise RuntimeError.
+
+    Where the words are spread over ranks, logits are a DTensor that is sharded over them, or this rank's part with the
+    process `group`: `[rows, words of this rank]`, from `first_word` on (absent: all ranks have equally many). The loss
+    is that of the whole vocabulary on every rank, to the bit that of torch's `loss_parallel`, with two all-reduces in
+    place of three (loss/parallel.py). Collective.
     """
     from lowtide.loss.checked import cross_entropy as checked
 
@@ -240,6 +247,8 @@ def cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         upcast=upcast,
+        group=group,
+        first_word=first_word,
     )
 
 

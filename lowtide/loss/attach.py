@@ -9,6 +9,9 @@ on which the self-test fails), and where the loss is so small that slices would 
 Which losses: transformers' own of causal and of masked language models. They upcast the logits, shift the labels
 (causal), and call `cross_entropy`. A self-test with the very function that is replaced also finds a version of
 transformers in which it means something else.
+Logits that are a DTensor with its words spread over ranks are taken in slices where the model's own loss would leave
+them there, under torch's `loss_parallel` (parallel.py); elsewhere the model's own function gathers them, and does so
+here too.
 Not covered: models that compute their loss without `loss_function` (bart, t5, whisper, ...); losses written by a user.
 """
 
@@ -25,6 +28,7 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
+from lowtide.loss.parallel import are_words_spread, dtensor_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
@@ -33,7 +37,9 @@ from lowtide.tensors.private import (
     forget_loss_function,
     has_loss_function,
     is_forward_mode,
+    is_loss_parallel,
 )
+from lowtide.tensors.wrappers import inside, is_distributed
 
 _HOME = "transformers.loss.loss_utils"
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
@@ -85,7 +91,8 @@ class SlicedLoss:
         elif self._shifts:
             assert shift_labels is not None
             labels = shift_labels
-        loss = sliced_cross_entropy(
+        loss_of_rows = dtensor_cross_entropy if is_distributed(logits) else sliced_cross_entropy
+        loss = loss_of_rows(
             # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
             logits.reshape(-1, vocab_size),
             labels.reshape(-1).to(logits.device),
@@ -101,13 +108,17 @@ class SlicedLoss:
         return loss / num_items_in_batch
 
     def _is_worth(self, logits: torch.Tensor, vocab_size: int) -> bool:
-        return saves_memory(logits.numel() // vocab_size, vocab_size, torch.float32)
+        return saves_memory(logits.numel() // vocab_size, inside(logits).shape[-1], torch.float32)
 
     def _covers(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> bool:
         if isinstance(logits, FakeTensor):
             # A trace without a device. Whether that device keeps the bits is asked when there is one.
             return True
-        if not is_plain(logits) or not is_plain(labels) or labels.dtype != torch.int64:
+        if not is_plain(labels) or labels.dtype != torch.int64:
+            return False
+        if is_distributed(logits):
+            return is_loss_parallel() and are_words_spread(logits) and inside(logits).dtype.itemsize <= 4
+        if not is_plain(logits):
             return False
         if are_transforms_active() or is_forward_mode():
             return False

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import (
     ROWS_STEP,
     check,
@@ -24,9 +25,11 @@ from lowtide.loss.cross_entropy import (
     sliced_cross_entropy,
     whole_cross_entropy,
 )
+from lowtide.loss.parallel import Part, dtensor_cross_entropy, parallel_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import FakeTensor, are_transforms_active, is_forward_mode
+from lowtide.tensors.wrappers import is_distributed
 
 
 def cross_entropy(
@@ -39,10 +42,24 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     upcast: bool = False,
+    group: Any = None,
+    first_word: int | None = None,
 ) -> torch.Tensor:
     """See `lowtide.cross_entropy`."""
     check(logits, labels, reduction)
     check_factors(label_smoothing, z_loss)
+    if group is not None or is_distributed(logits):
+        if weight is not None or label_smoothing or z_loss:
+            raise ConfigError(
+                "lowtide.cross_entropy: weight, label_smoothing and z_loss are not covered where the words are spread "
+                "over ranks; leave them out, or gather the logits"
+            )
+        parallel: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "upcast": upcast}
+        if is_distributed(logits):
+            return dtensor_cross_entropy(logits, labels, **parallel)
+        if first_word is None:
+            first_word = torch.distributed.get_rank(group) * logits.shape[1]
+        return parallel_cross_entropy(logits, labels, Part(group, first_word), **parallel)
     upcast = upcast or torch.is_autocast_enabled(logits.device.type)
     how: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
     asked = (upcast, label_smoothing > 0, z_loss > 0)

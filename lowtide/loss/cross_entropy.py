@@ -92,7 +92,7 @@ def sliced_cross_entropy(
     num_rows = slice_rows or rows_of_slice(logits.shape[0], logits.shape[1], dtype)
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
-    _check_words(words, logits.shape[1])
+    check_words(words, logits.shape[1])
     slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss))
     picked, total, log_sum = _OfRows.apply(logits, words, slicing)
     # What follows is on vectors of rows, by the operators that the whole would use. Each row has one word left, 0.
@@ -164,7 +164,8 @@ def check_factors(label_smoothing: float, z_loss: float) -> None:
         raise ConfigError(f"lowtide.cross_entropy: z_loss must be 0 or more, not {z_loss}")
 
 
-def _check_words(words: torch.Tensor, num_words: int) -> None:
+def check_words(words: torch.Tensor, num_words: int) -> None:
+    """Raises IndexError as torch does for a number of no word. Elsewhere than on the CPU, the device does."""
     if words.device.type != "cpu" or not is_plain(words):
         return
     out = (words < 0) | (words >= num_words)
