@@ -267,27 +267,42 @@ def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
+    weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     upcast: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    first_word: int | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy(logits, labels, ...)` in slices of rows: the loss and the gradient of the
     logits are the same to the bit, in a third of the memory (loss/cross_entropy.py).
 
     logits: `[rows, words]`. labels: `[rows]`, int64. `upcast`: as `cross_entropy(logits.float(), ...)`, for logits in
-    bf16 or fp16. Raises `ConfigError` for other shapes and types. Where slices have other bits on this machine, the
-    loss is torch's own, and a warning says so. There is no second derivative.
+    bf16 or fp16. `z_loss`: so many times the square of `torch.logsumexp(logits, 1)` is added, as the mean (or sum) over
+    the rows that are not ignored. Raises `ConfigError` for other shapes, types and ranges. With a `weight` of classes
+    the loss is torch's own; so it is where slices have other bits on this machine, and then a warning says so. There is
+    no second derivative, and the logits must stay as they are until the backward pass; both raise RuntimeError.
+
+    Where the words are spread over ranks, logits are a DTensor that is sharded over them, or this rank's part with the
+    process `group`: `[rows, words of this rank]`, from `first_word` on (absent: all ranks have equally many). The loss
+    is that of the whole vocabulary on every rank, to the bit that of torch's `loss_parallel`, with two all-reduces in
+    place of three (loss/parallel.py). Collective.
     """
     from lowtide.loss.checked import cross_entropy as checked
 
     return checked(
         logits,
         labels,
+        weight=weight,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
+        z_loss=z_loss,
         upcast=upcast,
+        group=group,
+        first_word=first_word,
     )
 
 

@@ -9,6 +9,9 @@ on which the self-test fails), and where the loss is so small that slices would 
 Which losses: transformers' own of causal and of masked language models. They upcast the logits, shift the labels
 (causal), and call `cross_entropy`. A self-test with the very function that is replaced also finds a version of
 transformers in which it means something else.
+Logits that are a DTensor with its words spread over ranks are taken in slices where the model's own loss would leave
+them there, under torch's `loss_parallel` (parallel.py); elsewhere the model's own function gathers them, and does so
+here too.
 Not covered: models that compute their loss without `loss_function` (bart, t5, whisper, ...); losses written by a user.
 """
 
@@ -25,9 +28,18 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
+from lowtide.loss.parallel import are_words_spread, dtensor_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import FakeTensor, are_transforms_active, forget_loss_function, has_loss_function
+from lowtide.tensors.private import (
+    FakeTensor,
+    are_transforms_active,
+    forget_loss_function,
+    has_loss_function,
+    is_forward_mode,
+    is_loss_parallel,
+)
+from lowtide.tensors.wrappers import inside, is_distributed
 
 _HOME = "transformers.loss.loss_utils"
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
@@ -49,12 +61,18 @@ class SlicedLoss:
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **more: Any) -> torch.Tensor:
         """logits: `[..., vocab_size]`. labels: `[...]`, int64. `more`: num_items_in_batch, ignore_index, and for a
         causal model shift_labels; what else there is has no meaning in the plain function either."""
+        if torch.compiler.is_compiling():  # a compiler that fuses the whole loss has slices of its own
+            return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         shifted = more.get("shift_labels") if self._shifts else None
         read = labels if shifted is None else shifted
         self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, read, vocab_size)
         if not self.was_sliced:
             return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         return self._sliced(logits, labels, vocab_size, **more)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model, or a file of it, has the plain function: nobody would ever take a copied one off."""
+        return _itself, (self._plain,)
 
     def _sliced(
         self,
@@ -73,7 +91,8 @@ class SlicedLoss:
         elif self._shifts:
             assert shift_labels is not None
             labels = shift_labels
-        loss = sliced_cross_entropy(
+        loss_of_rows = dtensor_cross_entropy if is_distributed(logits) else sliced_cross_entropy
+        loss = loss_of_rows(
             # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
             logits.reshape(-1, vocab_size),
             labels.reshape(-1).to(logits.device),
@@ -89,13 +108,19 @@ class SlicedLoss:
         return loss / num_items_in_batch
 
     def _is_worth(self, logits: torch.Tensor, vocab_size: int) -> bool:
-        return saves_memory(logits.numel() // vocab_size, vocab_size, torch.float32)
+        return saves_memory(logits.numel() // vocab_size, inside(logits).shape[-1], torch.float32)
 
     def _covers(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> bool:
         if isinstance(logits, FakeTensor):
             # A trace without a device. Whether that device keeps the bits is asked when there is one.
             return True
-        if not is_plain(logits) or not is_plain(labels) or are_transforms_active() or labels.dtype != torch.int64:
+        if not is_plain(labels) or labels.dtype != torch.int64:
+            return False
+        if is_distributed(logits):
+            return is_loss_parallel() and are_words_spread(logits) and inside(logits).dtype.itemsize <= 4
+        if not is_plain(logits):
+            return False
+        if are_transforms_active() or is_forward_mode():
             return False
         if not logits.is_floating_point() or logits.dtype is torch.float64:
             return False
@@ -122,6 +147,10 @@ class SlicedLoss:
                 )
                 return False
         return True
+
+
+def _itself(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return plain
 
 
 class LossHandle:

@@ -1,85 +1,111 @@
 """`lowtide.cross_entropy`: the sliced loss for a training loop of one's own, where this machine keeps its bits.
 
 The first call for a device, dtype and number of words runs the self-test (self_test.py). Where it fails, this is
-`torch.nn.functional.cross_entropy`, and a warning says so. It is that too where slices would take more memory than they
-save (fewer than 256 rows, or less than 16 MiB of log-probabilities). Cost from then on: one look-up.
+`torch.nn.functional.cross_entropy`, and a warning says so. It is that too with weights of classes, and where slices
+would take more memory than they save (fewer than 256 rows, or less than 16 MiB of log-probabilities). Label smoothing
+and z-loss sum over the words of a row; how an accelerator cuts such a sum depends on how many rows there are, so there
+they stay plain, and a warning says so. Cost from the second call on: one look-up.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from lowtide.loss.cross_entropy import ROWS_STEP, check, name_of, saves_memory, sliced_cross_entropy
+from lowtide.errors import ConfigError
+from lowtide.loss.cross_entropy import (
+    ROWS_STEP,
+    check,
+    check_factors,
+    name_of,
+    saves_memory,
+    sliced_cross_entropy,
+    whole_cross_entropy,
+)
+from lowtide.loss.parallel import Part, dtensor_cross_entropy, parallel_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import FakeTensor, are_transforms_active
+from lowtide.tensors.private import FakeTensor, are_transforms_active, is_forward_mode
+from lowtide.tensors.wrappers import is_distributed
 
 
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
+    weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     upcast: bool = False,
+    group: Any = None,
+    first_word: int | None = None,
 ) -> torch.Tensor:
     """See `lowtide.cross_entropy`."""
     check(logits, labels, reduction)
+    check_factors(label_smoothing, z_loss)
+    if group is not None or is_distributed(logits):
+        if weight is not None or label_smoothing or z_loss:
+            raise ConfigError(
+                "lowtide.cross_entropy: weight, label_smoothing and z_loss are not covered where the words are spread "
+                "over ranks; leave them out, or gather the logits"
+            )
+        parallel: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "upcast": upcast}
+        if is_distributed(logits):
+            return dtensor_cross_entropy(logits, labels, **parallel)
+        if first_word is None:
+            first_word = torch.distributed.get_rank(group) * logits.shape[1]
+        return parallel_cross_entropy(logits, labels, Part(group, first_word), **parallel)
     upcast = upcast or torch.is_autocast_enabled(logits.device.type)
-    if not _is_covered(logits, labels, upcast, is_smooth=label_smoothing > 0):
+    how: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    asked = (upcast, label_smoothing > 0, z_loss > 0)
+    if weight is not None or not _is_covered(logits, labels, asked):
         whole = logits.float() if upcast and logits.dtype.itemsize < 4 else logits
-        return F.cross_entropy(
-            whole, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
-    return sliced_cross_entropy(
-        logits,
-        labels,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        upcast=upcast,
-    )
+        return whole_cross_entropy(whole, labels, weight=weight, ignore_index=ignore_index, **how)
+    return sliced_cross_entropy(logits, labels, ignore_index=ignore_index, upcast=upcast, **how)
 
 
-def _is_covered(logits: torch.Tensor, labels: torch.Tensor, upcast: bool, *, is_smooth: bool) -> bool:
+_Asked = tuple[bool, bool, bool]
+"""Of a loss: whether logits are cast to fp32, whether labels are smoothed, whether there is a z-loss."""
+
+
+def _is_covered(logits: torch.Tensor, labels: torch.Tensor, asked: _Asked) -> bool:
     if torch.compiler.is_compiling():
         return False  # a compiler that fuses the whole loss has other slices of its own
     num_rows, num_words = logits.shape
-    if not saves_memory(num_rows, num_words, torch.float32 if upcast else logits.dtype):
+    if not saves_memory(num_rows, num_words, torch.float32 if asked[0] else logits.dtype):
         return False
     if isinstance(logits, FakeTensor):
         return True  # a trace without a device, which has no bits to compare
-    if not is_plain(logits) or not is_plain(labels) or are_transforms_active():
+    if not is_plain(logits) or not is_plain(labels) or are_transforms_active() or is_forward_mode():
         return False
-    return _keeps_bits(logits.device, logits.dtype, num_words, upcast, is_smooth)
+    return _keeps_bits(logits.device, logits.dtype, num_words, asked)
 
 
 @functools.cache
-def _keeps_bits(device: torch.device, dtype: torch.dtype, num_words: int, upcast: bool, is_smooth: bool) -> bool:
-    smoothing = 0.1 if is_smooth else 0.0
+def _keeps_bits(device: torch.device, dtype: torch.dtype, num_words: int, asked: _Asked) -> bool:
+    upcast, is_smooth, has_z_loss = asked
+    if (is_smooth or has_z_loss) and device.type != "cpu":
+        warnings.warn(
+            f"lowtide: cross_entropy stays plain: label_smoothing and z_loss sum over the words of a row, which is not "
+            f"known to keep its bits in slices on {device.type}",
+            stacklevel=3,
+        )
+        return False
     for reduction in ("mean", "sum"):
+        how: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1 * is_smooth, "z_loss": 1e-3 * has_z_loss}
 
-        def sliced(logits: torch.Tensor, labels: torch.Tensor, reduction: str = reduction) -> torch.Tensor:
-            logits = logits.view(-1, num_words)
-            return sliced_cross_entropy(
-                logits,
-                labels.view(-1),
-                reduction=reduction,
-                label_smoothing=smoothing,
-                upcast=upcast,
-                slice_rows=ROWS_STEP,
-            )
+        def sliced(logits: torch.Tensor, labels: torch.Tensor, how: Any = how) -> torch.Tensor:
+            rows = logits.view(-1, num_words)
+            return sliced_cross_entropy(rows, labels.view(-1), upcast=upcast, slice_rows=ROWS_STEP, **how)
 
-        def plain(logits: torch.Tensor, labels: torch.Tensor, reduction: str = reduction) -> torch.Tensor:
-            logits = logits.float() if upcast and dtype.itemsize < 4 else logits
-            return F.cross_entropy(
-                logits.view(-1, num_words), labels.view(-1), reduction=reduction, label_smoothing=smoothing
-            )
+        def plain(logits: torch.Tensor, labels: torch.Tensor, how: Any = how) -> torch.Tensor:
+            rows = (logits.float() if upcast and dtype.itemsize < 4 else logits).view(-1, num_words)
+            return whole_cross_entropy(rows, labels.view(-1), ignore_index=-100, **how)
 
         if not same_bits(sliced, plain, device, dtype, num_words):
             warnings.warn(

@@ -14,22 +14,29 @@ What is cut: only what works row by row, which is the upcast, the log-softmax, a
 Why slices are multiples of 64 rows: kernels of CUDA shift their work on a row by its address modulo 16 bytes, so a row
 must lie as it does in the whole. `self_test.py` asks the machine at hand whether that is enough.
 
+Why it is safe: the backward pass reads the logits again, where the plain loss has its own copy of what it needs. So a
+write to the logits between loss and backward is refused by name, and so is a second derivative, which would have to go
+through both passes. Autocast around the backward pass changes nothing.
+
 Cost: the log-softmax is computed once more in the backward pass, one pass over the logits: by its bytes 0.7 % of a step
 of Llama-3-8B.
 Not covered: weights of classes, targets that are probabilities, more dimensions than rows and words, double backward;
-the gradient written over the logits, which would save 2 N V more (docs/decisions/0025-the-sliced-loss.md).
+writes to the logits through `.data`, which no version counts; the gradient written over the logits, which would save
+2 N V more (docs/decisions/0025-the-sliced-loss.md).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ConfigError
+from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import log_softmax_backward
 from lowtide.units import MIB
 
@@ -53,6 +60,8 @@ class _Slicing:
     num_rows: int
     has_total: bool
     """Whether the sum of a row's log-probabilities is asked for too."""
+    has_log_sum: bool
+    """Whether the logarithm of a row's sum of exponentials is."""
 
 
 def sliced_cross_entropy(
@@ -62,35 +71,59 @@ def sliced_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     upcast: bool = False,
     slice_rows: int | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy(logits, target, ...)`, the loss and the gradient of `logits` to the bit.
 
     logits: `[rows, words]`, floating point. target: `[rows]`, int64, word numbers or `ignore_index`.
+    `z_loss`: so many times the `square_of_log_sums` is added, as `whole_cross_entropy` does.
     `upcast`: `cross_entropy(logits.float(), ...)` without the copy. Under autocast, which does so itself, it is on.
     `slice_rows`: rows at a time, a multiple of 64; absent, chosen by `rows_of_slice`.
-    Raises `ConfigError` for shapes and types that it does not cover.
+    Raises `ConfigError` for shapes and types that it does not cover, and IndexError as torch does for a target that is
+    no word (on the CPU; elsewhere the device says so).
     """
     check(logits, target, reduction, slice_rows)
+    check_factors(label_smoothing, z_loss)
     if torch.is_autocast_enabled(logits.device.type):
         upcast = True
     dtype = torch.float32 if upcast and logits.dtype.itemsize < 4 else logits.dtype
     num_rows = slice_rows or rows_of_slice(logits.shape[0], logits.shape[1], dtype)
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
-    picked, total = _OfRows.apply(logits, words, _Slicing(dtype, num_rows, has_total=bool(label_smoothing)))
+    check_words(words, logits.shape[1])
+    slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss))
+    picked, total, log_sum = _OfRows.apply(logits, words, slicing)
     # What follows is on vectors of rows, by the operators that the whole would use. Each row has one word left, 0.
     only_word = torch.zeros_like(target).masked_fill(is_ignored, _IGNORED)
     loss = F.nll_loss(picked[:, None], only_word, ignore_index=_IGNORED, reduction=reduction)
-    if not label_smoothing:
+    if label_smoothing:
+        smooth = _reduced((-total).masked_fill(is_ignored, 0.0), is_ignored, reduction)
+        loss = (1 - label_smoothing) * loss + smooth * (label_smoothing / logits.shape[1])
+    return loss + z_loss * square_of_log_sums(log_sum, is_ignored, reduction) if z_loss else loss
+
+
+def whole_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, z_loss: float = 0.0, **more: Any
+) -> torch.Tensor:
+    """What `sliced_cross_entropy` is to the bit, of the whole. `more`: what else torch's own takes."""
+    loss = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction, **more)
+    if not z_loss:
         return loss
-    smooth = (-total).masked_fill(is_ignored, 0.0)
+    return loss + z_loss * square_of_log_sums(torch.logsumexp(logits, 1), target == ignore_index, reduction)
+
+
+def square_of_log_sums(log_sum: torch.Tensor, is_ignored: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The square of the logarithm of each row's sum of exponentials, which a z-loss keeps small (Chowdhery et al.,
+    PaLM, 2022, section 5), over the rows that are not ignored."""
+    return _reduced(log_sum.square().masked_fill(is_ignored, 0.0), is_ignored, reduction)
+
+
+def _reduced(rows: torch.Tensor, is_ignored: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction == "mean":
-        smooth = smooth.sum() / is_ignored.logical_not().sum()
-    elif reduction == "sum":
-        smooth = smooth.sum()
-    return (1 - label_smoothing) * loss + smooth * (label_smoothing / logits.shape[1])
+        return rows.sum() / is_ignored.logical_not().sum()
+    return rows.sum() if reduction == "sum" else rows
 
 
 def rows_of_slice(num_rows: int, num_words: int, dtype: torch.dtype) -> int:
@@ -123,41 +156,148 @@ def check(logits: torch.Tensor, target: torch.Tensor, reduction: str, slice_rows
         raise ConfigError(f"lowtide.cross_entropy: slice_rows must be a multiple of {ROWS_STEP}, not {slice_rows}")
 
 
+def check_factors(label_smoothing: float, z_loss: float) -> None:
+    """Raises `ConfigError` for factors that are none."""
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"lowtide.cross_entropy: label_smoothing must be between 0 and 1, not {label_smoothing}")
+    if not 0 <= z_loss < float("inf"):
+        raise ConfigError(f"lowtide.cross_entropy: z_loss must be 0 or more, not {z_loss}")
+
+
+def check_words(words: torch.Tensor, num_words: int) -> None:
+    """Raises IndexError as torch does for a number of no word. Elsewhere than on the CPU, the device does."""
+    if words.device.type != "cpu" or not is_plain(words):
+        return
+    out = (words < 0) | (words >= num_words)
+    if out.any():
+        raise IndexError(f"Target {int(words[out][0])} is out of bounds.")
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 class _OfRows(torch.autograd.Function):
-    """Of each row: the log-probability of its word, and if asked the sum of those of all words."""
+    """Of each row: the log-probability of its word, and if asked the sum of those of all words, and the logarithm of
+    the sum of exponentials."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, words: torch.Tensor, slicing: _Slicing
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.save_for_backward(logits, words)
-        ctx.slicing = slicing
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         picked = logits.new_empty(len(logits), dtype=slicing.dtype)
         total = torch.empty_like(picked) if slicing.has_total else None
-        for part in _slices(len(logits), slicing):
-            log_probs = torch.log_softmax(logits[part].to(slicing.dtype), 1)
-            picked[part] = log_probs.gather(1, words[part, None])[:, 0]
-            if total is not None:
-                total[part] = log_probs.sum(1)
-        return picked, total
+        log_sum = torch.empty_like(picked) if slicing.has_log_sum else None
+        with without_autocast(logits.device.type):
+            for part in slices(len(logits), slicing.num_rows):
+                log_probs = torch.log_softmax(logits[part].to(slicing.dtype), 1)
+                picked[part] = log_probs.gather(1, words[part, None])[:, 0]
+                if total is not None:
+                    total[part] = log_probs.sum(1)
+                if log_sum is not None:
+                    log_sum[part] = torch.logsumexp(logits[part].to(slicing.dtype), 1)
+        ctx.save_for_backward(logits, words, *([] if log_sum is None else [log_sum]))
+        ctx.slicing = slicing
+        return picked, total, log_sum
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
-        logits, words = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for part in _slices(len(logits), ctx.slicing):
-            log_probs = torch.log_softmax(logits[part].to(ctx.slicing.dtype), 1)
-            of_log_probs = torch.zeros_like(log_probs).scatter_(1, words[part, None], of_picked[part, None])
-            if of_total is not None:
-                of_log_probs += of_total[part, None]
-            gradient[part] = log_softmax_backward(of_log_probs, log_probs, 1, ctx.slicing.dtype)
-        return gradient, None, None
+    def backward(
+        ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None, of_log_sum: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None]:
+        logits, words, *log_sum = saved_of(ctx)
+        given = _Given(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
+        with torch.no_grad(), without_autocast(logits.device.type):
+            try:
+                gradient = torch.empty_like(logits)
+                for part, made in _gradients(given, ctx.slicing, in_place=True):
+                    gradient[part] = made
+                    del made
+            except RuntimeError as error:
+                if not str(error).startswith("vmap: "):
+                    raise
+                # Several gradients at once (`is_grads_batched`) cannot be written into one tensor.
+                parts = _gradients(given, ctx.slicing, in_place=False)
+                gradient = torch.cat([made.to(logits.dtype) for _, made in parts])
+        return only_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
 
 
-def _slices(num_rows: int, slicing: _Slicing) -> list[slice]:
-    return [slice(start, start + slicing.num_rows) for start in range(0, num_rows, slicing.num_rows)]
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the backward pass starts from: what was saved, and the gradients of the outputs."""
+
+    logits: torch.Tensor
+    words: torch.Tensor
+    log_sum: torch.Tensor | None
+    of_picked: torch.Tensor
+    of_total: torch.Tensor | None
+    of_log_sum: torch.Tensor | None
+
+
+def _gradients(given: _Given, slicing: _Slicing, *, in_place: bool) -> Iterator[tuple[slice, torch.Tensor]]:
+    for part in slices(len(given.logits), slicing.num_rows):
+        log_probs = torch.log_softmax(given.logits[part].to(slicing.dtype), 1)
+        of_log_probs, where = torch.zeros_like(log_probs), (1, given.words[part, None], given.of_picked[part, None])
+        of_log_probs = of_log_probs.scatter_(*where) if in_place else of_log_probs.scatter(*where)
+        if given.of_total is not None:
+            more = given.of_total[part, None]
+            of_log_probs = of_log_probs.add_(more) if in_place else of_log_probs + more
+        made = log_softmax_backward(of_log_probs, log_probs, 1, slicing.dtype)
+        if given.of_log_sum is not None and given.log_sum is not None:
+            above = given.logits[part].to(slicing.dtype) - given.log_sum[part, None]
+            made = given.of_log_sum[part, None] * above.exp() + made  # autograd has the later node's first
+            del above
+        del log_probs, of_log_probs
+        yield part, made
+        del made  # else it is there beside the next one's
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """A gradient that cannot be differentiated again. torch's `once_differentiable` leaves a second derivative out
+    where it is asked for by `torch.autograd.grad`, without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *made_from: torch.Tensor | None) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "lowtide: a second derivative of a loss in slices is not covered; write loss: plain (memory.loss), or call "
+            "torch.nn.functional.cross_entropy in place of lowtide.cross_entropy"
+        )
+
+
+def only_once(gradient: torch.Tensor, *made_from: torch.Tensor | None) -> torch.Tensor:
+    """`gradient`, which raises RuntimeError if a second derivative goes through it to what it was `made_from`."""
+    if not torch.is_grad_enabled():
+        return gradient
+    result: torch.Tensor = _OnlyOnce.apply(gradient, *made_from)
+    return result
+
+
+def saved_of(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """What the forward pass saved. Raises RuntimeError, in words of ours, where the logits were written to since."""
+    try:
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "lowtide: the logits were written to between the loss and its backward pass, where a loss in slices reads "
+            "them again; write to a copy of them (logits.clone()), or write loss: plain (memory.loss)"
+        ) from error
+    return saved
+
+
+@contextlib.contextmanager
+def without_autocast(device_type: str) -> Iterator[None]:
+    """Inside, kernels run in the dtype that they are given, also in a backward pass under autocast."""
+    if not torch.is_autocast_enabled(device_type):
+        yield  # leaving autocast would drop the copies that it has of weights
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
+def slices(num_rows: int, at_a_time: int) -> list[slice]:
+    return [slice(start, start + at_a_time) for start in range(0, num_rows, at_a_time)]

@@ -23,11 +23,12 @@ from torch import nn
 
 from lowtide.errors import BudgetError, ConfigError
 from tests.attack import chosen, moody, ordinary
-from tests.attack.habits import CORES, LEAN_CORES, SIDES, Run, own_process_state
+from tests.attack.habits import CORES, LEAN_CORES, SIDES, WORD_SIDES, Run, own_process_state
 from tests.attack.models import TRAITS, ModelDraw, build
 from tests.attack.now import TOKENS, WAYS
 from tests.attack.plans import KINDS, WITH_BUDGET, Broken, OverBudget, PlainRig, rig_for
 from tests.attack.traces import Trace, process_state
+from tests.attack.words import SAMPLES, WordLoss, drawn_loss
 
 WRONG = ("silently wrong", "error lost", "crash", "over budget", "left behind", "broken", "killed", "no end")
 
@@ -35,6 +36,8 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 """Plans that run no region again. Of what a region reads, docs/contract.md (5) leaves two things out: writes through
 `.data`, and state that only functions further down know of, such as our global numbers."""
 
+
+_ALL_SIDES = {**SIDES, **WORD_SIDES}
 
 STATES = ("stays", "step", "backward", "deferred", "in_backward", "auto", "by plan")
 """Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
@@ -67,7 +70,12 @@ class Draw:
     @property
     def is_lean(self) -> bool:
         """Nothing but what a budget counts is alive in a step."""
-        return self.core in LEAN_CORES and self.model.own_loss and all(SIDES[name].is_lean for name in self.sides)
+        return self.core in LEAN_CORES and self.model.own_loss and all(_ALL_SIDES[name].is_lean for name in self.sides)
+
+    @property
+    def slices_loss(self) -> bool:
+        """Whether its model has a loss that `memory.loss` can slice."""
+        return self.model.words is not None and self.model.words.place in ("function", "masked")
 
     def to_text(self) -> str:
         """One line, to be read by `from_text`."""
@@ -81,15 +89,18 @@ class Draw:
         fields = json.loads(text)
         model = fields.pop("model")
         layers = tuple(tuple((name, seed) for name, seed in layer) for layer in model["layers"])
-        drawn = ModelDraw(layers, frozenset(model["traits"]), model["own_loss"])
+        words = model.get("words")
+        words = None if words is None else WordLoss(**words)
+        drawn = ModelDraw(layers, frozenset(model["traits"]), model["own_loss"], words)
         return Draw(**{**fields, "model": drawn, "sides": tuple(fields["sides"])})
 
     def describe(self) -> str:
         """For people."""
         layers = " | ".join("+".join(f"{name}:{seed}" for name, seed in layer) for layer in self.model.layers)
+        words = "" if self.model.words is None else f"{self.model.words}; "
         return (
             f"seed {self.seed}: {layers}; traits {', '.join(sorted(self.model.traits)) or 'none'}; "
-            f"{'own loss; ' if self.model.own_loss else ''}numbers {self.way}; {self.core}"
+            f"{'own loss; ' if self.model.own_loss else ''}{words}numbers {self.way}; {self.core}"
             f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}, state {self.state}; plan {self.plan}; "
             f"engine {self.engine}; {self.num_steps} steps of {self.num_samples} samples"
         )
@@ -102,7 +113,7 @@ class Draw:
             only_biases(model)
         run = Run(model, make_optimizer(self.optimizer, model), self.model, self.way, self.seed, rig, trace)
         run.size = (self.num_samples, TOKENS)
-        run.sides = [SIDES[name]() for name in self.sides]
+        run.sides = [_ALL_SIDES[name]() for name in self.sides]
         run.optimizer_steps = self.core != "searching"
         trace.sees_gradients = self.state != "in_backward"  # it has used them
         seed_all(self.seed + 1)
@@ -137,7 +148,18 @@ def drawn_from(seed: int) -> Draw:
     sides = tuple(side for side in sides if side not in NOT_SIDES.get(state, ()))
     if core in NOT_CORES.get(state, ()):
         core = "plain"
-    return Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
+    draw = Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
+    words = drawn_loss(seed, is_inside=plan in WITH_BUDGET)
+    return draw if words is None else _with_words(draw, words)
+
+
+def _with_words(draw: Draw, words: WordLoss) -> Draw:
+    """The same with a vocabulary, whose logits may be there to look at, and larger batches."""
+    r = Random(f"{draw.seed} logits")
+    traits = draw.model.traits | ({"dataclass"} if r.random() < 0.7 else set())
+    model = dataclasses.replace(draw.model, words=words, own_loss=words.place != "loop", traits=traits)
+    sides = draw.sides + tuple(r.sample(sorted(WORD_SIDES), r.choice((0, 0, 1))))
+    return dataclasses.replace(draw, model=model, sides=sides, num_samples=SAMPLES, num_steps=3)
 
 
 def _layer(r: Random) -> tuple[tuple[str, int], ...]:

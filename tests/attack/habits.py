@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.attack.models import Model, ModelDraw, batch_of, loss_of
+from tests.attack.models import Model, ModelDraw, batch_of, logits_of, loss_of
 from tests.attack.moody import PlannedFailure
 from tests.attack.now import TOKENS, Now, drawn, tell
 from tests.attack.traces import Trace
@@ -44,6 +44,10 @@ class Run:
     """Contexts of this step's forward passes."""
     around_backward: list[Callable[[], Any]] = dataclasses.field(default_factory=list)
     pending: Tensor | None = None
+    last_logits: Tensor | None = None
+    looks_at_logits: bool = False
+    takes_two_losses: bool = False
+    """Of the same logits, where they are those of a vocabulary."""
     optimizer_steps: bool = True
 
     def random(self, *salt: Any) -> Random:
@@ -69,10 +73,24 @@ class Run:
             for make in self.around:
                 stack.enter_context(make())
             output = (model or self.model)(batch["x"], **given)
-        loss = loss_of(output, batch["labels"])
+        loss = self._loss(output, batch["labels"])
         self.trace.note(f"{step}.{micro} loss", loss)
         self.last_x = batch["x"]
         return loss
+
+    def _loss(self, output: Any, labels: Tensor) -> Tensor:
+        words, logits = self.drawn.words, logits_of(output)
+        if words is None or logits is None:
+            return loss_of(output, labels)
+
+        def once_more(labels: Tensor) -> Tensor:
+            if words.place == "loop":
+                return words.cross_entropy(self.rig.cross_entropy, logits, labels)
+            return self.model.loss_of(logits, labels)
+
+        self.last_logits = logits if self.looks_at_logits else None
+        loss = once_more(labels) if words.place == "loop" else loss_of(output, labels)
+        return loss + once_more(labels.flip(0)) if self.takes_two_losses else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward, in this step's contexts."""
@@ -688,6 +706,41 @@ class Suspends(Side):
             run.rig.resume()
 
 
+class ReadsLogits(Side):
+    """Before the backward pass and after it."""
+
+    def before(self, run: Run, step: int) -> None:
+        run.looks_at_logits = True
+
+    def between(self, run: Run, step: int) -> None:
+        self.logits, run.last_logits = run.last_logits, None
+        self._note(run, step)
+
+    def after(self, run: Run, step: int) -> None:
+        self._note(run, step)
+
+    def _note(self, run: Run, step: int) -> None:
+        if self.logits is not None:
+            run.trace.note(f"{step} logits", self.logits.detach())
+
+
+class WritesLogits(Side):
+    """Between the loss and its backward pass. Plain autograd does not mind."""
+
+    def before(self, run: Run, step: int) -> None:
+        run.looks_at_logits = step == 1
+
+    def between(self, run: Run, step: int) -> None:
+        if run.last_logits is not None:
+            write(run.random("logits", step), [run.last_logits])
+        run.last_logits = None
+
+
+class TwoLosses(Side):
+    def before(self, run: Run, step: int) -> None:
+        run.takes_two_losses = True
+
+
 class Prunes(Side):
     """Weights are set to zero and rows of tables exchanged between steps."""
 
@@ -739,6 +792,14 @@ SIDES: dict[str, type[Side]] = {
     "suspends": Suspends,
     "prunes": Prunes,
 }
+
+
+WORD_SIDES: dict[str, type[Side]] = {
+    "reads_logits": ReadsLogits,
+    "writes_logits": WritesLogits,
+    "two_losses": TwoLosses,
+}
+"""Of models with a vocabulary."""
 
 
 @contextlib.contextmanager

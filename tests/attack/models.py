@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.attack import chosen, moody, ordinary
 from tests.attack.now import TOKENS, WIDTH, numbers
+from tests.attack.words import IGNORED, WORDS, WordLoss, focal, losses_of_transformers
 
 CLASSES = 7
 BLOCKS = {**ordinary.BLOCKS, **chosen.BLOCKS, **moody.BLOCKS}
@@ -47,6 +48,11 @@ class ModelDraw:
     layers: tuple[tuple[tuple[str, int], ...], ...]
     traits: frozenset[str]
     own_loss: bool
+    words: WordLoss | None = None
+
+    @property
+    def num_classes(self) -> int:
+        return CLASSES if self.words is None else WORDS
 
 
 @dataclass
@@ -86,9 +92,10 @@ class Model(nn.Module):
     def __init__(self, drawn: ModelDraw) -> None:
         super().__init__()
         self.traits, self.own_loss = drawn.traits, drawn.own_loss
-        self.inlet: nn.Module = nn.Embedding(CLASSES, WIDTH) if "tokens" in drawn.traits else nn.Linear(WIDTH, WIDTH)
+        classes = drawn.num_classes
+        self.inlet: nn.Module = nn.Embedding(classes, WIDTH) if "tokens" in drawn.traits else nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer(blocks, drawn.traits) for blocks in drawn.layers)
-        self.outlet = nn.Linear(WIDTH, CLASSES, bias="tied" not in drawn.traits)
+        self.outlet = nn.Linear(WIDTH, classes, bias="tied" not in drawn.traits)
         if drawn.traits >= {"tokens", "tied"}:
             self.outlet.weight = self.inlet.weight
         if "shared_list" in drawn.traits:
@@ -102,19 +109,60 @@ class Model(nn.Module):
             for layer in self._path(now):
                 h = layer(x=h, now=now) if "keywords" in self.traits else layer(h, now)
                 h = h[0] if isinstance(h, tuple) else h
-            logits = self.outlet(h)
-        loss = loss_of(logits, labels) if self.own_loss else None
+            logits = self._capped(self.outlet(h))
+        loss = self.loss_of(logits, labels) if self.own_loss else None
         if "mapping" in self.traits:
             return {"logits": logits, "loss": loss} if loss is not None else {"logits": logits}
         if "dataclass" in self.traits:
             return Output(logits, loss)
         return logits if loss is None else loss
 
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def loss_of(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+        return loss_of(logits, labels)
+
     def _path(self, now: Any) -> list[nn.Module]:
         layers = list(self.layers)
         if "early_exit" in self.traits and numbers(self, now).is_odd:
             layers = layers[:-1]
         return [*layers, *layers[:1]] if "twice" in self.traits else layers
+
+
+class WordModel(Model):
+    """One whose head has words, and whose loss is called as models of transformers call theirs."""
+
+    def __init__(self, drawn: ModelDraw) -> None:
+        super().__init__(drawn)
+        assert drawn.words is not None
+        self.words = drawn.words
+
+    @property
+    def loss_function(self) -> Any:
+        return vars(self).get("_loss_function", losses_of_transformers().get(self.words.place, focal))
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.words.cap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def loss_of(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+        items: Any = {"": None, "int": 97, "tensor": torch.tensor(97)}[self.words.items]
+        made: Tensor = self.loss_function(logits, labels, vocab_size=WORDS, num_items_in_batch=items)
+        return made
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits in whatever a model gave, if they are there."""
+    if isinstance(output, dict):
+        output = output["logits"]
+    elif isinstance(output, Output):
+        output = output.logits
+    return output if output.ndim > 1 else None
 
 
 def loss_of(output: Any, labels: Tensor | None) -> Tensor:
@@ -132,7 +180,7 @@ def loss_of(output: Any, labels: Tensor | None) -> Tensor:
 def build(drawn: ModelDraw, seed: int) -> Model:
     """The model, in train mode, with weights drawn from `seed`."""
     torch.manual_seed(seed)
-    model = Model(drawn)
+    model = Model(drawn) if drawn.words is None else WordModel(drawn)
     if "bfloat16" in drawn.traits:
         model.to(torch.bfloat16)
     for index, layer in enumerate(model.layers):
@@ -145,9 +193,12 @@ def build(drawn: ModelDraw, seed: int) -> Model:
 def batch_of(drawn: ModelDraw, seed: int, num_samples: int = 4, num_tokens: int = TOKENS) -> dict[str, Tensor]:
     """One micro-batch from a generator of its own: inputs and labels."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(CLASSES, (num_samples, num_tokens), generator=generator)
+    classes, shape = drawn.num_classes, (num_samples, num_tokens)
+    labels = torch.randint(classes, shape, generator=generator)
+    if drawn.words is not None:
+        labels.masked_fill_(torch.rand(shape, generator=generator) < drawn.words.ignored, IGNORED)
     if "tokens" in drawn.traits:
-        return {"x": torch.randint(CLASSES, (num_samples, num_tokens), generator=generator), "labels": labels}
+        return {"x": torch.randint(classes, shape, generator=generator), "labels": labels}
     x = torch.randn(num_samples, num_tokens, WIDTH, generator=generator)
     x = x.bfloat16() if "bfloat16" in drawn.traits else x
     return {"x": x.requires_grad_() if "input_gradients" in drawn.traits else x, "labels": labels}

@@ -6,6 +6,7 @@ A `Rig` puts a plan on a model, and takes it off; `PlainRig` is what a run witho
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ from torch import nn
 import lowtide
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import BudgetError
+from lowtide.loss.attach import sliced_where
 from tests.attack.habits import Run
 from tests.attack.models import build
 from tests.attack.traces import Trace
+from tests.attack.words import plain_cross_entropy
 from tests.independent_count import IndependentCount
 from tests.solved import random_plan
 
@@ -43,6 +46,8 @@ class PlainRig:
         """Nothing to put on."""
 
     stop = suspend = resume = settle = lambda self, *args: None
+
+    cross_entropy = staticmethod(plain_cross_entropy)
 
     def step(self, closure: Callable[[], Any]) -> Any:
         return closure()
@@ -108,6 +113,10 @@ class Rig:
         if self._is_suspended:
             self.tide.resume()
         self._is_suspended = False
+
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> Any:
+        """What a loop calls that has lowtide."""
+        return lowtide.cross_entropy(*args, **kwargs)
 
     def step(self, closure: Callable[[], Any]) -> Any:
         return closure() if self.tide is None else self.tide.step(closure)
@@ -179,11 +188,19 @@ def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
     if kind == "planned":
         return _planned(draw, r)
     if kind == "solved":
-        profile = _on_twin(draw, lowtide.observe)
+        profile = _on_twin(draw, _observe_sliced if draw.slices_loss else lowtide.observe)
         plan = random_plan(profile, seed, made=r.choice((0.3, 0.5, 1.0)), swapped=r.choice((0.0, 0.3, 1.0)))
+        plan = dataclasses.replace(plan, loss=profile.loss)
         return Rig(_applying(plan), draw.engine)
-    moved = {"optimizer": "swap"} if draw.state == "by plan" else {}
-    return Rig(_applying({**_rules(kind, draw, r), **moved}), draw.engine)
+    more = {"optimizer": "swap"} if draw.state == "by plan" else {}
+    if draw.slices_loss:
+        more["loss"] = "sliced"
+    return Rig(_applying({**_rules(kind, draw, r), **more}), draw.engine)
+
+
+def _observe_sliced(model: nn.Module, batch: Any) -> Any:
+    with sliced_where(model, may=True, must=True):
+        return lowtide.observe(model, batch)
 
 
 def _applying(memory: Any) -> Callable[..., Any]:

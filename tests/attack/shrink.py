@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from tests.attack.apart import judge_apart
 from tests.attack.draw import Draw, Verdict
+from tests.attack.words import WordLoss
 
 
 def shrunk(draw: Draw, verdict: Verdict, judge: Callable[[Draw], Verdict] = judge_apart) -> tuple[Draw, Verdict]:
@@ -43,6 +44,13 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
         yield change(sides=tuple(other for other in draw.sides if other != side))
     for trait in sorted(draw.model.traits):
         yield change(model=dataclasses.replace(draw.model, traits=draw.model.traits - {trait}))
+    words = draw.model.words
+    if words is not None:
+        simple = dataclasses.asdict(WordLoss(words.place))
+        for name, value in simple.items():
+            if getattr(words, name) != value:
+                less = dataclasses.replace(words, **{name: value})
+                yield change(model=dataclasses.replace(draw.model, words=less))
     layers = draw.model.layers
     if len(layers) > 1:
         for index in range(len(layers)):
@@ -68,7 +76,7 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
         yield change(plan="recompute")
     if draw.plan != "keep":
         yield change(plan="keep")
-    if draw.num_samples > 4:
+    if draw.num_samples > 4 and words is None:
         yield change(num_samples=4)
     if draw.num_steps > 1:
         yield change(num_steps=draw.num_steps - 1)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.attack import chosen, drive, moody, ordinary
+from tests.attack import chosen, drive, moody, ordinary, words
 from tests.attack.draw import STATES, Draw, drawn_from, judge
-from tests.attack.habits import CORES, SIDES
+from tests.attack.habits import CORES, SIDES, WORD_SIDES
 from tests.attack.models import TRAITS
 from tests.attack.plans import KINDS, WITH_BUDGET
 from tests.attack.shrink import shrunk
@@ -32,6 +32,10 @@ def _parts(draw: Draw) -> set[tuple[str, object]]:
     found |= {("core", draw.core), ("way", draw.way), ("optimizer", draw.optimizer), ("samples", draw.num_samples)}
     found |= {("side", side) for side in draw.sides} | {("trait", trait) for trait in draw.model.traits}
     found |= {("state", draw.state)}
+    if draw.model.words is not None:
+        loss = draw.model.words
+        found |= {("loss", loss.place), ("cap", bool(loss.cap)), ("smooth", bool(loss.smoothing))}
+        found |= {("z", bool(loss.z_loss)), ("weights", loss.has_weights), ("items", loss.items)}
     return found | {("block", name) for layer in draw.model.layers for name, _ in layer}
 
 
@@ -58,7 +62,9 @@ def test_every_part_of_the_attack_is_in_a_draw_of_this_suite() -> None:
     """`make attack` has thousands of draws; these are few, so no block and no habit may be missing."""
     drawn: set[tuple[str, object]] = set().union(*(_parts(drawn_from(seed)) for seed in SEEDS))
     expected = {("block", name) for family in (ordinary, chosen, moody) for name in family.BLOCKS}
-    expected |= {("core", name) for name in CORES} | {("side", name) for name in SIDES}
+    expected |= {("core", name) for name in CORES} | {("side", name) for name in (*SIDES, *WORD_SIDES)}
+    expected |= {("loss", place) for place in words.PLACES} | {("items", given) for given in ("", "int", "tensor")}
+    expected |= {(part, True) for part in ("cap", "smooth", "z", "weights")}
     expected |= {("state", name) for name in STATES}
     expected |= {("trait", name) for name in TRAITS} | {("plan", kind) for kind in KINDS}
     assert expected <= drawn, sorted(expected - drawn, key=str)

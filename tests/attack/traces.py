@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_OF_LOWTIDE = frozenset({"forward"})
+_OF_LOWTIDE = frozenset({"forward", "_loss_function"})
 
 
 def digest(value: Any) -> str:

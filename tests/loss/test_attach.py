@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -109,24 +110,34 @@ def test_under_autocast_too() -> None:
     _assert_same(want, got)
 
 
+MEMORY: dict[str, dict[str, Any]] = {
+    "alone": {"loss": "sliced"},
+    "recompute": {"loss": "auto", "recompute": "all"},
+    "swap": {"loss": "sliced", "swap": "all", "min_bytes": 0},
+    "both": {"loss": "sliced", "recompute": ["layers.*.mlp"], "swap": ["layers.*.norm*"], "min_bytes": 0},
+}
+_NAMES = {"gpt2": ["h.*.mlp", "h.*.ln_1"], "modernbert-masked": ["layers.*.mlp", "layers.*.mlp_norm"]}
+"""Modules of models that name theirs in another way."""
+
+
 @pytest.mark.parametrize(
-    "memory",
-    [
-        {"loss": "sliced"},
-        {"loss": "auto", "recompute": "all"},
-        {"loss": "sliced", "swap": "all", "min_bytes": 0},
-        {"loss": "sliced", "recompute": ["layers.*.mlp"], "swap": ["layers.*.self_attn"], "min_bytes": 0},
-    ],
-    ids=["alone", "recompute", "swap", "both"],
+    ("name", "fates"),
+    [("llama", fates) for fates in MEMORY]
+    + [(name, ("recompute", "swap", "both")[number % 3]) for number, name in enumerate(MODELS) if name != "llama"],
 )
-def test_with_the_other_fates(memory: dict[str, Any]) -> None:
-    model = MODELS["llama"]()
-    want, before = _step(model), set(vars(model))
-    with lowtide.apply(model, memory, engine="virtual:3") as tide:
-        assert tide.plan.loss == "sliced"
-        _assert_same(want, _step(model))
-        assert loss_of(model) == "sliced"
-        _assert_same(want, _step(model))
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_with_the_other_fates(name: str, fates: str, autocast: bool) -> None:
+    model, memory = MODELS[name](), MEMORY[fates]
+    if fates == "both":
+        layer, norm = _NAMES.get(name, ["layers.*.mlp", "layers.*.input_layernorm"])
+        memory = {**memory, "recompute": [layer], "swap": [norm]}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        want, before = _step(model), set(vars(model))
+        with lowtide.apply(model, memory, engine="virtual:3") as tide:
+            assert tide.plan.loss == "sliced"
+            _assert_same(want, _step(model))
+            assert loss_of(model) == "sliced"
+            _assert_same(want, _step(model))
     assert set(vars(model)) == before
 
 
@@ -200,8 +211,72 @@ def test_a_copy_of_the_model_computes_the_same() -> None:
     want = _step(model)
     handle = attach(model)
     twin = copy.deepcopy(model)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
     handle.remove()
-    _assert_same(want, _step(twin))
+    for other in (twin, torch.load(saved, weights_only=False)):
+        _assert_same(want, _step(other))
+        assert loss_of(other) == "plain" and other.loss_function.__name__ == "ForCausalLMLoss"
+
+
+def test_a_second_derivative_and_written_logits_are_refused_by_name() -> None:
+    """Where plain autograd would do both, a model under `loss: auto` would else be silently wrong, or say it oddly."""
+    model, batch = MODELS["llama"](), _batches(1)[0]
+    weights: list[Any] = [model.lm_head.weight]  # torch has no second derivative of its attention on the CPU
+    with lowtide.apply(model, {"loss": "sliced"}):
+        loss = model(**batch).loss
+        gradients = torch.autograd.grad(loss, weights, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"^lowtide: a second derivative of a loss in slices is not covered; "):
+            torch.autograd.grad(sum(each.pow(2).sum() for each in gradients) + loss, weights)
+        output = model(**batch)
+        with torch.no_grad():
+            output.logits.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"^lowtide: the logits were written to between the loss and its back"):
+            output.loss.backward()
+
+
+def test_reading_logits_after_the_loss_is_fine() -> None:
+    """Another loss on the same logits, and a metric."""
+    model, batch = MODELS["llama-tied"](), _batches(1)[0]
+
+    def step() -> dict[str, Tensor]:
+        model.zero_grad()
+        output = model(**batch)
+        entropy = torch.distributions.Categorical(logits=output.logits.float()).entropy().mean()
+        (output.loss + 0.1 * entropy).backward()
+        hits = (output.logits.argmax(-1) == batch["labels"]).sum()
+        result = {"loss": output.loss.detach(), "entropy": entropy.detach(), "hits": hits}
+        return result | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    want = step()
+    with lowtide.apply(model, {"loss": "sliced", "recompute": "all"}):
+        got = step()
+        assert loss_of(model) == "sliced"
+    _assert_same(want, got)
+
+
+def test_a_compiler_gets_the_model_s_own_loss() -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits, labels = torch.randn(1, 300, _WORDS), torch.zeros(1, 300, dtype=torch.int64)
+    loss = SlicedLoss(ForCausalLMLoss, shifts=True)
+    compiled = torch.compile(lambda logits: loss(logits, labels, _WORDS), backend="eager", fullgraph=True)
+    assert same_bits(compiled(logits), ForCausalLMLoss(logits, labels, _WORDS))
+    assert not loss._keeps_bits
+
+
+def test_forward_mode_and_torch_func_get_the_model_s_own_loss() -> None:
+    from torch.autograd import forward_ad
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits, labels = torch.randn(1, 300, _WORDS), torch.zeros(1, 300, dtype=torch.int64)
+    loss = SlicedLoss(ForCausalLMLoss, shifts=True)
+    want = torch.func.grad(lambda logits: ForCausalLMLoss(logits, labels, _WORDS))(logits)
+    assert same_bits(torch.func.grad(lambda logits: loss(logits, labels, _WORDS))(logits), want)
+    with forward_ad.dual_level():
+        made = loss(forward_ad.make_dual(logits, logits), labels, _WORDS)
+        assert forward_ad.unpack_dual(made).tangent is not None
 
 
 def test_a_loss_set_later_is_not_taken_away() -> None:
