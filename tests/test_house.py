@@ -52,6 +52,7 @@ WITHOUT = {
             "transfers",
             "verify",
             "figures",
+            "moments",
             "clock",
             "csv_text",
             "picture",

@@ -2,8 +2,8 @@
 
 Start at `schedule.py`, the data; `generators.py` writes schedules, `verify.py` proves one, `clock.py` plays one.
 `execute.py` carries one out on `torch.distributed`, over `transport.py`, which moves messages; `overlap.py` hides its
-all-to-all; `experts.py` splits experts over ranks. Models call `all_to_all` (`exchange.py`), `linear` and
-`grouped_linear` (`weight_gradients.py`) as names of this package.
+all-to-all; `experts.py` splits experts over ranks; `budget.py` plans the stages of a rank. Models call `all_to_all`
+(`exchange.py`), `linear` and `grouped_linear` (`weight_gradients.py`) as names of this package.
 May import: everything below it. Files of schedules and figures are plain Python and import only `errors`.
 Must not: start a process, a collective or a device before `verify` has passed the schedule.
 """
@@ -18,6 +18,7 @@ _HOMES = {
     "Pipeline": "lowtide.pipeline.execute",
     "WeightGradients": "lowtide.pipeline.weight_gradients",
     "all_to_all": "lowtide.pipeline.exchange",
+    "fit_stages": "lowtide.pipeline.budget",
     "grouped_linear": "lowtide.pipeline.weight_gradients",
     "linear": "lowtide.pipeline.weight_gradients",
     "split_experts": "lowtide.pipeline.experts",

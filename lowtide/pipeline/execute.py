@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class Pipeline:
         and a forward or backward outside of pairs, with None for the other half.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        self.group = group
         self.stages = dict(stages)
         self.loss = loss
         self.weight_gradients = weight_gradients
@@ -122,28 +123,50 @@ class Pipeline:
         walk = _Walk(self, inputs, targets)
         gradients = StepGradients(self.stages)
         try:
-            walk.check_batch()
+            self.check_batch(inputs, targets)
             walk.run(gradients)
         except BaseException as error:
             gradients.take_back()
             if self.weight_gradients is not None:
                 self.weight_gradients.forget()
-            self._end(error, walk)
+            self._end(error, f"{walk.at} of step {self.num_steps}")
             raise
         gradients.give(self.schedule.num_micro_batches if divide_by is None else divide_by)
         return walk.losses
+
+    def check_batch(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
+        """Raises ConfigError where this rank has an end of the model and was not given what belongs there."""
+        last = self.schedule.num_stages - 1
+        for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, last)):
+            if stage not in self.stages:
+                continue
+            if batch is None or len(batch) != self.schedule.num_micro_batches:
+                given = "none" if batch is None else str(len(batch))
+                raise ConfigError(
+                    f"pipeline: rank {self.rank} has stage {stage} and needs {name} for "
+                    f"{self.schedule.num_micro_batches} micro-batches; it was given {given}"
+                )
+
+    @contextlib.contextmanager
+    def ending_all(self, at: str) -> Iterator[None]:
+        """What is raised inside ends the pipeline on all ranks, as a step that fails does."""
+        try:
+            yield
+        except BaseException as error:
+            self._end(error, at)
+            raise
 
     def close(self) -> None:
         """End the threads of the transport, if the pipeline made it."""
         if self._own_transport is not None:
             self._own_transport.close()
 
-    def _end(self, error: BaseException, walk: _Walk) -> None:
+    def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
         if isinstance(error, PipelineError):
             self._failure = str(error).removeprefix("pipeline: ")
         else:
-            place = f"rank {self.rank} failed at {walk.at} of step {self.num_steps}"
+            place = f"rank {self.rank} failed at {at}"
             self._failure = f"{place}: {type(error).__name__}: {error}"
             error.add_note(f"lowtide: {place}")
         is_first = self._note is not None and self._note.write(self._failure)
@@ -238,18 +261,6 @@ class _Walk:
     @property
     def losses(self) -> tuple[torch.Tensor, ...]:
         return tuple(loss for _, loss in sorted(self._losses.items()))
-
-    def check_batch(self) -> None:
-        last = self._schedule.num_stages - 1
-        for name, batch, stage in (("inputs", self._inputs, 0), ("targets", self._targets, last)):
-            if stage not in self._pipeline.stages:
-                continue
-            if batch is None or len(batch) != self._schedule.num_micro_batches:
-                given = "none" if batch is None else str(len(batch))
-                raise ConfigError(
-                    f"pipeline: rank {self._rank} has stage {stage} and needs {name} for "
-                    f"{self._schedule.num_micro_batches} micro-batches; it was given {given}"
-                )
 
     def run(self, gradients: StepGradients) -> None:
         with torch.enable_grad():

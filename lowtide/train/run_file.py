@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -319,13 +319,36 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
         )
     memory = file.memory
     if memory is not None and memory.budget is not None:
-        fail("memory.budget", "'memory.budget' cannot stand beside 'pipeline' yet; write rules: recompute, swap, keep")
+        _check_budget_of_stages(file, pipeline, memory, fail)
     if memory is not None and memory.optimizer not in (None, "keep"):
         fail("memory.optimizer", "'memory.optimizer' cannot stand beside 'pipeline' yet; leave it out")
     if has_sections:
         fail(
             "pipeline", "'pipeline' cannot stand beside recompute_config and swap_config yet; use the section 'memory'"
         )
+
+
+def _check_budget_of_stages(
+    file: _RunFile, pipeline: PipelineConfig, memory: MemoryConfig, fail: Callable[[str, str], NoReturn]
+) -> None:
+    """What the plans for the stages of a pipeline do not know of."""
+    rules = "write rules: recompute, swap, keep"
+    if pipeline.overlap:
+        fail(
+            "memory.budget",
+            "'memory.budget' cannot stand beside 'pipeline.overlap' yet: two micro-batches need their temporaries at "
+            f"the same time; {rules}",
+        )
+    if file.train.expert_parallel > 1:
+        fail(
+            "memory.budget",
+            "'memory.budget' cannot stand beside 'pipeline' and 'train.expert_parallel' yet: how many rows a rank "
+            f"receives differs from one micro-batch to the next; {rules}",
+        )
+    if memory.loss == "sliced":
+        fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
+    if memory.race:
+        fail("memory.race", "'memory.race' cannot be true beside 'pipeline': plans of stages do not race; leave it out")
 
 
 def _model(

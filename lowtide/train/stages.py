@@ -7,14 +7,15 @@ Every rank reads the same text; only the first and the last stage look at it.
 Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage: rank r has place r // E
 in its pipeline, and the ranks with the same place have the same layers, and batches of their own. With
 `pipeline.overlap` the two halves of a pair hide each other's exchange of rows.
+A budget is planned for in the first step, by each rank for its own stages (pipeline/budget.py).
 Cost: the whole model in main memory while it is cut, on every rank.
-Not covered: data parallelism beside the pipeline, but for that of the experts; a budget (a plan for one micro-batch
-does not know of those that are alive beside it); files of MindSpore Transformers.
+Not covered: data parallelism beside the pipeline, but for that of the experts; files of MindSpore Transformers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.errors import ConfigError
+from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.cut_model import cut, leave, loss_of
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts
@@ -31,6 +33,7 @@ from lowtide.pipeline.schedule import layers_of_stages
 from lowtide.runtime.saved.stats import Stats
 from lowtide.tensors.ranks import ALONE
 from lowtide.train.experts import named, split_for
+from lowtide.train.progress import PlanRecord
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
 
@@ -87,15 +90,18 @@ class RankStages:
         self._device = device
         self._schedule = schedule
         self._tides: list[Any] = []
+        self._plans: StagePlans | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._pipeline: Pipeline | None = None
 
-    def begin(self) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
         run = self._run
+        self._optimizer = optimizer
         if run.train.precision == "bf16_autocast":
             for stage in self.stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
-        if run.memory is not None:
+        if run.memory is not None and run.memory.budget is None:
             self._tides = [
                 lowtide.apply(stage, run.memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
@@ -107,16 +113,41 @@ class RankStages:
     def has_loss(self) -> bool:
         return self._schedule.num_stages - 1 in self.stages
 
-    def take_passes(self, batches: list[torch.Tensor]) -> float:
-        """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it."""
+    def take_passes(self, next_batch: Callable[[], torch.Tensor], say: Callable[[str], None]) -> float:
+        """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it.
+
+        Every rank draws all batches, and keeps those that it looks at. `say` hears of the plans for a budget.
+        """
         assert self._pipeline is not None
-        losses = self._pipeline.step(batches if 0 in self.stages else None, batches if self.has_loss else None)
+        drawn = (next_batch() for _ in range(self._schedule.num_micro_batches))
+        batches = [tokens.to(self._device) for tokens in drawn if self.has_loss or 0 in self.stages]
+        given = batches if 0 in self.stages else None, batches if self.has_loss else None
+        memory = self._run.memory
+        if memory is not None and memory.budget is not None and self._plans is None:
+            how: Any = {"memory": memory, "optimizer": self._optimizer, "engine": self._run.train.engine}
+            self._plans = fit_stages(self._pipeline, *given, say=say, **how)
+            self._tides = list(self._plans.tides.values())
+        losses = self._pipeline.step(*given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in losses:
             total += loss
         if self.experts is not None:
             self.experts.average_gradients()
-        return float(total) / len(batches)
+        return float(total) / self._schedule.num_micro_batches
+
+    def plan_record(self, pass_seconds: float) -> PlanRecord | None:
+        """Of this rank's plans; None without a budget. `pass_seconds`: what all micro-batches took, waits and all."""
+        if self._plans is None:
+            return None
+        predicted = [plan.predicted for plan in self._plans.plans.values() if plan.predicted is not None]
+        return PlanRecord(
+            digest="+".join(plan.digest() for plan in self._plans.plans.values()),
+            predicted_peak_bytes=self._plans.found.peak_bytes,
+            predicted_seconds=sum(self._plans.found.step_seconds.values()),
+            measured_seconds=pass_seconds / self._schedule.num_micro_batches,
+            predicted_stall_seconds=sum(each.stall_seconds for each in predicted),
+            num_corrections=0,
+        )
 
     def reset_stats(self) -> None:
         """Begin a new count, for the next step."""
@@ -135,8 +166,8 @@ class RankStages:
         """Leave the stages as they were cut."""
         if self._pipeline is not None:
             self._pipeline.close()
-        for tide in self._tides:
-            tide.remove()
+        for handle in self._tides if self._plans is None else (self._plans,):
+            handle.remove()
         if self._run.train.precision == "bf16_autocast" and self._pipeline is not None:
             for stage in self.stages.values():
                 del stage.forward

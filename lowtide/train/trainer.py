@@ -76,7 +76,7 @@ class Trainer:
         self.tide: Tide | Autopilot | None = None
         self._forward: torch.nn.Module = self.model
         if self.stages is not None:
-            self.stages.begin()
+            self.stages.begin(self.optimizer)
         else:
             self.tide = self._take_up_memory()
             if not ranks.is_alone and self.experts is None:
@@ -147,6 +147,8 @@ class Trainer:
         return record, asked
 
     def _plan_record(self, pass_seconds: float) -> PlanRecord | None:
+        if self.stages is not None:
+            return self.stages.plan_record(pass_seconds)
         plan = self.tide.plan if self.tide is not None else None
         if plan is None or plan.predicted is None:
             return None
@@ -205,9 +207,7 @@ class Trainer:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
         if self.run.pipeline is not None:
             assert self.stages is not None
-            return self.stages.take_passes(
-                [self.sampler.next_batch().to(self.device) for _ in range(self.run.pipeline.micro_batches)]
-            )
+            return self.stages.take_passes(self.sampler.next_batch, self._tell)
         num_micro_batches = self.run.train.grad_accumulation
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(num_micro_batches):

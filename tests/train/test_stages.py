@@ -107,6 +107,35 @@ def test_two_ranks_have_the_losses_of_one() -> None:
     assert "resumed from resumed/checkpoints/step-00000002" in first[2]
 
 
+def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
+    write("alone", grad_accumulation=4)
+    train(load_run("alone.yaml"))
+    memory = {"budget": "430KB", "min_bytes": 0}
+    sections = {"pipeline": DUALPIPEV, "memory": memory}
+    write("half", sections=sections, output_dir="resumed", steps=2, engine="virtual:1")
+    write("rest", sections=sections, output_dir="resumed", engine="virtual:2")
+    small = DUALPIPEV | {"schedule": "1f1b"}
+    write("small", sections={"pipeline": small, "memory": memory | {"budget": "100KB"}})
+    code = """
+    import os
+    for name, port in zip(("half", "rest", "small"), os.environ["MORE_PORTS"].split()):
+        train(load_run(f"{name}.yaml"))
+        os.environ["MASTER_PORT"] = port
+    """
+    first, second = on_ranks(code)
+    assert (first[0], second[0]) == (2, 2)
+    assert losses("resumed") == losses("alone")
+    for step in steps_of("resumed"):
+        assert step["tide"]["recomputed_bytes"] + step["tide"]["swapped_bytes"] > 0
+        assert step["plan"]["predicted_peak_bytes"] <= 430_000
+    said = first[2].splitlines()
+    assert [line.partition(": plan")[0] for line in said if line.startswith("lowtide: rank ")][:4] == [
+        f"lowtide: rank {rank}, stage {stage}" for stage, rank in enumerate((0, 1, 1, 0))
+    ]
+    both = first[2] + second[2]
+    assert both.count("no plan fits the budget of 0.095 MiB: of the micro-batches stage 0 has 2 in flight") == 1
+
+
 def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None:
     """Two ranks that split the experts, beside four that split the layers too, and two whose pairs hide exchanges."""
     write("experts", grad_accumulation=4, model=DEEPSEEK, expert_parallel=2)
@@ -193,8 +222,21 @@ def test_what_is_refused_with_its_place() -> None:
         "run.yaml:3:119: 'train.grad_accumulation' is 2, and a step of a pipeline has 4 micro-batches already; write "
         "their number into 'pipeline.micro_batches' only"
     )
-    assert beside({"budget": "1GiB"}) == (
-        "run.yaml:5:20: 'memory.budget' cannot stand beside 'pipeline' yet; write rules: recompute, swap, keep"
+    assert refusal(sections={"pipeline": DUALPIPEV | {"overlap": True}, "memory": {"budget": "1GiB"}}) == (
+        "run.yaml:5:20: 'memory.budget' cannot stand beside 'pipeline.overlap' yet: two micro-batches need their "
+        "temporaries at the same time; write rules: recompute, swap, keep"
+    )
+    assert refusal(
+        sections={"pipeline": DUALPIPEV, "memory": {"budget": "1GiB"}}, model=DEEPSEEK, expert_parallel=2
+    ) == (
+        "run.yaml:5:20: 'memory.budget' cannot stand beside 'pipeline' and 'train.expert_parallel' yet: how many rows "
+        "a rank receives differs from one micro-batch to the next; write rules: recompute, swap, keep"
+    )
+    assert beside({"budget": "1GiB", "loss": "sliced"}) == (
+        "run.yaml:5:36: 'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model"
+    )
+    assert beside({"budget": "1GiB", "race": True}) == (
+        "run.yaml:5:36: 'memory.race' cannot be true beside 'pipeline': plans of stages do not race; leave it out"
     )
     assert beside({"optimizer": "swap"}) == (
         "run.yaml:5:23: 'memory.optimizer' cannot stand beside 'pipeline' yet; leave it out"

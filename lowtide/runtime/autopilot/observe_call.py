@@ -10,6 +10,7 @@ Not covered: what the caller does with the output before backward begins.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -51,8 +52,12 @@ def observe_call(
     *,
     is_inside: bool = False,
     witness: Witness | None = None,
+    use: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> Profile:
     """The profile of the step that `model(*args, **kwargs)` begins. Raises what the model raises.
+
+    `use`: what the caller does with that call, which it is given, until its backward begins (a loss of its own); it
+    gives back what the backward starts from. Absent: it calls, and starts from the model's loss or from all of it.
 
     `is_inside`: the call is under way, so the model's own hooks have had its inputs already, and run only once.
     `witness` is shown what the forward gives. Tangents of the inputs (forward mode) are left out.
@@ -61,7 +66,12 @@ def observe_call(
     if is_forward_mode():  # else the user's own containers, which the model may write to
         args, kwargs = tree_map_only(torch.Tensor, _without_tangent, (args, kwargs))
 
+    def call() -> Any:
+        return model(*args, **kwargs)
+
     def pick(output: Any) -> Any:
+        if use is not None:
+            return output
         if witness is not None:
             witness.note(output)
         return _loss_or_all(output)
@@ -73,7 +83,7 @@ def observe_call(
     ):
         return observe(
             model,
-            lambda: model(*args, **kwargs),
+            call if use is None else functools.partial(use, call),
             loss=pick,
             needs_scalar=False,
             optimizer=optimizer,

@@ -176,6 +176,10 @@ class Tide:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside."""
         return Audit(self.model, self._optimizer, self._scheduler, self.engine.device_type)
 
+    def count_buffers(self, on_buffer: Callable[[torch.UntypedStorage], None] | None) -> None:
+        """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: nobody counts."""
+        self._scheduler.on_buffer = on_buffer
+
     def set_limit(self, limit_bytes: int | None, *, slack_bytes: int | None = None) -> None:
         """Spill kept activations before live bytes on the device pass this limit; None: no limit. `slack_bytes`: how
         much of what the plan makes again may stay where recipes do not hold; more is spilled.

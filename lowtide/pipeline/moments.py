@@ -1,0 +1,153 @@
+"""What a rank of a pipeline holds while it computes: the chunks in flight and the messages, moment by moment. No clock.
+
+What: `moments_of` walks a rank's row. A *moment* is one action that computes, or the two of a pair; it says which other
+chunks of the rank are alive meanwhile, and which messages its memory may hold. Moments that hold less than another are
+left out, so a few remain whatever the number of micro-batches.
+A chunk is alive from its forward to the end of the backward that reads its activations (B, or I where weight gradients
+are not put off).
+A message that was asked for is counted until it is read. One that was sent is counted until this rank knows that its
+reader has begun: by a message that came back, through however many ranks. So the count holds for any speed of any rank.
+Cost: actions times ranks. Not covered: weight gradients that are put off (what a chunk keeps from I to W).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Action, AnyAction, Kind, Pair, Result, Schedule, carried_by
+
+MessageKind = tuple[Kind, int]
+"""FORWARD: the output of this stage. BACKWARD: the gradient of its input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One or two chunks are computed, and the rest is held."""
+
+    running: tuple[tuple[int, bool], ...]
+    """(stage, whether it is the forward)."""
+    live: tuple[tuple[int, int], ...]
+    """(stage, number of its other chunks that are alive), of every stage of the rank."""
+    messages: tuple[tuple[MessageKind, int], ...]
+    """(whose result, how many of them)."""
+
+    def holds_as_much_as(self, other: Moment) -> bool:
+        """Whether it holds all that `other` does, while the same is computed."""
+        return (
+            self.running == other.running
+            and _covers(dict(self.live), dict(other.live))
+            and _covers(dict(self.messages), dict(other.messages))
+        )
+
+
+def _covers(one: dict, other: dict) -> bool:
+    return all(one.get(key, 0) >= number for key, number in other.items())
+
+
+def moments_of(schedule: Schedule, rank: int, *, pairs_at_once: bool) -> tuple[Moment, ...]:
+    """Of a schedule with its transfers, which has passed `verify`. `pairs_at_once`: the halves of a pair take turns;
+    else the forward is over when the backward begins."""
+    found: list[Moment] = []
+    for moment in _walk(schedule, rank, _known_positions(schedule, rank), pairs_at_once):
+        if not any(other.holds_as_much_as(moment) for other in found):
+            found = [other for other in found if not moment.holds_as_much_as(other)]
+            found.append(moment)
+    return tuple(found)
+
+
+def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_once: bool) -> Iterator[Moment]:
+    place = _reader_positions(schedule)
+    live: Counter[int] = Counter(dict.fromkeys(schedule.stages_of(rank), 0))
+    waiting: set[Result] = set()
+    """Asked for, or made here for this very rank, and not read yet."""
+    sent: set[Result] = set()
+
+    def moment(running: tuple[Action, ...]) -> Moment:
+        counts = Counter((result.kind, result.stage) for result in (*waiting, *sent))
+        return Moment(
+            tuple((action.stage, action.kind is Kind.FORWARD) for action in running),
+            tuple(sorted(live.items())),
+            tuple(sorted(counts.items())),
+        )
+
+    def begin(action: Action) -> None:
+        waiting.difference_update(schedule.needs(action))
+        if action.kind is not Kind.FORWARD:
+            live[action.stage] -= 1  # it is the one that runs
+
+    def end(action: Action) -> None:
+        if action.kind is Kind.FORWARD:
+            live[action.stage] += 1
+        result = Result(
+            Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD, action.stage, action.micro_batch
+        )
+        reader = schedule.reader(result)
+        if reader is not None:
+            (waiting if reader == rank else sent).add(result)
+
+    for position, every in enumerate(schedule.actions[rank]):
+        sent = {result for result in sent if known[position].get(place[result][0], -1) < place[result][1]}
+        parts = [part for part in every.parts if part.kind not in TRANSFERS and part.kind is not Kind.BACKWARD_WEIGHT]
+        waiting.update(carried_by(part) for part in every.parts if part.kind in RECEIVES)
+        if isinstance(every, Pair) and not pairs_at_once:
+            # What the second half reads is there before the first one begins.
+            for part in parts:
+                begin(part)
+                yield moment((part,))
+                end(part)
+        elif parts:
+            for part in parts:
+                begin(part)
+            yield moment(tuple(parts))
+            for part in parts:
+                end(part)
+
+
+def _reader_positions(schedule: Schedule) -> dict[Result, tuple[int, int]]:
+    """Of each result that travels: the rank that reads it, and the position of the action that does."""
+    found: dict[Result, tuple[int, int]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for position, every in enumerate(row):
+            for result in _read_by(schedule, every):
+                found.setdefault(result, (rank, position))
+    return found
+
+
+def _read_by(schedule: Schedule, every: AnyAction) -> Iterator[Result]:
+    """Results of other stages that an action reads."""
+    for action in every.parts:
+        if action.kind not in TRANSFERS and action.kind is not Kind.BACKWARD_WEIGHT:
+            yield from (result for result in schedule.needs(action) if result.stage != action.stage)
+
+
+def _known_positions(schedule: Schedule, rank: int) -> list[dict[int, int]]:
+    """For each action of `rank`: up to which position each other rank has certainly come when it begins."""
+    makers: dict[Result, tuple[int, int]] = {}
+    for other, row in enumerate(schedule.actions):
+        for position, every in enumerate(row):
+            for action in every.parts:
+                if action.kind is Kind.FORWARD or action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                    kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
+                    makers[Result(kind, action.stage, action.micro_batch)] = (other, position)
+    known: list[list[dict[int, int]]] = [[] for _ in schedule.actions]
+    """Of each rank, when each of its actions begins."""
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for other, row in enumerate(schedule.actions):
+            while len(known[other]) < len(row):
+                sources = [makers[result] for result in _read_by(schedule, row[len(known[other])])]
+                if any(position >= len(known[maker]) for maker, position in sources):
+                    break
+                # A rank that stands at an action is done with those before it.
+                now = dict(known[other][-1]) if known[other] else {}
+                now[other] = len(known[other]) - 1
+                for maker, position in sources:
+                    for which, reached in (*known[maker][position].items(), (maker, position)):
+                        now[which] = max(now.get(which, -1), reached)
+                known[other].append(now)
+                is_moving = True
+    assert all(len(of_rank) == len(row) for of_rank, row in zip(known, schedule.actions, strict=True))
+    return known[rank]

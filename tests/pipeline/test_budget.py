@@ -1,0 +1,95 @@
+"""A pipeline within a budget, on real ranks: the bits of one without, and peaks that an independent count finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import budget_jobs, two_ranks
+
+NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
+SHARES = [0.02, 0.4]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    jobs: dict[str, two_ranks.Job] = {
+        "1f1b": ("budgets", {"name": "1f1b", "shares": SHARES}),
+        "dualpipev": ("budgets", {"name": "dualpipev", "shares": SHARES}),
+        "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
+        "kept": ("kept", {"names": list(NAMES)}),
+        "refused": ("refused", {}),
+        "raises": ("raises", {}),
+    }
+    folder = tmp_path_factory.mktemp("ranks")
+    given = two_ranks.run(budget_jobs.__name__, list(jobs.values()), folder)
+    return dict(zip(jobs, given, strict=True))
+
+
+@pytest.mark.parametrize("job", ["1f1b", "dualpipev", "recompute"])
+def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
+    answers: dict[str, tuple[Any, ...]], job: str
+) -> None:
+    for answer in answers[job]:
+        for row in answer["rows"]:
+            assert row["different"] == []
+            assert max(row["peaks"]) <= row["promised"] <= row["budget"]
+            assert (row["spilled"], row["divergences"]) == (0, 0)
+    # On some rank it would not hold without a plan.
+    budget = answers[job][0]["rows"][0]["budget"]
+    assert max(max(answer["plain"]) for answer in answers[job]) > 1.5 * budget
+    done = "recomputed" if job == "recompute" else "swapped"
+    assert max(answer["rows"][0][done] for answer in answers[job]) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_rank_is_said_to_need_is_what_it_needs(answers: dict[str, tuple[Any, ...]], name: str) -> None:
+    for rank in answers["kept"]:
+        said, needed = rank[NAMES.index(name)]
+        assert needed <= said <= 1.06 * needed
+
+
+def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:
+    first, second = (answer["rows"][0]["summaries"] for answer in answers["dualpipev"])
+    assert first == second
+    assert [text.partition(": plan")[0] for text in first] == [
+        "lowtide: rank 0, stage 0",
+        "lowtide: rank 1, stage 1",
+        "lowtide: rank 1, stage 2",
+        "lowtide: rank 0, stage 3",
+    ]
+
+
+def test_a_budget_that_is_too_small_is_refused_on_all_ranks_with_one_text(answers: dict[str, tuple[Any, ...]]) -> None:
+    first, second = (answer["text"] for answer in answers["1f1b"])
+    assert first == second
+    assert first.startswith(
+        "pipeline: rank 0: no plan fits the budget of 0.001 MiB: of the micro-batches stage 0 has 2 in flight, of "
+        "which each holds at least 0.024 MiB; beside them are 0.2 MiB of weights, gradients, optimizer state and "
+    )
+
+
+def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:
+    first, second = answers["refused"]
+    assert first == [
+        "memory.budget: a budget is needed to plan for; write e.g. budget='20GiB' (rank 1)",
+        "pipeline: rank 0 has stage 0 and needs inputs for 6 micro-batches; it was given none",
+        "pipeline: a budget cannot be planned for weight gradients that are put off: what they keep from I to W is not "
+        "observed; leave weight_gradients out",
+        "pipeline: a budget cannot be planned for pairs whose halves take turns, which need their temporaries at the "
+        "same time; leave run_pair out",
+        "memory.optimizer: 'swap' cannot be planned for the stages of a pipeline; leave it out, and swap the state "
+        "with lowtide.swap_optimizer",
+        "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out",
+        "pipeline: stage 0 is already under a lowtide plan; call remove() on it first",
+    ]
+    assert second[0] == first[0].removesuffix(" (rank 1)")
+    assert second[1] == f"{first[1]} (rank 0)"
+    assert second[2:6] == first[2:6]
+
+
+def test_a_stage_that_raises_while_it_is_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:
+    first, second = answers["raises"]
+    assert second.startswith("RuntimeError: no luck")
+    assert first == "PipelineError: pipeline: rank 1 failed at the step that is observed: RuntimeError: no luck"
