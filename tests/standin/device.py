@@ -3,8 +3,9 @@
 After `load()` the device is `standin:0` and `standin:1`, and `torch.accelerator` finds it. That cannot be undone: only
 processes of their own load it (tests/conftest.py, `LOWTIDE_STANDIN=1`).
 
-`play` chooses the adversary: 'late' runs a copy when a wait forces it, 'early' as soon as it may, a number draws;
-'clock' lets the host see what is complete at the compute stream's time. `violations()` lists every access that no
+`play` chooses the adversary: 'late' runs a copy when a wait forces it; 'early' as soon as it may, and queries say so;
+'hidden' the same, and queries say no; a number draws; 'clock' lets the host see what is over at the compute stream's
+time. `violations()` lists every access that no
 record and wait put in order.
 
 The library is built by `torch.utils.cpp_extension` in some ten seconds, and kept in a folder beside torch's own
@@ -29,7 +30,7 @@ import torch
 NAME = "standin"
 NUM_DEVICES = 2
 _SOURCE = Path(__file__).with_name("device.cpp")
-_POLICIES = {"late": 0, "early": 1, "random": 2, "clock": 3}
+_POLICIES = {"late": 0, "early": 1, "random": 2, "clock": 3, "hidden": 4}
 
 
 def why_not() -> str | None:
@@ -129,7 +130,7 @@ def _library() -> ctypes.CDLL:
 
 
 def play(policy: str | int, chance: float = 0.5) -> None:
-    """Finish everything, then go on by this policy: 'late', 'early', 'clock', or a seed."""
+    """Finish everything, then go on by this policy: 'late', 'early', 'hidden', 'clock', or a seed."""
     name, seed = ("random", policy) if isinstance(policy, int) else (policy, 0)
     _library().standin_play(_POLICIES[name], seed, chance)
 

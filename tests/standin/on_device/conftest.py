@@ -8,7 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import zoo
 from tests.standin import device
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _frozen() -> None:
+    """Half a million objects of torch and transformers are not looked at in each collection of garbage."""
+    zoo.plain_result("llama", 3)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
