@@ -28,6 +28,13 @@ else:
 
 _PLAIN_DIRECTORIES = ("config", "core", "planner", "cli")
 
+# A process that has the stand-in device has it for good, so it is one of its own (tests/standin/test_standin.py).
+_HAS_STANDIN = bool(os.environ.get("LOWTIDE_STANDIN"))
+if _HAS_STANDIN:
+    from tests.standin import device as standin
+
+    standin.load()
+
 
 if threading.current_thread() is threading.main_thread():
     # A shell that starts the suite in the background has Ctrl-C ignored, and every child would inherit that.
@@ -35,7 +42,10 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, files without a GPU test are not even imported: they may need what a GPU machine lacks."""
+    """With `-m gpu`, files without a GPU test are not even imported: they may need what a GPU machine lacks. Tests of
+    the stand-in device are there only where it is."""
+    if not _HAS_STANDIN and collection_path.name == "on_device":
+        return True
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py" or not collection_path.is_file():
         return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
