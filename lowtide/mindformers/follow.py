@@ -65,7 +65,7 @@ def follow(
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    refuse_compiled(model, "lowtide.apply")
+    refuse_compiled(model, "lowtide.apply", parts=True)
     refuse_other_shards(model, "lowtide.apply", allows_tensor_parallel=True)
     optimizer = optimizer_of(optimizer, "lowtide.apply")
     config = memory or MemoryConfig()

@@ -6,6 +6,9 @@ or the only such child of a `ModuleList` (a model of one layer, or one that call
 wins: what repeats inside a layer (experts, heads) belongs to that layer. Layers whose classes differ within one list
 (dense and MoE blocks) are layers all the same, as long as the list repeats something.
 
+A compiled block is a layer like any other; what repeats inside a compiled module is not, because that module is one
+node.
+
 Cost: one walk over the modules. Not covered: blocks held in plain attributes (`self.down1`, `self.down2`), which the
 user names with `layers:`.
 """
@@ -19,6 +22,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in
+from lowtide.tensors.private import inside_wrapper_of_compiled, is_wrapper_of_compiled
 
 
 def find_layers(model: nn.Module) -> tuple[str, ...]:
@@ -31,7 +36,13 @@ def find_layers(model: nn.Module) -> tuple[str, ...]:
 def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The user's own list of layers, checked. Raises ConfigError for an unknown module, or one inside another."""
     modules = dict(model.named_modules())
+    compiled = compiled_parts(model)
     for name in names:
+        part = lies_in(name, compiled)
+        if part is not None:
+            raise ConfigError(
+                f"memory.layers: '{name}' lies inside '{part}', which is compiled, and so one node; name '{part}'"
+            )
         if name not in modules:
             near = difflib.get_close_matches(name, modules, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -48,6 +59,8 @@ def is_numbered(module: nn.Module) -> bool:
 
 
 def _walk(module: nn.Module, prefix: str, names: list[str]) -> None:
+    if how_compiled(module) is not None:
+        return  # one node, whatever repeats inside
     children = list(module.named_children())
     if (isinstance(module, nn.ModuleList | nn.Sequential) or is_numbered(module)) and _repeats(module):
         names.extend(f"{prefix}{name}" for name, child in children if _has_parameters(child))
@@ -57,11 +70,16 @@ def _walk(module: nn.Module, prefix: str, names: list[str]) -> None:
 
 
 def _repeats(container: nn.Module) -> bool:
-    classes = Counter(type(child) for child in container.children() if _has_parameters(child))
+    classes = Counter(type(_plain(child)) for child in container.children() if _has_parameters(child))
     if not classes:
         return False
     is_single = not isinstance(container, nn.Sequential) and classes.total() == 1
     return is_single or classes.most_common(1)[0][1] >= 2
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was given, for what it gave out; else the module itself."""
+    return inside_wrapper_of_compiled(module) if is_wrapper_of_compiled(module) else module
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -75,7 +75,7 @@ def observe(
     is_sharded_model = bool(fsdp_modules(model))
     refuse_other_shards(model, "observe", allows_tensor_parallel=True)
     names = find_layers(model) if layers is None else layers
-    refuse_compiled(model, "observe")
+    refuse_compiled(model, "observe", parts=True)
     optimizer = optimizer_of(optimizer, "observe")
     _refuse_lazy(model)
 

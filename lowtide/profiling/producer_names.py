@@ -13,11 +13,12 @@ break down into plain tensors (wrappers.py), which are left to plain autograd.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
+from lowtide.tensors.compiled import compiled_parts, lies_in
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage_keys
 from lowtide.tensors.private import (
@@ -39,6 +40,20 @@ _SHORT_NAMES = {
     "convolution": "conv",
     "convolution_overrideable": "conv",
 }
+
+
+COMPILED = "compiled"
+"""What stands for the operator in names of storages that a compiled part made."""
+
+
+def modules_to_follow(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """The modules of `model` that show when they run, by name: not those that are compiled, or inside of such."""
+    compiled = compiled_parts(model)
+    return [
+        (".".join(filter(None, (prefix, name))), module)
+        for name, module in model.named_modules()
+        if name not in compiled and lies_in(name, compiled) is None
+    ]
 
 
 def op_name(packet_name: str) -> str:
@@ -104,7 +119,7 @@ class Recorder(TorchDispatchMode):
     def following(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
         """Know which module of `model` is running, through ordinary hooks that are gone afterwards."""
         hooks = []
-        for name, module in model.named_modules(prefix=prefix):
+        for name, module in modules_to_follow(model, prefix):
             # What FSDP2 does before a module runs belongs to its caller, as it does when the model itself begins.
             hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=not is_fsdp(module)))
             hooks.append(module.register_forward_hook(self._leaving, always_call=True))
@@ -114,6 +129,21 @@ class Recorder(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextlib.contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """A compiled part runs. It has no hooks: they would be compiled too."""
+        self._path.append(path)
+        try:
+            yield
+        finally:
+            self._path.pop()
+
+    def name_fresh(self, keys: Iterable[int]) -> None:
+        """These storages came out of the compiled part that is running."""
+        for key in keys:
+            self.names[key] = self._name(COMPILED)
+            self.parameter_keys.discard(key)
 
     def _entering(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from lowtide.core.recipe import Anchor
 from lowtide.errors import ConfigError
 from lowtide.profiling.op_timer import Clock
-from lowtide.profiling.producer_names import CASTS, Recorder, op_name
+from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name
 from lowtide.profiling.saved_tensors import SavedTensorRecorder, is_parameter
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node, Span, Trace
@@ -282,7 +282,7 @@ class StepRecorder(Recorder):
     def following(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
         """Know which module runs, and what goes into and comes out of it."""
         hooks = []
-        for name, module in model.named_modules(prefix=prefix):
+        for name, module in modules_to_follow(model, prefix):
             first = not is_fsdp(module)
             hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=first, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._exit(name), always_call=True))

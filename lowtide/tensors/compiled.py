@@ -1,10 +1,13 @@
-"""Compiled models: found in every form, and refused by name.
+"""Compiled models: which parts of a model are compiled, and which forms are refused by name.
 
-What: lowtide decides about what autograd saves in an eager forward; a compiled one saves what its compiler chose.
-`refuse_compiled` finds models and parts that are compiled already (`torch.compile(model)`, `model.compile()`, compiled
-submodules, a compiled `forward`, compiled functions in attributes); `refuse_compiled_call` notices a call that comes
-out of compiled code, such as `torch.compile(model)` after `apply`; `refuse_compiled_part` compiled functions that a
-forward finds elsewhere.
+What: lowtide decides about what autograd saves. A compiled part (`torch.compile(layer)`, `layer.compile()`, a compiled
+`forward`) saves what its compiler chose, and shows nothing else: it is one node. `compiled_parts` finds these.
+A model that is compiled as a whole shows no layers to decide about: `refuse_compiled` finds it in every form, before
+anything runs; `refuse_compiled_call` notices a call that comes out of compiled code, such as `torch.compile(model)`
+after `apply`; `refuse_compiled_part` compiled functions that a forward finds elsewhere, in no module of its own.
+
+Why modes are taken off around a compiled part (`without`): under a dispatch mode the compiler leaves code as it is, so
+the part would give the bits of the eager one.
 
 Cost: one walk over the modules; 0.1 us a call of a wrapped forward; while a plan learns, 0.1 us a frame of the stack a
 saved tensor, if the compiler was imported. Not covered: compiled functions that save nothing, which run as they are.
@@ -12,9 +15,11 @@ saved tensor, if the compiler was imported. Not covered: compiled functions that
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,35 +27,174 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.tensors.private import (
     AROUND_COMPILED,
+    COMPILED_NODE,
     COMPILER_MODULE,
+    dispatch_modes,
     hide_from_compiler,
     in_compiled_code,
     is_compiled_function,
     is_compiled_module,
+    is_wrapper_of_compiled,
+    pop_dispatch_mode,
+    push_dispatch_mode,
 )
 
-_WAY_OUT = "compiled code has no eager forward to follow"
+_WHY = "compiled code has no eager forward to follow"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def not_traced(function: Any) -> Any:
+def not_traced(function: _F) -> _F:
     """A decorator: the compiler does not look into this function, as with `torch.compiler.disable`.
 
     That one imports the compiler, and would hide from the function that compiled code is calling it.
     """
-    hide_from_compiler(function, f"lowtide: the model is under a lowtide plan, and {_WAY_OUT}; remove() it first")
+    hide_from_compiler(function, f"lowtide: the model is under a lowtide plan, and {_WHY}; remove() it first")
     return function
 
 
-def refuse_compiled(model: nn.Module, call: str) -> None:
-    """Raise ConfigError for a model that is compiled, or has a part that is."""
+def never_compiled(function: _F) -> _F:
+    """A decorator: the compiler looks neither into this function nor into what it calls.
+
+    For hooks, which autograd calls wherever a tensor is saved: also in those frames of a compiled part that its
+    compiler has left as they are.
+    """
+    hide_from_compiler(function, "lowtide: its hooks are no part of the model", with_callees=True)
+    return function
+
+
+# -- what is compiled --------------------------------------------------------------------------------------------------
+
+
+def how_compiled(module: nn.Module) -> str | None:
+    """How a module was compiled, in words; None if its call is not compiled."""
+    if is_wrapper_of_compiled(module):
+        return "torch.compile(module)"
+    if is_compiled_module(module):
+        return "module.compile()"
+    if _is_compiled(getattr(type(module), "forward", None)):
+        return "torch.compile on its class's forward"
+    if _is_compiled(vars(module).get("forward")):
+        return "torch.compile in its attribute 'forward'"
+    return None
+
+
+def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` that are compiled, by name, without those inside of another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not lies_in(name, found) and how_compiled(module) is not None:
+            found[name] = module
+    return found
+
+
+def lies_in(name: str, parts: Collection[str]) -> str | None:
+    """The part of `parts` that the module `name` is inside of; None for the parts themselves and for all others."""
+    return next((part for part in parts if name.startswith(f"{part}.") or (part == "" and name)), None)
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, or has a part that is."""
+    return any(how_compiled(each) is not None for each in module.modules())
+
+
+def without_wrappers(forward: Any) -> Any:
+    """What is inside of lowtide's own wrappers around a forward."""
+    while type(forward).__module__.startswith("lowtide.") and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+def _is_compiled(value: Any) -> bool:
+    value = without_wrappers(value)
+    if isinstance(value, types.MethodType):
+        value = value.__func__
+    return is_compiled_function(value)
+
+
+# -- around a compiled part --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without(modes: Collection[Any]) -> Iterator[None]:
+    """Inside, these dispatch modes see nothing. One of somebody else's that was entered since keeps all as they are:
+    under that one the compiler leaves code as it is, with lowtide and without."""
+    taken = []
+    active = dispatch_modes()
+    while active and any(active[-1] is mode for mode in modes):
+        taken.append(pop_dispatch_mode())
+        active.pop()
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            push_dispatch_mode(mode)
+
+
+def graphs_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) -> list[type]:
+    """The compiled graphs that gave `outputs`, as classes of autograd's nodes, in the order of a walk that begins at
+    the outputs and does not go past the nodes `stops`. Two runs of the same graphs have equal lists.
+
+    Cost: about 1 us a node.
+    """
+    seen = {id(stop) for stop in stops}
+    pending = [tensor.grad_fn for tensor in outputs]
+    kept, found = [], []
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        kept.append(node)  # an object made for this walk alone would give its identity to the next one
+        if type(node).__name__ == COMPILED_NODE:
+            found.append(type(node))
+        pending += [node for node, _ in node.next_functions]
+    return found
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refuse_compiled(model: nn.Module, call: str, *, parts: bool = False) -> None:
+    """Raise ConfigError for a model that is compiled as a whole, or holds what cannot be followed as a part.
+
+    `parts`: also for one of which a module is compiled, where the caller cannot work with that.
+    """
+    how = how_compiled(model)
+    if how is not None:
+        raise ConfigError(
+            f"{call}: this model is compiled as a whole ({how}), and one compiled graph has no layers to decide about; "
+            f"give lowtide the model before that, with its layers compiled: {_line_for(model)}"
+        )
+    compiled = compiled_parts(model)
+    if parts and compiled:
+        name, module = next(iter(compiled.items()))
+        raise ConfigError(
+            f"{call}: its module '{name}' is compiled ({how_compiled(module)}), and {_WHY}; give lowtide the model "
+            "before it is compiled, or use lowtide.optimize, which runs a step"
+        )
     for name, module in model.named_modules():
-        how = _how_compiled(module)
-        if how is None:
+        if name in compiled or lies_in(name, compiled):
             continue
         what = f"its module '{name}'" if name else "this model"
-        raise ConfigError(
-            f"{call}: {what} is compiled ({how}), and {_WAY_OUT}; give lowtide the model before it is compiled"
-        )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{call}: {what} is compiled (torch.jit), and {_WHY}; give lowtide the model before it is compiled"
+            )
+        for key, value in vars(module).items():
+            if _is_compiled(value):
+                raise ConfigError(
+                    f"{call}: {what} has a compiled function (torch.compile in its attribute '{key}'), which is no "
+                    "module that lowtide could follow; compile the module around it instead: module.compile()"
+                )
+
+
+def _line_for(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        if is_list and len({type(child) for child in module}) == 1:
+            path = name.removeprefix("_orig_mod").removeprefix(".")
+            return f"`for layer in {'model.' if path else 'model'}{path}: layer.compile()`"
+    return "`layer.compile()` for each of them"
 
 
 @not_traced
@@ -60,7 +204,7 @@ def refuse_compiled_call(module: nn.Module) -> None:
     if in_compiled_code():
         raise ConfigError(
             f"lowtide: {type(module).__name__} is under a lowtide plan and was compiled after that (torch.compile), "
-            f"and {_WAY_OUT}; call the model itself, or remove() the tide first"
+            f"and {_WHY}; compile the layers of a model before lowtide gets it, or remove() the tide first"
         )
 
 
@@ -74,28 +218,7 @@ def refuse_compiled_part(where: str) -> None:
         code = frame.f_code
         if code.co_name == AROUND_COMPILED[0] and code.co_filename.endswith(AROUND_COMPILED[1]):
             raise ConfigError(
-                f"lowtide: '{where or 'the model'}' runs compiled code (a function under torch.compile), and "
-                f"{_WAY_OUT}; leave out the compiler there, or put it around the whole model without lowtide"
+                f"lowtide: '{where or 'the model'}' runs compiled code (a function under torch.compile) that is no "
+                "module of its own; compile the module around it instead: module.compile()"
             )
         frame = frame.f_back
-
-
-def _how_compiled(module: nn.Module) -> str | None:
-    if isinstance(module, torch.jit.ScriptModule):
-        return "torch.jit"
-    if type(module).__name__ == "OptimizedModule":
-        return "torch.compile(module)"
-    if is_compiled_module(module):
-        return "module.compile()"
-    if _is_compiled(getattr(type(module), "forward", None)):
-        return "torch.compile on its class's forward"
-    for key, value in vars(module).items():
-        if _is_compiled(value):
-            return f"torch.compile in its attribute '{key}'"
-    return None
-
-
-def _is_compiled(value: Any) -> bool:
-    if isinstance(value, types.MethodType):
-        value = value.__func__
-    return is_compiled_function(value)

@@ -15,6 +15,7 @@ Cost: functions of torch are bound here as they are, so a call costs what it did
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -340,16 +341,17 @@ find("torch._C._dynamo.eval_frame._FrameAction.SKIP")
 find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 
 
-def hide_from_compiler(function: Any, why: str) -> None:
+def hide_from_compiler(function: Any, why: str, *, with_callees: bool = False) -> None:
     """The compiler does not look into `function`, as with `torch.compiler.disable`; `why` is for its report.
 
-    That one imports the compiler, and would hide from the function that compiled code is calling it.
+    That one imports the compiler, and would hide from the function that compiled code is calling it. `with_callees`:
+    neither does it look into what `function` calls.
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = why
     frames = torch._C._dynamo.eval_frame
-    only_this = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, only_this)
+    callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, callees))
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -361,9 +363,40 @@ def is_compiled_function(function: Any) -> bool:
     return is_marked and not function.__dict__.get("_torchdynamo_disable", False)
 
 
+def original_of_compiled(function: Any) -> Any:
+    """What `torch.compile` was given, for a function that it gave out. No public way to ask."""
+    return function._torchdynamo_orig_callable
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module that `module.compile()` sets: what runs in place of its own `__call__`, its hooks included."""
+
+
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether `module.compile()` was called. No public way to ask."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
+def is_wrapper_of_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(...)` of a module gave this module out. No public way to ask."""
+    found = sys.modules.get(COMPILER_MODULE)
+    return found is not None and isinstance(module, found.OptimizedModule)
+
+
+def inside_wrapper_of_compiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was given, for one that `is_wrapper_of_compiled`. No public way to ask."""
+    found: nn.Module = module._orig_mod  # type: ignore[assignment]
+    return found
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs the compiler has made so far in this process. No public way to ask."""
+    found = sys.modules.get("torch._dynamo.utils")
+    return 0 if found is None else int(found.counters["stats"]["unique_graphs"])
+
+
+COMPILED_NODE = "CompiledFunctionBackward"
+"""Name of the class of autograd's node for a compiled graph. Each graph has a class of its own."""
 
 
 # -- process groups, FSDP2 and wrapped tensors -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import MODULE_TABLES, TENSOR_HOOKS, set_versions, storage_key, version_of
+from lowtide.tensors.private import COMPILED_CALL, MODULE_TABLES, TENSOR_HOOKS, set_versions, storage_key, version_of
 from lowtide.tensors.view import same_bytes
 
 SMALL_BYTES = 2**20
@@ -32,6 +32,8 @@ PLAIN = frozenset(
 """Types of values that never change and hold nothing that does."""
 # The dictionaries of a module whose names are the module's own.
 TRANSPARENT = frozenset(MODULE_TABLES)
+WRAPPED = ("forward", COMPILED_CALL)
+"""Attributes of a module that lowtide puts wrappers in."""
 
 
 class Name:
@@ -86,7 +88,7 @@ class Attributes:
             return
         now, then, missing = dict(self.kind.items(self.value)), self.then, self
         for key in {**then, **now}:
-            if self.is_module and key == "forward":
+            if self.is_module and key in WRAPPED:
                 continue
             if not _is_equal(now.get(key, missing), then.get(key, missing)):
                 yield str(Name(self.name, key, self.is_item))
@@ -99,9 +101,8 @@ class Attributes:
         value, then = self.value, self.then
         if self.is_module:
             # A wrapped forward is lowtide's own doing: the autopilot applies its plan inside a step.
-            then = {key: was for key, was in then.items() if key != "forward"}
-            if "forward" in value:
-                then["forward"] = value["forward"]
+            then = {key: was for key, was in then.items() if key not in WRAPPED}
+            then |= {key: value[key] for key in WRAPPED if key in value}
         if [*self.kind.keys(value)] != [*then]:
             self.kind.clear(value)
         for key, was in then.items():

@@ -43,6 +43,7 @@ from lowtide.tensors.fsdp import fsdp_modules, is_sharded
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import (
+    COMPILED_CALL,
     FORWARD_HOOK_FLAGS,
     FORWARD_HOOKS,
     MODULE_TABLES,
@@ -61,7 +62,7 @@ from lowtide.tensors.view import same_bytes
 _SMALL_BYTES = 2**16
 _ORDINARY = frozenset({dict, OrderedDict})
 # What every module has, and no forward depends on; hooks are looked at by themselves.
-_OF_NO_MATTER = frozenset(vars(nn.Module())) - {"training", *MODULE_TABLES}
+_OF_NO_MATTER = frozenset({*vars(nn.Module()), COMPILED_CALL}) - {"training", *MODULE_TABLES}
 
 
 class Found:

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.tensors.private import disable_current_modes, storage_key
+from lowtide.tensors.private import disable_current_modes, is_compiled_function, original_of_compiled, storage_key
 from lowtide.tensors.remembered import (
     PLAIN,
     TRANSPARENT,
@@ -295,6 +295,9 @@ class _Walk:
                 self.add(child, Name(name, key), depth + 1)
 
     def _function(self, function: types.FunctionType, name: Name, depth: int) -> None:
+        if is_compiled_function(function):
+            self.add(original_of_compiled(function), name, depth)  # the rest is the compiler's
+            return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen and is_filled(cell):
                 self._seen[id(cell)] = cell

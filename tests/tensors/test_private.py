@@ -565,6 +565,60 @@ def test_compiled_functions_and_modules_are_known() -> None:
     assert private.is_compiled_module(module)
 
 
+def test_a_compiled_module_is_told_from_its_wrapper_and_each_graph_has_a_node_of_its_own() -> None:
+    before, module = private.num_compiled_graphs(), nn.Linear(2, 2)
+    assert not private.is_wrapper_of_compiled(module)
+    wrapper: Any = torch.compile(module, backend="aot_eager")
+    assert private.is_wrapper_of_compiled(wrapper)
+    assert private.inside_wrapper_of_compiled(wrapper) is module
+
+    def double(tensor: Tensor) -> Tensor:
+        return tensor.sin() * 2
+
+    assert private.original_of_compiled(torch.compile(double, backend="eager")) is double
+    compiled: Any = torch.compile(double, backend="aot_eager", dynamic=False)
+    outputs = [compiled(torch.ones(rows, requires_grad=True)) for rows in (2, 2, 3)]
+    nodes = [type(output.grad_fn) for output in outputs]
+    assert {node.__name__ for node in nodes} == {private.COMPILED_NODE}
+    assert nodes[0] is nodes[1]
+    assert nodes[0] is not nodes[2]
+    assert private.num_compiled_graphs() == before + 2
+
+
+def test_the_call_of_a_compiled_module_can_be_wrapped() -> None:
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    inner, seen = getattr(module, private.COMPILED_CALL), []
+
+    def call(*args: Any) -> Any:
+        seen.append(args)
+        return inner(*args)
+
+    vars(module)[private.COMPILED_CALL] = call
+    module(torch.ones(1, 2))
+    assert len(seen) == 1
+
+
+def test_what_is_hidden_with_its_callees_is_never_compiled() -> None:
+    from torch._dynamo.utils import counters
+
+    def inner(tensor: Tensor) -> Tensor:
+        return tensor.cos()
+
+    def hidden(tensor: Tensor) -> Tensor:
+        return inner(tensor)
+
+    def program(tensor: Tensor) -> Tensor:
+        return hidden(tensor.sin())
+
+    private.hide_from_compiler(hidden, "hidden", with_callees=True)
+    counters.clear()
+    torch.compile(program, backend="eager")(torch.ones(2))
+    # `program`, up to the call and after it; not `hidden`, and not `inner`.
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["frames"]["total"] <= 2
+
+
 def test_code_under_the_compiler_is_seen() -> None:
     seen: list[bool] = []
     frames: list[tuple[str, str]] = []

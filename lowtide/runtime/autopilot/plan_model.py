@@ -42,7 +42,7 @@ def plan_model(
     config = merged_config(memory, budget, host_budget)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.plan: expected a torch.nn.Module, not {type(model).__name__}")
-    refuse_compiled(model, "lowtide.plan")
+    refuse_compiled(model, "lowtide.plan", parts=True)
     optimizer = optimizer_of(optimizer, "lowtide.plan")
     chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
     if progress is not None:

@@ -4,6 +4,9 @@ What: while a pass is observed, a `Recorder` names each storage after the operat
 tensor gets a `SavedTensorEntry`, from the rules or from a solved plan. The entry only says what to do. `ForwardPass`
 does it, in this pass as in every later one, and stores the entries as the table of the layer.
 
+A compiled part (tensors/compiled.py) runs without the recorder: what it saves is named after the part, in the order of
+saving.
+
 Cost: 7 us an operator, and some 10 us a saved tensor; in the first forward only, and where a table did not fit.
 Not covered: what a tensor is (classify.py), and how its fate is carried out (forward_pass.py).
 """
@@ -11,7 +14,7 @@ Not covered: what a tensor is (classify.py), and how its fate is carried out (fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -23,7 +26,7 @@ from lowtide.runtime.hooks.classify import Parameters, Saved
 from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.hooks.table import LayerTable, SavedTensorEntry
 from lowtide.runtime.recompute.recipe_nodes import Node
-from lowtide.tensors.compiled import refuse_compiled_part
+from lowtide.tensors.compiled import refuse_compiled_part, without
 from lowtide.tensors.kinds import storage_keys
 
 
@@ -36,6 +39,8 @@ class FirstForward:
         self._recorder: Recorder | None = None
         self._recorded: dict[int, tuple[StorageWeakRef, str]] = {}
         """By storage key: the storage, and the name under which this pass recorded it."""
+        self._given: set[int] | None = None
+        """Keys of what the compiled part that is running was given; None outside of such parts."""
 
     @property
     def is_on(self) -> bool:
@@ -53,6 +58,24 @@ class FirstForward:
             self._recorder = None
             self._context.seen_names |= recorder.seen_ops
 
+    @contextlib.contextmanager
+    def inside_compiled(self, name: str, given: Iterable[int]) -> Iterator[None]:
+        """The compiled part `name` runs on storages with the keys `given`, and shows nothing but what it saves."""
+        assert self._recorder is not None
+        self._given = set(given)
+        try:
+            with without([self._recorder]), self._recorder.inside(name):
+                yield
+        finally:
+            self._given = None
+
+    def name_outputs(self, name: str, keys: Iterable[int], given: Iterable[int]) -> None:
+        """The compiled part `name` gave out storages with these keys."""
+        assert self._recorder is not None
+        known = {key for key in keys if key in {*given} or self._recorded_name(key) is not None}
+        with self._recorder.inside(name):
+            self._recorder.name_fresh([key for key in keys if key not in known])
+
     def entry_of(self, saved: Saved, layer: LayerTable, *, is_output: bool) -> SavedTensorEntry:
         """The decision about a saved tensor, for now and for this position in later passes.
 
@@ -61,7 +84,7 @@ class FirstForward:
         entry = SavedTensorEntry(
             saved.tensor.dtype, saved.tensor.dim(), type(saved.grad_fn), Fate.KEEP, is_counted=False
         )
-        if self._recorder is not None:
+        if self._recorder is not None and self._given is None:
             refuse_compiled_part(self._recorder.path)
         if not self._is_activation(saved, layer):
             return entry
@@ -104,6 +127,10 @@ class FirstForward:
             return False
         assert self._recorder is not None
         key = saved.key
+        if self._given is not None and key not in self._given:
+            if self._recorded_name(key) is None:
+                self._recorder.name_fresh([key])
+            return True
         if key in self._recorder.parameter_keys:
             return False
         return key in self._recorder.names or saved.grad_fn is not None

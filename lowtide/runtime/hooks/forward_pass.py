@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.runtime.recompute.recipe_sources import Made, RecomputedSource
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.wrapped import Wrapped
-from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, part_of
+from lowtide.tensors.compiled import never_compiled, without
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, part_of, storage_key_set
 from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
@@ -100,6 +101,8 @@ class ForwardPass:
                 learns_graphs=not context.logs_always,
             )
         context.draws.begin()
+        self._is_compiled = False
+        """A compiled part is running."""
         # One object, so that `is_innermost` can compare by identity.
         self.pack_hook = self.pack
 
@@ -132,6 +135,22 @@ class ForwardPass:
                 layer.tables[call] = self.recording
         finally:
             self.layer, self.table, self.position, self.recording, self.num_missed = outer
+
+    def run_compiled(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """A compiled part of the model: nobody watches its operators, only what it saves passes by here."""
+        outer, self._is_compiled = self._is_compiled, True
+        modes = [] if self.log is None else [self.log]
+        try:
+            if not self.first.is_on:
+                with without(modes):
+                    return call(*args, **kwargs)
+            given = storage_key_set((args, kwargs))
+            with self.first.inside_compiled(name, given), without(modes):
+                output = call(*args, **kwargs)
+            self.first.name_outputs(name, ordered_storage_keys(output), given)
+            return output
+        finally:
+            self._is_compiled = outer
 
     def _nothing_known(self) -> list[SavedTensorEntry]:
         """The table of a layer in a forward pass that cannot learn one: empty. So all that is saved is swapped if its
@@ -180,6 +199,7 @@ class ForwardPass:
 
     # -- the pack hook ---------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> Any:
         """The handle that autograd holds instead of `tensor`. `wrapper`: what autograd saves, with `tensor` inside."""
         if self.log is not None and type(tensor) in PLAIN_TYPES:
@@ -240,7 +260,8 @@ class ForwardPass:
         assert self.layer is not None
         fallback = self.layer.fallback
         # Without a gradient history the cast of a frozen weight looks like a mask: keep both.
-        if saved.grad_fn is None or saved.storage is None or self._is_parameter(saved.tensor):
+        is_unknown = saved.grad_fn is None and not self._is_compiled  # what a compiled part saves has none
+        if is_unknown or saved.storage is None or self._is_parameter(saved.tensor):
             return self._keep(saved, is_counted=False)
         if fallback.fate is not Fate.SWAP or saved.storage.nbytes() < self.context.min_bytes:
             return self._keep(saved, is_counted=True)

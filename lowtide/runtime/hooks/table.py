@@ -18,6 +18,7 @@ from torch import nn
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Node
+from lowtide.tensors.private import COMPILED_NODE
 
 
 @dataclass(slots=True)
@@ -56,5 +57,12 @@ class LayerTable:
 
 def is_same_producer(seen: type, now: type) -> bool:
     """Whether two autograd nodes stand for the same operator."""
-    # Under a dispatch mode `reshape` makes other view nodes than without.
-    return seen is now or (seen.__name__ in VIEW_NODES and now.__name__ in VIEW_NODES)
+    # Under a dispatch mode `reshape` makes other view nodes than without; each compiled graph has a node of its own.
+    return seen is now or (seen.__name__ in _ALIKE and now.__name__ in _ALIKE and _is_alike(seen, now))
+
+
+def _is_alike(seen: type, now: type) -> bool:
+    return (seen.__name__ == COMPILED_NODE) == (now.__name__ == COMPILED_NODE)
+
+
+_ALIKE = frozenset({*VIEW_NODES, COMPILED_NODE})

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tensors.private import (
-    tree_flatten,
-    tree_unflatten,
-)
+from lowtide.tensors.compiled import without_wrappers
+from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten
 from lowtide.tensors.remembered import PLAIN
 from lowtide.tensors.run_state import Watch
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
@@ -44,7 +42,10 @@ class Call:
         """Objects that may have a state of their own: arguments that are neither tensors nor plain values, and the
         forward if it is not the class's own."""
         objects = [leaf for leaf in self._constants if type(leaf) not in PLAIN]
-        return objects if isinstance(self.forward, MethodType) else [*objects, self.forward]
+        forward = without_wrappers(self.forward)
+        if is_compiled_function(forward):
+            forward = original_of_compiled(forward)
+        return objects if isinstance(forward, MethodType) else [*objects, forward]
 
     def make_first(self) -> Any:
         """Run the forward on the caller's own arguments."""

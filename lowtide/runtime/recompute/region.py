@@ -47,14 +47,17 @@ from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.runtime.saved.wrapped import Wrapped
+from lowtide.tensors.compiled import graphs_between, has_compiled, never_compiled
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
     disable_current_modes,
     is_view,
     next_sequence_number,
+    num_compiled_graphs,
     storage_key,
     top_saved_tensors_hooks,
+    tree_leaves,
     version_of,
 )
 from lowtide.tensors.run_state import RunState, Watch
@@ -215,6 +218,7 @@ def _counting(dropped: Dropped, differs: Callable[[CheckpointError], NoReturn]) 
     `differs` raises an error of ours for checkpoint's error about a second run that saved other tensors."""
     outer_pack, outer_unpack = _checkpoint_hooks()
 
+    @never_compiled
     def pack(tensor: torch.Tensor) -> Any:
         local = inside(tensor)
         if is_plain(local):
@@ -247,6 +251,7 @@ def _stopping_after(num_saved: int) -> Iterator[None]:
     outer_pack, outer_unpack = _checkpoint_hooks()
     left = num_saved
 
+    @never_compiled
     def pack(tensor: torch.Tensor) -> Any:
         nonlocal left
         packed = outer_pack(tensor)
@@ -290,6 +295,7 @@ class RegionRun:
 
     __slots__ = (
         "_flags",
+        "_graphs",
         "_has_run",
         "call",
         "dropped",
@@ -314,6 +320,8 @@ class RegionRun:
         self.state.refuse_iterators()
         self._flags = [tensor.requires_grad for tensor in call.tensors]
         self._has_run = False
+        self._graphs: list[type] | None = None
+        """The compiled graphs of the first run; None for a module without compiled parts."""
 
     def run(self, pack: Callable[[torch.Tensor], Any], *, may_change_inputs: bool) -> Any:
         """The forward's output. `pack` makes a handle of an input; `may_change_inputs`: the module may write to its
@@ -358,19 +366,38 @@ class RegionRun:
             return None
         self._has_run = True
         self.dropped.leave_out(self.call.tensors)
+        stops = [tensor.grad_fn for tensor in self.call.tensors]
         with _counting(self.dropped, self._differs), self.once.running(is_again=False):
-            return self.call.make_first()
+            output = self.call.make_first()
+        if has_compiled(self.call.module):
+            self._graphs = graphs_between(_tensors_of(output), stops)
+        return output
 
     def make_again(self) -> Any:
         """The second run, up to the last tensor that is needed. Called by `checkpoint` in backward."""
         tensors = self.open_inputs()
         dropped = self.dropped
         with self.replayed():
-            if dropped.is_filled_late:
+            if self._graphs is not None:
+                self._make_compiled(tensors, self._graphs)
+            elif dropped.is_filled_late:
                 self.call.make(tensors)
             else:
                 with _stopping_after(dropped.num_saved):
                     self.call.make(tensors)
+
+    def _make_compiled(self, tensors: list[torch.Tensor], graphs: list[type]) -> None:
+        """The second run of a module with compiled parts: to its end, because a compiled graph saves at its end."""
+        before = num_compiled_graphs()
+        output = self.call.make(tensors)
+        found = graphs_between(_tensors_of(output), [tensor.grad_fn for tensor in tensors])
+        if num_compiled_graphs() != before or found != graphs:
+            raise self.watch.refusal_of(
+                f"lowtide: the recomputed {self.watch} ran through other compiled code when it was run again for its "
+                "backward pass: it was compiled anew since its forward, for other shapes, say, and other code may give "
+                "other bits. Run backward before the next forward pass, mark the dimension as dynamic from the start "
+                "(torch._dynamo.mark_dynamic), or give this module the fate keep or swap."
+            )
 
     def make_whole(self) -> Any:
         """The second run, to its end. Returns its output."""
@@ -433,6 +460,10 @@ class RegionRun:
             handle = given.local if isinstance(given, Wrapped) else given
             if isinstance(handle, Swapped):
                 handle.site.num_readers += 1
+
+
+def _tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def own_hooks() -> saved_tensors_hooks:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 
 from lowtide.runtime.saved.stats import Share
+from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.private import is_view, version_of
 from lowtide.tensors.view import View, modified_error
 
@@ -81,6 +82,7 @@ class Swapped:
         return self.view.over(self.site.read())
 
 
+@never_compiled
 def open_handle(handle) -> torch.Tensor:
     """The unpack hook. A module-level function, so that a graph does not hold the forward pass that built it."""
     return handle.open()

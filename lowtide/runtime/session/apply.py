@@ -20,6 +20,7 @@ from lowtide.runtime.session.checks import (
     plan_of,
     refuse_unsuitable,
     warn_about_checkpointing,
+    warn_about_parts_of_compiled_modules,
     warn_about_parts_of_recomputed_layers,
     warn_about_tiers,
 )
@@ -48,6 +49,7 @@ def apply(
     agree_across_ranks(plan, group)
     warn_about_checkpointing(model)
     warn_about_parts_of_recomputed_layers(model, plan)
+    warn_about_parts_of_compiled_modules(model, plan)
     chosen = choose_engine(engine, model, plan)
     warn_about_tiers(plan, chosen)
     placed = PlacedState(model, optimizer, chosen, "lowtide.apply") if moves_state else None

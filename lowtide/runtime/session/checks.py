@@ -24,7 +24,7 @@ from lowtide.errors import ConfigError
 from lowtide.loss.attach import why_not
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.session.forward_patch import patched_module
-from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
 from lowtide.tensors.ranks import gather
 
 
@@ -109,7 +109,10 @@ def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
     """Modules, outermost first, that a recompute rule names and that are neither layers nor around or in such a one."""
     rules = plan.rules
     chosen: list[str] = []
+    compiled = [name for name, module in modules.items() if how_compiled(module) is not None]
     for name in modules:
+        if lies_in(name, compiled):
+            continue
         if not name or name in plan.layers or any(layer.startswith(name + ".") for layer in plan.layers):
             continue
         decision = rules.decide(name, is_site=False)
@@ -164,6 +167,26 @@ def warn_about_parts_of_recomputed_layers(model: nn.Module, plan: Plan) -> None:
                 f"lowtide: {_at(rule)}{rule} has no effect inside '{first}'{others}: a recomputed layer holds on to "
                 "nothing but its inputs. To treat its parts differently, name the modules to recompute instead of the "
                 "layer.",
+                stacklevel=4,
+            )
+
+
+def warn_about_parts_of_compiled_modules(model: nn.Module, plan: Plan) -> None:
+    """A compiled module is one node: a rule about a part of it has no effect there, and says so."""
+    compiled = compiled_parts(model)
+    names = _module_names(model) if compiled else []
+    for rule in plan.rules.rules:
+        if rule.pattern.text == "*":
+            continue
+        inside = [
+            part for name in names if rule.pattern.matches(name, is_site=False) if (part := lies_in(name, compiled))
+        ]
+        inside = [part for part in inside if not rule.pattern.matches(part, is_site=False)]
+        if inside:
+            others = f" and {len(set(inside)) - 1} more" if len(set(inside)) > 1 else ""
+            warnings.warn(
+                f"lowtide: {_at(rule)}{rule} has no effect inside '{inside[0]}'{others}: a compiled module is one "
+                "node. Name the module itself, or compile only parts of it.",
                 stacklevel=4,
             )
 

@@ -4,6 +4,9 @@ What: `ForwardPatch` stands in a module's own `__dict__` under `forward` and cal
 whatever the runtime wants around it. Why not module hooks: a wrapper unwinds by `finally`, also on KeyboardInterrupt,
 and it also sees `model.forward(...)`.
 
+A module under `module.compile()` has a compiled call in place of its own, hooks and forward included: there the wrapper
+stands in the place of that call, outside of what is compiled.
+
 No class is touched, `state_dict` is unchanged, signatures look the same (`inspect.signature` follows `__wrapped__`),
 and copies are plain: deep-copied or pickled, a patched module comes out with its ordinary forward.
 
@@ -20,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.tensors.compiled import not_traced, refuse_compiled_call
+from lowtide.tensors.private import COMPILED_CALL, is_compiled_module
 
 
 class ForwardPatch:
@@ -30,12 +34,13 @@ class ForwardPatch:
         self.around = around
         self.handle = handle
         """What the user got for the model whose patch this is; None for the patches of modules inside of it."""
-        self.original = module.forward
-        self._own_before = module.__dict__.get("forward")
+        self.slot = COMPILED_CALL if is_compiled_module(module) else "forward"
+        self.original = getattr(module, self.slot)
+        self._own_before = module.__dict__.get(self.slot)
         self._is_active = True
         self._came_off = False
         functools.update_wrapper(self, self.original, updated=())
-        module.__dict__["forward"] = self
+        module.__dict__[self.slot] = self
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,13 +52,13 @@ class ForwardPatch:
     def undo(self) -> None:
         """Restore the module. If someone has wrapped this wrapper since, it stays in place and only passes through."""
         self._is_active = False
-        if self.module.__dict__.get("forward") is not self:
+        if self.module.__dict__.get(self.slot) is not self:
             return
         self._came_off = True
         if self._own_before is None:
-            del self.module.__dict__["forward"]
+            del self.module.__dict__[self.slot]
         else:
-            self.module.__dict__["forward"] = self._own_before
+            self.module.__dict__[self.slot] = self._own_before
 
     def again(self) -> ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
@@ -80,9 +85,10 @@ def _plain_forward(module: nn.Module) -> Callable:
 def _patches(model: nn.Module) -> Iterator[tuple[str, ForwardPatch]]:
     """The patches that act on `model` now, with the names of their modules, from the outside in."""
     for name, module in model.named_modules():
-        patch = module.__dict__.get("forward")
-        if isinstance(patch, ForwardPatch) and patch._is_active:
-            yield name, patch
+        for slot in ("forward", COMPILED_CALL):
+            patch = module.__dict__.get(slot)
+            if isinstance(patch, ForwardPatch) and patch._is_active:
+                yield name, patch
 
 
 def patched_module(model: nn.Module) -> str | None:

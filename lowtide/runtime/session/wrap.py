@@ -36,7 +36,7 @@ from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.runtime.session.checks import foreign_hooks_error, recomputed_modules, refuse_capture
 from lowtide.runtime.session.forward_patch import ForwardPatch
 from lowtide.runtime.session.unseen import Unseen
-from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.compiled import compiled_parts, how_compiled, refuse_compiled
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
@@ -65,6 +65,7 @@ class PlannedForwards:
         """Of the thread in whose forward pass the first tables are written; others wait, and follow them."""
         self._unchecked: Sequence[Rule] = ()
         self._checks_sites = False
+        self._compiled = compiled_parts(self._model)
         self._patches = self._wrap()
 
     def check_first(self, rules: Sequence[Rule], *, checks_sites: bool) -> None:
@@ -84,6 +85,9 @@ class PlannedForwards:
         modules = dict(self._model.named_modules())
         layers = self._plan.layers
         patches = []
+        # Innermost of all: around the compiled code alone.
+        for name, module in self._compiled.items():
+            patches.append(ForwardPatch(module, self._around_compiled(name)))
         # Innermost: an anchor of a layer, or of the model, is caught inside its region.
         for points in anchor_points((self._context.nodes or {}).values(), modules):
             patches.append(ForwardPatch(modules[points.name], points.around(self._open)))
@@ -121,8 +125,18 @@ class PlannedForwards:
 
         return around
 
+    def _around_compiled(self, name: str) -> Around:
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            forward_pass = self._open()
+            if forward_pass is None:
+                return forward(*args, **kwargs)
+            return forward_pass.run_compiled(name, forward, args, kwargs)
+
+        return around
+
     def _around_module(self, module: nn.Module) -> Around:
-        is_leaf = next(module.children(), None) is None
+        # Of a compiled module the output stays: it comes from another graph where nothing is saved.
+        is_leaf = next(module.children(), None) is None and how_compiled(module) is None
 
         def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
             forward_pass = self._open()
