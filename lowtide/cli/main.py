@@ -40,6 +40,7 @@ COMMANDS = {
     ),
     "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
     "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
+    "report": Command(module="lowtide.cli.report", help="write what a run did as one HTML file, a trace or data"),
     "train": Command(module="lowtide.cli.train", help="train a model as a run file says"),
 }
 

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from html import escape
 
 from lowtide.core.plan_table import plan_table
-from lowtide.report.pictures import DARK, LIGHT, fate_picture, lane_picture, memory_picture, sweep_picture
+from lowtide.report.pictures import (
+    DARK,
+    LIGHT,
+    fate_picture,
+    history_picture,
+    lane_picture,
+    memory_picture,
+    sweep_picture,
+)
 from lowtide.report.report import Report
 from lowtide.version import __version__
 
@@ -48,6 +56,8 @@ def page(report: Report) -> str:
         _tiles(report),
         *(f"<p>{escape(line)}</p>" for line in report.remarks),
     ]
+    pictures = [history_picture(report.history, report.plan, theme) for theme in (LIGHT, DARK)]
+    parts += _section("The run", "Measured, of the first rank: every step that was done.", pictures)
     if report.played is not None:
         parts += _section(
             "Memory over one step",

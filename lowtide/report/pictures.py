@@ -21,6 +21,7 @@ from lowtide.core.plan_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.report import StepRow
 from lowtide.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -191,6 +192,47 @@ def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme) -> str | None:
                        textcoords="offset points", fontsize=8, color=theme.plain)  # fmt: skip
         panel.margins(y=0.2)
         panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_unit}")
+
+    return _svg(draw, theme)
+
+
+def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme) -> str | None:
+    """Loss, time and peak of each step of a run, with the predicted peak and the budget; None without steps."""
+    if not history:
+        return None
+
+    def draw(figure: Figure) -> None:
+        peaks = [row.peak_bytes for row in history]
+        has_peaks = all(peak is not None for peak in peaks)
+        figure.set_size_inches(9.2, 2.6)
+        panels = figure.subplots(1, 3 if has_peaks else 2)
+        steps = [row.step for row in history]
+        mark = "o" if len(history) == 1 else ""
+        panels[0].plot(steps, [row.loss for row in history], color=theme.kept, marker=mark)
+        panels[0].set_title("loss", fontsize=9)
+        times, time_unit = _time_unit(max(row.seconds for row in history))
+        panels[1].plot(steps, [row.seconds * times for row in history], color=theme.swapped, marker=mark)
+        panels[1].set_title(f"time of a step, {time_unit}", fontsize=9)
+        panels[1].set_ylim(bottom=0)
+        if has_peaks:
+            budget = plan.budget_bytes if plan is not None else None
+            predicted = plan.predicted.peak_bytes if plan is not None and plan.predicted is not None else None
+            scale, unit = _byte_unit(max(*(peak or 0 for peak in peaks), budget or 0))
+            panels[2].plot(
+                steps, [(peak or 0) / scale for peak in peaks], color=theme.recomputed, marker=mark, label="measured"
+            )
+            for value, name, colour, style in (
+                (predicted, "predicted", theme.plain, ":"),
+                (budget, "budget", theme.budget, "--"),
+            ):
+                if value is not None:
+                    panels[2].axhline(value / scale, color=colour, linestyle=style, linewidth=1.2, label=name)
+            panels[2].set_title(f"peak on the device, {unit}", fontsize=9)
+            panels[2].set_ylim(bottom=0)
+            panels[2].legend(loc="lower right", fontsize=8)
+        for panel in panels:
+            panel.set_xlabel("step")
+            panel.locator_params(axis="x", integer=True, nbins=6)
 
     return _svg(draw, theme)
 

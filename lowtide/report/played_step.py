@@ -8,15 +8,17 @@ Cost: two runs of the timeline, and one for each owner. Not covered: what really
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.errors import ConfigError
 from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
@@ -67,6 +69,29 @@ class Played:
     step_seconds: float
     events: tuple[Event, ...]
     """Of lanes 'compute', 'out', 'in' and 'stall', by start."""
+
+
+def played_to_json(played: Played) -> str:
+    """As text; `played_from_json` gives back an equal one."""
+    return json.dumps(dataclasses.asdict(played)) + "\n"
+
+
+def played_from_json(text: str) -> Played:
+    """What `played_to_json` wrote. Raises ConfigError for anything else."""
+    try:
+        content = json.loads(text)
+        curve: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in content["curve"].items()
+        }
+        return Played(
+            curve=Curve(**curve),
+            starts=tuple(content["starts"]),
+            bytes_by_owner=tuple(tuple(part) for part in content["bytes_by_owner"]),
+            step_seconds=content["step_seconds"],
+            events=tuple(Event(**event) for event in content["events"]),
+        )
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
+        raise ConfigError("not a step that lowtide wrote") from None
 
 
 def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_gradients: bool = False) -> Played:

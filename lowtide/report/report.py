@@ -55,6 +55,16 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step of a run."""
+
+    step: int
+    loss: float
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All that a page shows."""
 
@@ -66,6 +76,7 @@ class Report:
     played: Played | None = None
     sweep: tuple[SweptBudget, ...] = ()
     tables: tuple[Table, ...] = ()
+    history: tuple[StepRow, ...] = ()
 
 
 def report_of_plan(
@@ -88,7 +99,7 @@ def report_of_plan(
     """
     assert plan.predicted is not None, "only a solved plan predicts"
     measured = measured or Measured()
-    tables = [*([_account(plan)] if plan.account else []), *tables]
+    tables = [*([account_table(plan)] if plan.account else []), *tables]
     if len(events) > 1:
         caption = "Each time that the plan was made, corrected, or raced against others on real steps."
         tables.append(Table(title="What happened", caption=caption, rows=tuple(events)))
@@ -96,8 +107,8 @@ def report_of_plan(
     return Report(
         title=title or f"{profile.model}: a plan within {format_bytes(plan.budget_bytes or 0)}",
         subtitle=f"One step of {profile.batch}; {how}.",
-        tiles=tuple(_tiles(plan, measured)),
-        remarks=tuple(_remarks(plan)),
+        tiles=tuple(tiles_of(plan, measured)),
+        remarks=tuple(remarks_of(plan)),
         plan=plan,
         played=play(plan, profile, config, link=link, has_gradients=has_gradients),
         sweep=tuple(sweep),
@@ -120,6 +131,7 @@ def document(report: Report) -> dict[str, Any]:
             for swept in report.sweep
         ],
         "tables": [dataclasses.asdict(table) for table in report.tables],
+        "steps": [dataclasses.asdict(row) for row in report.history],
     }
 
 
@@ -139,7 +151,8 @@ def _step_document(played: Played) -> dict[str, Any]:
     }
 
 
-def _tiles(plan: Plan, measured: Measured) -> list[Tile]:
+def tiles_of(plan: Plan, measured: Measured) -> list[Tile]:
+    """Predicted figures, with measured ones beside them where there are any."""
     predicted = plan.predicted
     assert predicted is not None
     more = predicted.step_seconds / predicted.plain_seconds - 1 if predicted.plain_seconds else 0.0
@@ -184,7 +197,8 @@ def _tiles(plan: Plan, measured: Measured) -> list[Tile]:
     return tiles
 
 
-def _remarks(plan: Plan) -> list[str]:
+def remarks_of(plan: Plan) -> list[str]:
+    """How sure the plan is, and what else a reader should know first."""
     predicted = plan.predicted
     assert predicted is not None
     remarks = [
@@ -198,7 +212,8 @@ def _remarks(plan: Plan) -> list[str]:
     return remarks
 
 
-def _account(plan: Plan) -> Table:
+def account_table(plan: Plan) -> Table:
+    """Where the bytes are at the worst moment."""
     rows = [("", "everything kept", "planned")]
     rows += [(line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)) for line in plan.account]
     caption = "Predicted. What is on the device when it holds the most, without the plan and with it."

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.report.run_folder import METRICS, RunFiles
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.train.progress import MetricsFile, PlanRecord, Progress, StepRecord, open_progress, resident_bytes
 from lowtide.train.ranks import Ranks, choose_device
@@ -103,7 +104,8 @@ def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord]
     asked: signal.Signals | None = None
     newest = trainer.resumed_from
     totals = _Totals()
-    metrics = MetricsFile(run.output_dir / "metrics.jsonl", first_step=trainer.step) if ranks.is_first else None
+    metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step) if ranks.is_first else None
+    files = RunFiles(run.output_dir)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
         open_progress(
@@ -121,6 +123,7 @@ def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord]
             totals.add(record, num_tokens=trainer.tokens_per_step)
             if metrics:
                 metrics.append(record)
+                files.follow(trainer.tide)
             progress.show(record)
             if on_step:
                 on_step(record)
