@@ -32,7 +32,6 @@ _KEYS = (
 _CLUSTER = Form(
     keys=_KEYS,
     may_be_zero=("message_seconds", "overlap_share", "reserved_share"),
-    sources=("measured: ", "vendor: ", "published: ", "assumed: "),
 )
 
 

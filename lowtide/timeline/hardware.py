@@ -1,15 +1,20 @@
 """What a device can do, in a handful of numbers, and how long an operator takes on it by roofline.
 
 What: `load_hardware("h200")`, or the path of a file of one's own. The files, devices/*.toml, are flat: one number a
-line, and with each number where it comes from: 'measured: how', 'vendor: which document', or 'assumed: from what'.
-Rates are what programs reach, so most of them are assumed shares of a vendor's peak until somebody measures.
+line, and with each number where it comes from: 'measured: how', 'vendor: which document', 'published: where', or
+'assumed: from what'. Rates are what programs reach.
 Roofline: Williams, Waterman, Patterson, CACM 2009: an operator takes the longer of its arithmetic and its traffic.
 
-Not covered: kernels that reach less than the stated shares; measured profiles replace all of this.
+Kernels that reach different rates have prices of their own: large products; attention, by kernel and by pass
+(`ATTENTION_KERNELS`); element-wise operators one by one, as eager PyTorch runs them; and the same when a compiler or a
+hand-written kernel fuses them, which then move at the rate of a copy.
+
+Not covered: kernels that reach less than the stated rates; measured profiles replace all of this.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,12 +27,25 @@ from lowtide.errors import ConfigError, did_you_mean
 from lowtide.timeline.sourced import Form, read_numbers
 from lowtide.timeline.step import Link
 
+OTHER_KERNELS = ("efficient", "cudnn", "flash3")
+ATTENTION_KERNELS = ("flash", *OTHER_KERNELS)
+"""`flash`: FlashAttention-2, what torch's `scaled_dot_product_attention` runs by default in 16 bits without a mask.
+`efficient`: what it runs with a mask or in float32. `cudnn`, `flash3`: for who asks for them. The unfused way (`math`)
+is no kernel: it is products and element-wise operators, and priced as these."""
+
+_TILE = (128, 256)
+"""Rows and columns (or the other way round) of a product that one multiprocessor makes at a time: NVIDIA, Matrix
+Multiplication Background User's Guide, section 3 (tile and wave quantization)."""
+
 _DEVICE = Form(
     keys=(
         "memory_bytes",
         "flops_per_second.float32",
-        "attention_share",
+        "attention.flash.forward",
+        "attention.flash.backward",
+        "attention.ramp_tokens",
         "memory_bytes_per_second",
+        "eager_bytes_per_second",
         "launch_seconds",
         "link.out_bytes_per_second",
         "link.in_bytes_per_second",
@@ -39,9 +57,11 @@ _DEVICE = Form(
         "flops_per_second.float16",
         "flops_per_second.float64",
         "flops_per_second.float8",
+        "multiprocessors",
+        *(f"attention.{kernel}.{side}" for kernel in OTHER_KERNELS for side in ("forward", "backward")),
     ),
-    tables=("link", "flops_per_second"),
-    may_be_zero=("link.latency_seconds", "link.compute_share"),
+    tables=("link", "flops_per_second", "attention", *(f"attention.{kernel}" for kernel in ATTENTION_KERNELS)),
+    may_be_zero=("attention.ramp_tokens", "link.latency_seconds", "link.compute_share"),
     sizes=("memory_bytes",),
 )
 
@@ -54,21 +74,60 @@ class Hardware:
     memory_bytes: int
     flops_per_second: Mapping[str, float]
     """Of large matrix products, by dtype (`float8`, `bfloat16`, `float16`, `float32`)."""
-    attention_share: float
-    """Fused attention reaches this share of the above."""
+    attention: Mapping[str, tuple[float, float]]
+    """Kernel -> floating point operations per second of its forward and of its backward in bfloat16, on long sequences;
+    of another dtype as much less as its products are. A causal mask halves the operations."""
+    ramp_tokens: float
+    """Attention over so many tokens reaches half of that rate; over n tokens, n / (n + ramp_tokens) of it."""
     memory_bytes_per_second: float
+    """Of a copy within the device, counted as read and written: what fused kernels reach."""
+    eager_bytes_per_second: float
+    """What element-wise operators reach that run one by one."""
     launch_seconds: float
     """The least that any operator takes."""
     link: Link
+    multiprocessors: int = 0
+    """That work on the tiles of one product side by side; 0: not known, and products have no tiles."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Key of the file (`link.latency_seconds`) -> 'measured: ...', 'vendor: ...' or 'assumed: ...'."""
+    """Key of the file (`link.latency_seconds`) -> 'measured: ...', 'vendor: ...', 'published: ...', 'assumed: ...'."""
 
-    def op_seconds(self, flops: float, nbytes: float, dtype: str, *, is_attention: bool = False) -> float:
-        """Roofline time of one operator with `flops` floating point operations that moves `nbytes`."""
-        rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
-        if is_attention:
-            rate *= self.attention_share
+    def op_seconds(self, flops: float, nbytes: float, dtype: str, *, is_fused: bool = False) -> float:
+        """Roofline time of one operator with `flops` floating point operations that moves `nbytes`. One without any
+        moves them at the eager rate, unless it `is_fused`."""
+        rate = self.memory_bytes_per_second if flops or is_fused else self.eager_bytes_per_second
+        return max(flops / self._flops_per_second(dtype), nbytes / rate, self.launch_seconds)
+
+    def tile_share(self, rows: int, columns: int) -> float:
+        """Of a product `[rows, columns]`, how full its tiles and the last wave of them are: it takes as long as if all
+        were. The better of the two ways to lay a tile."""
+        if not self.multiprocessors or not rows or not columns:
+            return 1.0
+        return max(self._filled(rows, columns), self._filled(columns, rows))
+
+    def _filled(self, rows: int, columns: int) -> float:
+        num_tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+        num_slots = math.ceil(num_tiles / self.multiprocessors) * self.multiprocessors
+        return rows * columns / (num_slots * math.prod(_TILE))
+
+    def attention_seconds(
+        self,
+        flops: float,
+        nbytes: float,
+        dtype: str,
+        *,
+        tokens: float,
+        kernel: str = "flash",
+        is_backward: bool = False,
+    ) -> float:
+        """The same of fused attention over `tokens` keys. A kernel that the file does not know is priced as `flash`."""
+        rate = self.attention.get(kernel, self.attention["flash"])[is_backward]
+        rate *= tokens / (tokens + self.ramp_tokens)
+        if "bfloat16" in self.flops_per_second:
+            rate *= self._flops_per_second(dtype) / self.flops_per_second["bfloat16"]
         return max(flops / rate, nbytes / self.memory_bytes_per_second, self.launch_seconds)
+
+    def _flops_per_second(self, dtype: str) -> float:
+        return self.flops_per_second.get(dtype, self.flops_per_second["float32"])
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -108,9 +167,24 @@ def _parse(text: str, where: str, name: str) -> Hardware:
         name=name,
         memory_bytes=int(numbers["memory_bytes"]),
         flops_per_second=flops,
-        attention_share=numbers["attention_share"],
+        attention={
+            kernel: (numbers[f"attention.{kernel}.forward"], numbers[f"attention.{kernel}.backward"])
+            for kernel in ATTENTION_KERNELS
+            if _is_whole(numbers, kernel, where)
+        },
+        ramp_tokens=numbers["attention.ramp_tokens"],
         memory_bytes_per_second=numbers["memory_bytes_per_second"],
+        eager_bytes_per_second=numbers["eager_bytes_per_second"],
         launch_seconds=numbers["launch_seconds"],
         link=Link(**{key.partition(".")[2]: value for key, value in numbers.items() if key.startswith("link.")}),
+        multiprocessors=int(numbers.get("multiprocessors", 0)),
         sources=sources,
     )
+
+
+def _is_whole(numbers: Mapping[str, float], kernel: str, where: str) -> bool:
+    """Whether the file has this kernel. Half of one is a mistake."""
+    missing = [key for key in (f"attention.{kernel}.forward", f"attention.{kernel}.backward") if key not in numbers]
+    if len(missing) == 1:
+        raise ConfigError(f"{where}: missing key '{missing[0]}'; a kernel has a rate for each pass")
+    return not missing

@@ -25,11 +25,11 @@ class Form:
     keys: tuple[str, ...]
     optional: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
-    """Keys that hold more keys: `link` for `link.latency_seconds`."""
+    """Keys that hold more keys: `link` for `link.latency_seconds`; one level each."""
     may_be_zero: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     """Keys whose value may be written as a size: `80GB`."""
-    sources: tuple[str, ...] = ("measured: ", "vendor: ", "assumed: ")
+    sources: tuple[str, ...] = ("measured: ", "vendor: ", "published: ", "assumed: ")
 
 
 def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], dict[str, str]]:
@@ -59,8 +59,8 @@ def _flatten(table: Mapping[str, Any], prefix: str, tables: Collection[str]) -> 
     """`link.latency_seconds` -> what was written there."""
     entries: dict[str, Any] = {}
     for key, value in table.items():
-        if not prefix and key in tables and isinstance(value, dict):
-            entries |= _flatten(value, f"{key}.", tables)
+        if prefix + key in tables and isinstance(value, dict):
+            entries |= _flatten(value, f"{prefix}{key}.", tables)
         else:
             entries[prefix + key] = value
     return entries

@@ -17,8 +17,10 @@ HARDWARE = Hardware(
     name="cpu of the test",
     memory_bytes=1 << 30,
     flops_per_second={"float32": 2e10, "bfloat16": 4e10},
-    attention_share=0.5,
+    attention={"flash": (2e10, 2e10)},
+    ramp_tokens=0.0,
     memory_bytes_per_second=4e9,
+    eager_bytes_per_second=4e9,
     launch_seconds=1e-6,
     link=LINK,
 )

@@ -21,7 +21,7 @@ reserved_share = { value = 0.1, source = "assumed: a tenth" }
 
 
 def test_all_load_and_are_of_the_right_size() -> None:
-    assert cluster_names() == ("ascend910b", "h100", "h200", "h800", "ideal")
+    assert cluster_names() == ("a100", "ascend910b", "h100", "h200", "h800", "ideal")
     for name in cluster_names():
         cluster = load_cluster(name)
         assert cluster.name == name
@@ -66,7 +66,7 @@ def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError) as error:
         load_cluster("h80")
     assert str(error.value) == (
-        "cluster: unknown cluster 'h80'; did you mean 'h800'? (known: ascend910b, h100, h200, h800, ideal; a file of "
+        "cluster: unknown cluster 'h80'; did you mean 'h800'? (known: a100, ascend910b, h100, h200, h800, ideal; a file of "
         "your "
         "own is given by its path, which ends in .toml)"
     )

@@ -4,7 +4,7 @@ What: a layer is a row of operators. Each reads saved activations in its backwar
 the roofline of its products or of its traffic says. Kernels are those of the field: fused norms, fused attention,
 grouped products for experts; a rank has its tensor, context and expert part of each.
 Backward: a product takes as long again for the gradient of its input, and once more for that of its weight. Attention
-takes two and a half times its forward, everything else twice.
+does two and a half times the operations of its forward, at the rate of its backward; everything else takes twice as long.
 Collectives stand with the operator that waits for them: `collective_seconds` (tensor and context ranks), which nothing
 hides, and `exchange_seconds` (experts' all-to-all), which a pair can hide.
 
@@ -287,7 +287,9 @@ class _Maker:
         place, shape = self.place, self.place.shape
         # Causal: half of the scores, and of their product with the values.
         flops = place.tokens * place.batch.sequence_length * heads * (shape.key_width + shape.value_width)
-        seconds = place.hardware.op_seconds(flops, 0, "bfloat16", is_attention=True)
+        tokens = place.batch.sequence_length
+        seconds = place.hardware.attention_seconds(flops, 0, "bfloat16", tokens=tokens)
+        back = place.hardware.attention_seconds(2.5 * flops, 0, "bfloat16", tokens=tokens, is_backward=True)
         exchanged = self.nbytes["k"] + self.nbytes["v"]
         ring = ring_seconds(
             place.cluster, place.layout.context, place.layout.context * exchanged, stride=place.layout.tensor
@@ -297,7 +299,7 @@ class _Maker:
             Op(
                 name="attention",
                 seconds=seconds,
-                input_seconds=2.5 * seconds,
+                input_seconds=back,
                 reads=("q", "k", "v"),
                 makes=("a",),
                 saves_own=True,
@@ -335,7 +337,7 @@ class _Maker:
     def _traffic(
         self, name: str, nbytes: float, reads: tuple[str, ...], makes: tuple[str, ...], exchange: float = 0.0
     ) -> None:
-        seconds = self.place.hardware.op_seconds(0, nbytes, "bfloat16")
+        seconds = self.place.hardware.op_seconds(0, nbytes, "bfloat16", is_fused=True)
         self.ops.append(
             Op(
                 name=name, seconds=seconds, input_seconds=2 * seconds, reads=reads, makes=makes,

@@ -33,6 +33,10 @@ def ring_seconds(cluster: Cluster, ranks: int, nbytes: float, *, stride: int = 1
     if ranks == 1:
         return 0.0
     rate = cluster.bytes_per_second(ranks * stride)
+    if ranks * stride > cluster.node_devices:
+        # A ring enters and leaves each node once, and each device of the node that is in the group can be the place:
+        # so many rings run side by side, each with a share of the bytes, over an adapter of its own.
+        rate = min(cluster.node_bytes_per_second, rate * max(1, cluster.node_devices // stride))
     return cluster.message_seconds + nbytes * (ranks - 1) / ranks / rate
 
 

@@ -236,7 +236,8 @@ def _assumptions(question: Question) -> Sequence[tuple[str, float, str]]:
     link = hardware.link
     values: list[tuple[str, float]] = [
         *((f"flops_per_second.{dtype}", hardware.flops_per_second[dtype]) for dtype in dtypes),
-        ("attention_share", hardware.attention_share),
+        ("attention.flash.forward", hardware.attention["flash"][0]),
+        ("attention.flash.backward", hardware.attention["flash"][1]),
         ("memory_bytes_per_second", hardware.memory_bytes_per_second),
         ("link.out_bytes_per_second", link.out_bytes_per_second),
         ("link.in_bytes_per_second", link.in_bytes_per_second),

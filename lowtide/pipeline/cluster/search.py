@@ -234,6 +234,10 @@ class Planner:
         self._hardware = dataclasses.replace(
             hardware,
             flops_per_second={dtype: share * rate for dtype, rate in hardware.flops_per_second.items()},
+            attention={
+                kernel: (share * forward, share * backward)
+                for kernel, (forward, backward) in hardware.attention.items()
+            },
             memory_bytes_per_second=share * hardware.memory_bytes_per_second,
         )
         self._layers: dict[tuple[int, ...], dict[str, Layer]] = {}
@@ -366,7 +370,7 @@ class Planner:
     def _stages(self, place: Place, layers: Mapping[str, Layer]) -> tuple[tuple[Stage, ...], tuple[StageTimes, ...]]:
         shape, layout, hardware = place.shape, place.layout, self._hardware
         # Reads rows of the embedding, writes them to the residual stream; gradients add up where rows were read.
-        embed = hardware.op_seconds(0, 4.0 * place.residual_tokens * shape.hidden, "bfloat16")
+        embed = hardware.op_seconds(0, 4.0 * place.residual_tokens * shape.hidden, "bfloat16", is_fused=True)
         columns = shape.vocabulary / layout.tensor
         head = hardware.op_seconds(2.0 * place.tokens * shape.hidden * columns, 0, "bfloat16")
         kinds = shape.kinds

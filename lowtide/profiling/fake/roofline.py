@@ -2,9 +2,13 @@
 
 What: flops from torch's own registry (torch.utils.flop_counter) where it has a formula, and from ours for what it
 lacks: the fused attention of the host, grouped products. Everything else costs its bytes alone. Bytes are inputs plus
-outputs; views move nothing. Seconds by `Hardware.op_seconds` (roofline).
+outputs; views move nothing. Seconds by `Hardware` (roofline).
 
-Attention with a causal mask counts half: that is what kernels execute.
+Attention with a causal mask counts half: that is what kernels execute. The kernel is the one that torch's
+`scaled_dot_product_attention` takes by default: FlashAttention-2 in 16 bits without a mask of numbers, else the
+memory-efficient one (`attention_kernel`).
+`fused_seconds` prices a whole step as compiled code: rows of element-wise operators run as one kernel, which reads what
+comes from outside and writes what somebody needs later.
 
 Cost: a few microseconds an operator. Not covered: operators of other libraries (bytes only), and what a kernel reads
 twice.
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowtide.recipes.graph import Call, Value
@@ -30,7 +34,99 @@ def op_seconds(call: Call, hardware: Hardware) -> float:
     if not nbytes:
         return 0.0
     flops = op_flops(call)
-    return hardware.op_seconds(flops, nbytes, _dtype(call), is_attention=is_attention(call))
+    if is_attention(call):
+        return hardware.attention_seconds(
+            flops,
+            nbytes,
+            _dtype(call),
+            tokens=_num_keys(call),
+            kernel=attention_kernel(call),
+            is_backward=call.func.overloadpacket.__name__.endswith("backward"),
+        )
+    return hardware.op_seconds(flops / _tile_share(call, hardware), nbytes, _dtype(call))
+
+
+def _tile_share(call: Call, hardware: Hardware) -> float:
+    """Of a product of two matrices, how full its tiles and the last wave of them are; 1 for everything else."""
+    if call.func.overloadpacket.__name__ not in {"mm", "addmm"} or not call.outputs or call.outputs[0] is None:
+        return 1.0
+    return hardware.tile_share(*call.outputs[0].size)
+
+
+def fused_seconds(
+    calls: Sequence[Call], layers: Sequence[str], hardware: Hardware, *, outside: bool = True
+) -> list[float]:
+    """Seconds of each call if a compiler had fused what stands between products: the first of a row has the time of
+    all. Rows end where a layer does, since blocks are compiled one by one. `outside`: what is in no layer is compiled
+    too. Complex numbers stay eager: torch's compiler makes no code for them."""
+    seconds = [0.0] * len(calls)
+    last_reads: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        last_reads |= {value.storage.index: number for value in _inputs(call)}
+    row: list[int] = []
+
+    def close() -> None:
+        if row:
+            nbytes = _row_bytes([calls[number] for number in row], row[-1], last_reads)
+            seconds[row[0]] = hardware.op_seconds(0.0, nbytes, "float32", is_fused=True)
+            row.clear()
+
+    layer = None
+    for number, call in enumerate(calls):
+        if not op_bytes(call):
+            continue
+        if (home := _layer_of(call.name, layers)) != layer:
+            close()
+            layer = home
+        if (
+            is_attention(call)
+            or op_flops(call)
+            or _is_lookup(call)
+            or _is_complex(call)
+            or (layer is None and not outside)
+        ):
+            close()
+            seconds[number] = op_seconds(call, hardware)
+        else:
+            row.append(number)
+    close()
+    return seconds
+
+
+def _row_bytes(calls: Sequence[Call], end: int, last_reads: Mapping[int, int]) -> int:
+    """Bytes that a row of fused operators reads and writes; `end` is the number of its last call."""
+    made: set[int] = set()
+    moved: dict[int, int] = {}
+    for call in calls:
+        for value in _inputs(call):
+            index = value.storage.index
+            if index not in made:
+                moved[index] = max(moved.get(index, 0), _extent_bytes(value))
+        made |= {value.storage.index for value in call.outputs if isinstance(value, Value)}
+    written: dict[int, int] = {}
+    for call in calls:
+        for output in call.outputs:
+            # What nobody reads later is a result, such as a gradient.
+            if output is not None and last_reads.get(output.storage.index, end + 1) > end:
+                written[output.storage.index] = max(written.get(output.storage.index, 0), _extent_bytes(output))
+    return sum(moved.values()) + sum(written.values())
+
+
+def _inputs(call: Call) -> list[Value]:
+    return [value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, Value)]
+
+
+def _layer_of(name: str, layers: Sequence[str]) -> str | None:
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+
+
+def _is_complex(call: Call) -> bool:
+    return any(value.dtype.is_complex for value in (*_inputs(call), *call.outputs) if value is not None)
+
+
+def _is_lookup(call: Call) -> bool:
+    """It takes rows by number, or adds them up by number."""
+    return call.func.overloadpacket.__name__.startswith(("embedding", "index", "gather", "scatter"))
 
 
 def op_bytes(call: Call) -> int:
@@ -41,9 +137,15 @@ def op_bytes(call: Call) -> int:
     for value in (*tree_leaves((call.args, call.kwargs)), *call.outputs):
         if isinstance(value, Value):
             key = (value.storage.index, value.offset, value.size, value.stride, value.dtype)
-            extent = math.prod(size for size, stride in zip(value.size, value.stride) if stride) if value.stride else 0
-            seen[key] = (extent if all(value.size) else 0) * value.dtype.itemsize
+            seen[key] = _extent_bytes(value)
     return sum(seen.values())
+
+
+def _extent_bytes(value: Value) -> int:
+    """Of the elements that differ: what is expanded is read once."""
+    if not value.stride or not all(value.size):
+        return 0
+    return math.prod(size for size, stride in zip(value.size, value.stride) if stride) * value.dtype.itemsize
 
 
 def op_flops(call: Call) -> float:
@@ -63,6 +165,27 @@ def is_attention(call: Call) -> bool:
     """A fused attention kernel, forward or backward."""
     name = call.func.overloadpacket.__name__
     return name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention", "planning_attention"))
+
+
+def attention_kernel(call: Call) -> str:
+    """The kernel that an accelerator's `scaled_dot_product_attention` takes for this call by default."""
+    is_masked = any(
+        argument.name in {"attn_mask", "attn_bias"} and isinstance(_argument(call, position, argument.name), Value)
+        for position, argument in enumerate(schema_of(call.func).arguments)
+    )
+    return "efficient" if is_masked or _dtype(call) == "float32" else "flash"
+
+
+def _argument(call: Call, position: int, name: str) -> Any:
+    return call.args[position] if position < len(call.args) else call.kwargs.get(name)
+
+
+def _num_keys(call: Call) -> int:
+    """Of each query: `key` is what the schema calls it."""
+    for position, argument in enumerate(schema_of(call.func).arguments):
+        if argument.name in {"key", "k"} and isinstance(key := _argument(call, position, argument.name), Value):
+            return key.size[-2]
+    return _inputs(call)[0].size[-2]
 
 
 def _dtype(call: Call) -> str:

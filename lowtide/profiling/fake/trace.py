@@ -21,7 +21,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ from lowtide.profiling.fake.fake_model import (
     without_numbers,
 )
 from lowtide.profiling.fake.repeated_layers import CannotSkipError, Run, find_runs, skipping
-from lowtide.profiling.fake.roofline import op_seconds
+from lowtide.profiling.fake.roofline import fused_seconds, op_seconds
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
 from lowtide.profiling.stash import FakeStash
@@ -59,6 +59,8 @@ from lowtide.tensors.private import (
     unset_fake_temporarily,
 )
 from lowtide.timeline.hardware import Hardware
+
+Compiled = Literal["nothing", "layers", "all"]
 
 _LOOKS_AT_VALUES = (
     DataDependentOutputException,
@@ -79,11 +81,14 @@ def trace(
     needs_scalar: bool = True,
     fused_attention: bool | None = None,
     skips_equal_layers: bool = True,
+    compiled: Compiled = "nothing",
 ) -> Profile:
     """The profile of one forward and backward of `model` on `batch`, timed by the roofline of `hardware`.
 
     `batch`, `loss` and `needs_scalar` are those of `observe`; only shapes and dtypes matter. `fused_attention` says
-    whether the device fuses attention that the host would not; None: every device but the host does.
+    whether the device fuses attention that the host would not; None: every device but the host does. `compiled`: the
+    element-wise operators of what is compiled (each layer by itself, or all) take the time of fused kernels; what is
+    saved is that of the eager step.
 
     Raises ConfigError for what `observe` raises it for, and for a model whose control flow depends on data.
     """
@@ -94,7 +99,7 @@ def trace(
     runs = find_runs(model, names) if skips_equal_layers and not is_callable else ()
     accumulates = False
     while True:
-        setting = _Setting(hardware, names, needs_scalar, is_fused, runs, accumulates)
+        setting = _Setting(hardware, names, needs_scalar, is_fused, runs, accumulates, compiled)
         try:
             expanded, shapes = _trace(model, batch, loss, setting)
             break
@@ -171,8 +176,10 @@ class _Roofline:
     real, so that a model may look at them, and takes the branch that it would take.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, layers: tuple[str, ...], compiled: Compiled) -> None:
         self._hardware = hardware
+        self._layers = layers
+        self._compiled = compiled
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, None]:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -187,11 +194,13 @@ class _Roofline:
                 return func(*args, **kwargs), None
         return out, None
 
-    def seconds(self, mark: None, call: Call) -> float:
-        return op_seconds(call, self._hardware)
+    def seconds(self, mark: None, call: Call) -> Call:
+        return call
 
-    def settle(self, column: list[float]) -> list[float]:
-        return column
+    def settle(self, column: list[Call]) -> list[float]:
+        if self._compiled == "nothing":
+            return [op_seconds(call, self._hardware) for call in column]
+        return fused_seconds(column, self._layers, self._hardware, outside=self._compiled == "all")
 
 
 def _grouped_product(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -214,13 +223,14 @@ class _Setting:
     is_fused: bool
     runs: tuple[Run, ...]
     accumulates: bool
+    compiled: Compiled
 
 
 def _trace(
     model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setting: _Setting
 ) -> tuple[Expanded, str]:
     mode = mode_of(model)
-    clock = _Roofline(setting.hardware)
+    clock = _Roofline(setting.hardware, setting.layers, setting.compiled)
     recorder = StepRecorder(device=torch.device("cpu"), clock=clock, stash=FakeStash(), layers=setting.layers)
     recorder.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:

@@ -38,12 +38,13 @@ def test_a_dense_layer_by_hand() -> None:
     }  # fmt: skip
     products = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
     assert (layer.parameters, layer.expert_parameters) == (products, 0)
-    assert layer.weight_seconds == pytest.approx(2 * tokens * products / 650e12)
+    assert layer.weight_seconds == pytest.approx(2 * tokens * products / 794.5e12)
     assert layer.collective_seconds == layer.exchange_seconds == 0
     named = {op.name: op for op in layer.ops}
     # Causal: half of the scores and of their product with the values.
-    assert named["attention"].seconds == pytest.approx(tokens * 4096 * 16 * 256 / (650e12 * 0.75))
-    assert named["attention"].input_seconds == 2.5 * named["attention"].seconds
+    flops, ramp = tokens * 4096 * 16 * 256, 4096 / (4096 + 230)
+    assert named["attention"].seconds == pytest.approx(flops / (340e12 * ramp))
+    assert named["attention"].input_seconds == pytest.approx(2.5 * flops / (325e12 * ramp))
     assert layer.recipes.keys() == layer.nbytes.keys() - {"x1"}
 
 
@@ -99,6 +100,9 @@ def test_network_times_by_hand() -> None:
     assert ring_seconds(H800, 1, 1e9) == 0
     assert ring_seconds(H800, 4, 1e9) == pytest.approx(1e-5 + 1e9 * 3 / 4 / 160e9)
     assert ring_seconds(H800, 4, 1e9, stride=8) == pytest.approx(1e-5 + 1e9 * 3 / 4 / 50e9)
+    # Two nodes: a ring for each device of a node, over an adapter of its own, and no faster than within a node.
+    assert ring_seconds(H800, 16, 1e9) == pytest.approx(1e-5 + 1e9 * 15 / 16 / 160e9)
+    assert ring_seconds(H800, 8, 1e9, stride=4) == pytest.approx(1e-5 + 1e9 * 7 / 8 / 100e9)
     assert hand_over_seconds(H800, 1e9, stride=8, ranks=1) == 0
     assert hand_over_seconds(H800, 1e9, stride=8, ranks=2) == pytest.approx(1e-5 + 1e9 / 50e9)
 

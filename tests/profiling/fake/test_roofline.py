@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.profiling.fake.roofline import is_attention, op_bytes, op_flops, op_seconds
-from lowtide.profiling.fake.trace import trace
+from lowtide.core.profile import Profile
+from lowtide.profiling.fake.roofline import attention_kernel, is_attention, op_bytes, op_flops, op_seconds
+from lowtide.profiling.fake.trace import Compiled, trace
 from lowtide.recipes.graph import Call, Storage, Value
 from lowtide.timeline.hardware import Hardware
 from lowtide.timeline.step import Link
@@ -16,8 +19,10 @@ HARDWARE = Hardware(
     name="cpu-like",
     memory_bytes=2**30,
     flops_per_second={"float32": 1e9, "bfloat16": 2e9},
-    attention_share=0.5,
+    attention={"flash": (1e9, 5e8), "efficient": (4e8, 2e8)},
+    ramp_tokens=0.0,
     memory_bytes_per_second=1e9,
+    eager_bytes_per_second=1e9,
     launch_seconds=1e-6,
     link=Link(out_bytes_per_second=1e8, in_bytes_per_second=1e8),
 )
@@ -66,6 +71,121 @@ def test_causal_attention_counts_half(is_causal: bool) -> None:
         out[0], q, k, v, *out, 0.0, is_causal, out=(q, k, v),
     )  # fmt: skip
     assert op_flops(backward) == 2.5 * full / (2 if is_causal else 1)
+
+
+def attention_call(
+    *, dtype: torch.dtype = torch.bfloat16, mask: Value | None = None, is_backward: bool = False, tokens: int = 4096
+) -> Call:
+    q, k, v, out = (value(1, 8, tokens, 128, dtype=dtype) for _ in range(4))
+    sums = value(1, 8, tokens)
+    ops = torch.ops.aten
+    if is_backward:
+        func = ops._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return call(func, out, q, k, v, out, sums, 0.0, True, out=(q, k, v), attn_mask=mask)
+    func = ops._scaled_dot_product_flash_attention_for_cpu.default
+    return call(func, q, k, v, 0.0, True, out=(out, sums), attn_mask=mask)
+
+
+def test_attention_takes_the_kernel_that_torch_takes_by_default() -> None:
+    assert attention_kernel(attention_call()) == "flash"
+    assert attention_kernel(attention_call(is_backward=True)) == "flash"
+    assert attention_kernel(attention_call(mask=value(4096, 4096))) == "efficient"
+    assert attention_kernel(attention_call(mask=value(4096, 4096), is_backward=True)) == "efficient"
+    assert attention_kernel(attention_call(dtype=torch.float32)) == "efficient"
+
+
+def test_each_pass_of_each_kernel_has_a_rate_of_its_own() -> None:
+    flops = 2 * 8 * 4096 * 4096 * 256 / 2
+    mask = value(4096, 4096)
+    assert op_seconds(attention_call(), HARDWARE) == pytest.approx(flops / 1e9)
+    assert op_seconds(attention_call(is_backward=True), HARDWARE) == pytest.approx(2.5 * flops / 5e8)
+    assert op_seconds(attention_call(mask=mask), HARDWARE) == pytest.approx(flops / 4e8)
+    # Of another dtype as much less as its products are.
+    assert op_seconds(attention_call(dtype=torch.float32), HARDWARE) == pytest.approx(flops / 2e8)
+    ramped = dataclasses.replace(HARDWARE, ramp_tokens=1024.0)
+    assert op_seconds(attention_call(), ramped) == pytest.approx(1.25 * flops / 1e9)
+    del_efficient = dataclasses.replace(HARDWARE, attention={"flash": (1e9, 5e8)})
+    assert op_seconds(attention_call(mask=mask), del_efficient) == pytest.approx(flops / 1e9)
+
+
+def test_a_product_takes_whole_waves_of_whole_tiles() -> None:
+    hardware = dataclasses.replace(HARDWARE, multiprocessors=4)
+
+    def seconds(rows: int, columns: int) -> float:
+        left, right = value(rows, 4096), value(4096, columns)
+        return op_seconds(call(torch.ops.aten.mm.default, left, right, out=(value(rows, columns),)), hardware)
+
+    full = seconds(256, 512)  # four tiles of 128 x 256: one wave
+    assert full == pytest.approx(2 * 256 * 512 * 4096 / 1e9)
+    assert seconds(128, 512) == full  # half a wave takes as long
+    assert seconds(512, 256) == full  # the tile lies the other way
+    assert seconds(640, 256) == pytest.approx(2 * full)  # a fifth tile begins a second wave
+    assert hardware.tile_share(256, 512) == 1.0 and hardware.tile_share(0, 512) == 1.0
+    assert HARDWARE.tile_share(3, 5) == 1.0  # of no known number of multiprocessors
+
+
+def test_eager_operators_have_the_rate_that_they_reach() -> None:
+    hardware = dataclasses.replace(HARDWARE, eager_bytes_per_second=5e8)
+    x, y = value(1000, 1000), value(1000, 1000, stride=(1, 1000))
+    assert op_seconds(call(torch.ops.aten.neg.default, x, out=(y,)), hardware) == pytest.approx(8e6 / 5e8)
+    assert hardware.op_seconds(0.0, 8e6, "float32", is_fused=True) == pytest.approx(8e6 / 1e9)
+    thin = call(torch.ops.aten.mm.default, value(1000, 1), value(1, 1000), out=(value(1000, 1000),))
+    assert op_seconds(thin, hardware) == pytest.approx(4.008e6 / 1e9)  # a product's traffic is a copy's
+
+
+class Gated(torch.nn.Module):
+    """Three element-wise operators between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([GatedLayer(), GatedLayer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class GatedLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(256, 256, bias=False)
+        self.down = torch.nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(torch.sin(h).exp().neg()) + x
+
+
+def test_compiled_rows_read_what_comes_and_write_what_is_needed() -> None:
+    hardware = dataclasses.replace(HARDWARE, launch_seconds=0.0, flops_per_second={"float32": 1e15})
+    batch = (torch.empty(1024, 256),)
+    kinds: tuple[Compiled, ...] = ("nothing", "layers", "all")
+    eager, layers, every = (
+        trace(Gated(), batch, hardware=hardware, loss=lambda y: (y * y).sum(), compiled=kind) for kind in kinds
+    )
+    size = 4 * 1024 * 256 / 1e9
+
+    def forward(profile: Profile, what: str) -> float:
+        return sum(
+            seconds
+            for name, seconds in zip(profile.op_names[: profile.num_forward_ops], profile.op_seconds)
+            if name.startswith("layers.0.") and what in name
+        )
+
+    def elementwise(profile: Profile) -> float:
+        return sum(forward(profile, what) for what in ("sin", "exp", "neg"))
+
+    assert elementwise(eager) == pytest.approx(6 * size)
+    # One kernel: reads h; backward needs h, which is there, exp's result, and down's input: two are written.
+    assert elementwise(layers) == elementwise(every) == pytest.approx(3 * size)
+    assert forward(eager, "mm") == forward(every, "mm")
+    # The loss is in no layer.
+    outside = [
+        sum(s for n, s in zip(p.op_names, p.op_seconds) if not n.startswith("layers.")) for p in (eager, layers, every)
+    ]
+    assert outside[0] == outside[1] > outside[2]
+    assert dataclasses.replace(eager, op_seconds=(), nodes=()) == dataclasses.replace(every, op_seconds=(), nodes=())
 
 
 def test_grouped_products_count_every_row_once() -> None:

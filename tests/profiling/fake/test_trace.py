@@ -24,14 +24,18 @@ HOST = Hardware(
     name="cpu-like",
     memory_bytes=2**34,
     flops_per_second={"float32": 1e11, "bfloat16": 4e11},
-    attention_share=0.7,
+    attention={"flash": (2.8e11, 2.8e11)},
+    ramp_tokens=0.0,
     memory_bytes_per_second=2e10,
+    eager_bytes_per_second=2e10,
     launch_seconds=2e-6,
     link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9),
 )
 DEVICE = dataclasses.replace(
-    HOST, name="device-like", flops_per_second={"float32": 5e13, "bfloat16": 7e14}, memory_bytes_per_second=4e12
-)
+    HOST, name="device-like",
+    flops_per_second={"float32": 5e13, "bfloat16": 7e14},
+    attention={"flash": (4.9e14, 4.9e14)}, memory_bytes_per_second=4e12, eager_bytes_per_second=4e12,
+)  # fmt: skip
 
 EQUAL = (
     "llama", "llama_bf16", "llama_eager", "llama_autocast", "llama_cache", "qwen3_moe", "gpt2_dropout", "t5", "vit",
