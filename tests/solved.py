@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 
@@ -14,9 +15,10 @@ from lowtide.core.profile import Profile, Site
 def random_plan(profile: Profile, seed: int, *, made: float = 0.5, swapped: float = 0.3) -> Plan:
     """A solved plan in which each node has a random fate among those that it may have.
 
-    `made` and `swapped` are the shares of nodes that are to be recomputed and swapped.
+    `made` and `swapped` are the shares of nodes that are to be recomputed and swapped. Of the rest, and of what is
+    swapped, every other site that fits a codec is stored smaller.
     """
-    draw = random.Random(seed)
+    draw, of_codecs = random.Random(seed), random.Random(seed)
     fates = {node.name: _draw_fate(node, draw, made, swapped) for node in profile.nodes}
     needed: set[str] = set()
     for node in reversed(profile.nodes):
@@ -27,7 +29,16 @@ def random_plan(profile: Profile, seed: int, *, made: float = 0.5, swapped: floa
             assert node.recipe is not None
             needed |= set(node.recipe.nodes)
     decisions = [_decision(node, fates[node.name], draw) for node in profile.nodes if node.name in fates]
+    decisions = [_smaller(node, profile) if of_codecs.random() < 0.5 else node for node in decisions]
     return solved_plan(profile, decisions)
+
+
+def _smaller(decision: SiteDecision, profile: Profile) -> SiteDecision:
+    """Stored smaller, if it is kept or swapped and fits a codec."""
+    codec = next((node.codec for node in profile.nodes if node.name == decision.name), None)
+    if codec is None or decision.fate is Fate.RECOMPUTE:
+        return decision
+    return dataclasses.replace(decision, codec=codec)
 
 
 def plan_with(profile: Profile, fates: Mapping[str, Fate], **more: int) -> Plan:

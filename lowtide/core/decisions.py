@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.recipe import Anchor, Recipe
 
@@ -40,10 +41,18 @@ class SiteDecision:
     """Where module hooks catch it; None for what autograd saves."""
     recipe: Recipe | None = None
     """Recompute only: the operators that compute it again. None where a whole layer or module runs again."""
+    codec: Codec | None = None
+    """Keep and swap only: the smaller form in which it is kept or swapped. None: as it is."""
     cost_seconds: float = 0.0
-    """Predicted time that this fate adds to the step: recompute time; for a swap its share of compute lost."""
+    """Predicted time that this fate, or this codec, adds to the step: recompute time; for a swap its share of compute
+    lost."""
     reason: str
     """One short phrase: the rule and where it was written, or what spoke against it."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is kept or swapped: the smaller form, if it has one."""
+        return self.nbytes if self.codec is None else self.codec.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +98,7 @@ class Prediction:
     """Forward and backward, with this micro-batch's share of what the optimizer's state costs on its way."""
     stall_seconds: float
     recompute_seconds: float
+    """Of recipes and of layers that run again; codecs apart."""
     gap: float
     """No schedule of the same model can be faster than `step_seconds` by more than this share of it."""
     plain_peak_bytes: int
@@ -102,6 +112,8 @@ class Prediction:
     """The same without what lives for a few operators: state, the batch, and activations held for backward."""
     check_seconds: float = 0.0
     """What proving recipes adds to the step, beyond `step_seconds`."""
+    codec_seconds: float = 0.0
+    """The part of `step_seconds` in which storages are encoded and decoded."""
     optimizer_seconds: float = 0.0
     """The part of `step_seconds` that the optimizer's state costs on its way."""
     certainty: str

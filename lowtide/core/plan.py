@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.core.codec import codec_from_dict
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.json_text import parse_json
@@ -69,7 +70,7 @@ class Plan:
         if self.loss != "plain" or (self.optimizer is not None and self.optimizer.moves):
             return False
         if self.sites:
-            return all(site.fate is Fate.KEEP for site in self.sites)
+            return all(site.fate is Fate.KEEP and site.codec is None for site in self.sites)
         return self.rules.does_nothing
 
     def digest(self) -> str:
@@ -82,8 +83,7 @@ class Plan:
             "min_bytes": self.min_bytes,
             "rules": [{key: value for key, value in _rule_to_dict(rule).items() if key != "where"}
                       for rule in self.rules.rules],
-            "sites": [(site.name, site.fate.value, site.tier, site.prefetch, site.leave) for site in self.sites]
-                     if self.is_solved else [],
+            "sites": [_agreed(site) for site in self.sites] if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
             **({} if self.loss == "plain" else {"loss": self.loss}),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
@@ -110,7 +110,7 @@ class Plan:
             "account": [dataclasses.asdict(line) for line in self.account],
             "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
             **({"raced": self.raced} if self.raced else {}),
-            "sites": [dataclasses.asdict(site) for site in self.sites],
+            "sites": [_site_to_dict(site) for site in self.sites],
         }
         return json.dumps(document, indent=2) + "\n"
 
@@ -174,6 +174,20 @@ def _rule_from_dict(entry: dict[str, Any]) -> Rule:
     )
 
 
+def _agreed(site: SiteDecision) -> tuple[Any, ...]:
+    """What all ranks must agree on about one site."""
+    codec = () if site.codec is None else (site.codec.kind,)
+    return (site.name, site.fate.value, site.tier, site.prefetch, site.leave, *codec)
+
+
+def _site_to_dict(site: SiteDecision) -> dict[str, Any]:
+    """Without a codec where it has none, as plans were written before there were any."""
+    entry = dataclasses.asdict(site)
+    if site.codec is None:
+        del entry["codec"]
+    return entry
+
+
 def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
     anchor = entry["anchor"]
     return SiteDecision(
@@ -183,6 +197,7 @@ def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
             "tier": _tier(entry["tier"]),
             "anchor": None if anchor is None else Anchor(**anchor),
             "recipe": recipe_from_dict(entry["recipe"]),
+            "codec": codec_from_dict(entry.get("codec")),
         }
     )
 

@@ -120,6 +120,8 @@ def _solved_lines(plan: TabledPlan) -> list[str]:
         lines += placement_lines(plan.optimizer)
     if any(site.recipe is not None for site in plan.sites):
         lines.append(_check_line(plan))
+    if any(site.codec is not None for site in plan.sites):
+        lines.append(_codec_line(plan))
     if plan.rules.rules:
         lines += ["", *_rule_lines(plan)]
     if plan.account:
@@ -135,6 +137,16 @@ def _check_line(plan: TabledPlan) -> str:
     seconds = plan.predicted.check_seconds if plan.predicted is not None else 0.0
     price = f", {format_seconds(seconds)} a step" if seconds else ""
     return f"check: full (recipes are proven in every forward pass{price})"
+
+
+def _codec_line(plan: TabledPlan) -> str:
+    smaller = [site for site in plan.sites if site.codec is not None]
+    before, after = sum(site.nbytes for site in smaller), sum(site.stored_bytes for site in smaller)
+    seconds = format_seconds(sum(site.cost_seconds for site in smaller))
+    return (
+        f"codecs: {len(smaller)} {plural('site', len(smaller))} stored smaller, to the bit: {format_bytes(before)} in "
+        f"{format_bytes(after)}, {seconds} a step"
+    )
 
 
 def _headline(plan: TabledPlan) -> str:
@@ -198,7 +210,7 @@ def _site_rows(plan: TabledPlan, make_row: Callable[[str, int, Sequence[SiteDeci
 
 
 def _signature(layer: str, sites: Iterable[SiteDecision]) -> Hashable:
-    return tuple((site.name.removeprefix(layer), site.nbytes, site.dtype, site.fate, site.tier) for site in sites)
+    return tuple((site.name.removeprefix(layer), site.stored_bytes, site.dtype, site.fate, site.tier) for site in sites)
 
 
 def _row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
@@ -221,7 +233,7 @@ def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _
         label=label,
         num_layers=num_layers,
         fate=mix or "no sites",
-        bytes_by_fate=tuple(sum(site.nbytes for site in saved if site.fate is fate) for fate in _FATES),
+        bytes_by_fate=tuple(sum(site.stored_bytes for site in saved if site.fate is fate) for fate in _FATES),
         anchor_bytes=sum(site.nbytes for site in anchors if site.fate is not Fate.RECOMPUTE),
         cost_seconds=sum(site.cost_seconds for site in sites),
         why="; ".join(_solved_reasons(saved)),
@@ -234,7 +246,11 @@ def _solved_reasons(sites: Sequence[SiteDecision]) -> list[str]:
     for fate, verb in _VERBS.items():
         if names := _names_by_bytes([site for site in sites if site.fate is fate]):
             texts.append(f"{verb}: {first_few(names, 2)}")
-    kept = [site for site in sites if site.fate is Fate.KEEP]
+    smaller = [site for site in sites if site.codec is not None]
+    for kind in dict.fromkeys(site.codec.kind for site in smaller if site.codec is not None):
+        names = _names_by_bytes([site for site in smaller if site.codec is not None and site.codec.kind == kind])
+        texts.append(f"stored as {kind}: {first_few(names, 2)}")
+    kept = [site for site in sites if site.fate is Fate.KEEP and site.codec is None]
     for reason in dict.fromkeys(site.reason for site in kept):
         if reason not in (_FITS, _TOO_SMALL):
             names = _names_by_bytes([site for site in kept if site.reason == reason])
@@ -351,13 +367,15 @@ def promise_lines(plan: TabledPlan) -> list[str]:
 def _time_line(predicted: Prediction) -> str:
     seconds, plain = predicted.step_seconds, predicted.plain_seconds
     more = seconds / plain - 1 if plain else 0.0
-    slower = predicted.pass_seconds - plain - predicted.stall_seconds - predicted.recompute_seconds
+    known = predicted.stall_seconds + predicted.recompute_seconds + predicted.codec_seconds
+    slower = predicted.pass_seconds - plain - known
+    coded = f", codecs {format_seconds(predicted.codec_seconds)}" if predicted.codec_seconds else ""
     moved = f", optimizer state {format_seconds(predicted.optimizer_seconds)}" if predicted.optimizer_seconds else ""
     slowed = f", copies slow it by {format_seconds(slower)}" if slower > _NOTICED * seconds else ""
     stalls, recompute = format_seconds(predicted.stall_seconds), format_seconds(predicted.recompute_seconds)
     return (
         f"step {format_seconds(seconds)}, {percent(more)} over {format_seconds(plain)} with everything kept: "
-        f"stalls {stalls}, recompute {recompute}{moved}{slowed}; "
+        f"stalls {stalls}, recompute {recompute}{coded}{moved}{slowed}; "
         f"gap {percent(predicted.gap)} (no plan is faster by more)"
     )
 

@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.core.codec import Codec, codec_from_dict
 from lowtide.core.json_text import parse_json
 from lowtide.core.recipe import Anchor, Recipe, recipe_from_dict
 from lowtide.errors import ConfigError
@@ -59,6 +60,8 @@ class Site:
     collective_recipe: Recipe | None = None
     """How all ranks together make it again, where no rank can alone ('collective'). Only for who asks for it by name: a
     `recipe` is free to use, this is not."""
+    codec: Codec | None = None
+    """The smallest form that held it in this step; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +201,11 @@ class Profile:
         )
         return dataclasses.replace(self, nodes=tuple(nodes))
 
+    def without_codecs(self, names: Collection[str]) -> Profile:
+        """The same step, in which these nodes are stored as they are."""
+        nodes = (dataclasses.replace(node, codec=None) if node.name in names else node for node in self.nodes)
+        return dataclasses.replace(self, nodes=tuple(nodes)) if names else self
+
     def without_second_runs(self, layers: Collection[str]) -> Profile:
         """The same step, in which these layers cannot be run again."""
         if not layers:
@@ -229,7 +237,8 @@ def _faster(node: Site, share: float) -> Site:
         None if recipe is None else dataclasses.replace(recipe, seconds=recipe.seconds * share)
         for recipe in (node.recipe, node.collective_recipe)
     )
-    return dataclasses.replace(node, recipe=alone, collective_recipe=together)
+    codec = None if node.codec is None else dataclasses.replace(node.codec, seconds=node.codec.seconds * share)
+    return dataclasses.replace(node, recipe=alone, collective_recipe=together, codec=codec)
 
 
 def site_from_dict(entry: dict[str, Any]) -> Site:
@@ -242,6 +251,7 @@ def site_from_dict(entry: dict[str, Any]) -> Site:
             "reads": tuple(entry["reads"]),
             "recipe": recipe_from_dict(entry["recipe"]),
             "collective_recipe": recipe_from_dict(entry["collective_recipe"]),
+            "codec": codec_from_dict(entry.get("codec")),
         }
     )
 

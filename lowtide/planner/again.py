@@ -227,6 +227,7 @@ class _Again:
             recipe=recipe,
             why_no_recipe=why,
             collective_recipe=together,
+            codec=None if readers or is_made else node.codec,
         )
 
     def _sequence_at(self, op: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.core.codec import Codec
 from lowtide.core.decisions import Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.pattern import Pattern
@@ -25,12 +26,13 @@ from lowtide.planner.again import can_run_again, run_again
 from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.place_state import Choice, choose_placement
-from lowtide.planner.problem import Problem, decisions, make_problem
+from lowtide.planner.problem import Problem, decisions, make_problem, may_be_smaller
+from lowtide.planner.smaller import decodes, merged
 from lowtide.planner.state_items import StateShares, in_order, split, state_curve, with_state
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Item, Link
-from lowtide.units import format_seconds
+from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
@@ -247,7 +249,10 @@ def _check_seconds(asked: _Asked, found: _Found, log_seconds: float) -> float:
 def _has_recipes(found: _Found) -> bool:
     nodes = found.problem.profile.nodes
     chosen = zip(found.problem.nodes, found.solution.fates, strict=False)  # the rest is the optimizer's
-    return any(fate is Fate.RECOMPUTE and nodes[index].anchor is None for index, fate in chosen)
+    return any(
+        fate is Fate.RECOMPUTE and nodes[index].anchor is None and not decodes(nodes[index].recipe)
+        for index, fate in chosen
+    )
 
 
 def floor_of_kept(problem: Problem) -> int:
@@ -280,17 +285,23 @@ def problem_of(
     if layers is None:
         layers = layers_by_rule(profile, config)
     step = run_again(profile, layers)
+    rules = _left_rules(config, layers)
+    free = [node for node in step.nodes if rules.decide(node.name).rule is None]
+    # A recipe frees all of a site's bytes: a codec is for those that have none, or may not use it.
+    names = {node.name for node in free if node.recipe is None or not config.recomputes_freely}
+    step = may_be_smaller(step, names, config.min_bytes)
     return make_problem(
-        step, allowed=_allowed(step, config, layers), min_bytes=config.min_bytes, has_gradients=has_gradients
+        step, allowed=_allowed(step, config, rules), min_bytes=config.min_bytes, has_gradients=has_gradients
     )
 
 
-def _allowed(
-    profile: Profile, config: MemoryConfig, layers: tuple[str, ...]
-) -> Mapping[str, tuple[tuple[Fate, ...], str]]:
+def _left_rules(config: MemoryConfig, layers: tuple[str, ...]) -> Rules:
+    """What names layers that run again has been carried out."""
     rules = config.rules()
-    if layers:  # what names layers has been carried out
-        rules = Rules(tuple(rule for rule in rules.rules if not _is_about_layers(rule, layers)))
+    return Rules(tuple(rule for rule in rules.rules if not layers or not _is_about_layers(rule, layers)))
+
+
+def _allowed(profile: Profile, config: MemoryConfig, rules: Rules) -> Mapping[str, tuple[tuple[Fate, ...], str]]:
     free = [Fate.KEEP]
     free += [Fate.SWAP] if config.swaps_freely else []
     free += [Fate.RECOMPUTE] if config.recomputes_freely else []
@@ -300,7 +311,9 @@ def _allowed(
         if decision.rule is not None:
             allowed[node.name] = ((decision.fate,), decision.reason)
         elif len(free) < len(_ALL):
-            allowed[node.name] = (tuple(free), "the rules leave no other fate")
+            # To be made from a smaller form is a way to be kept.
+            more = (Fate.RECOMPUTE,) if decodes(node.recipe) else ()
+            allowed[node.name] = ((*free, *more), "the rules leave no other fate")
     return allowed
 
 
@@ -321,11 +334,16 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
     bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
     held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
     again = sum(_call_seconds(asked.profile, name) for name in found.layers)
+    sites = merged(
+        decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons), profile, _smaller_reason
+    )
+    codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
+    made_seconds = timeline.recompute_seconds - codec_seconds - (choice.streamed_seconds if choice else 0.0)
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
         step_seconds=timeline.step_seconds + (choice.seconds - choice.played_seconds if choice else 0.0),
         stall_seconds=max(0.0, timeline.stall_seconds - (choice.stall_seconds if choice else 0.0)),
-        recompute_seconds=max(0.0, timeline.recompute_seconds - (choice.streamed_seconds if choice else 0.0)) + again,
+        recompute_seconds=max(0.0, made_seconds) + again,
         gap=choice.gap if choice else _gap(found),
         plain_peak_bytes=int(plain_bytes.max()),
         plain_seconds=plain_problem.step.compute_seconds,
@@ -333,6 +351,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         forward_peak_bytes=int(max(forward, default=0)),
         forward_held_bytes=int(max(held, default=0)),
         check_seconds=found.check_seconds,
+        codec_seconds=codec_seconds,
         optimizer_seconds=choice.seconds if choice else 0.0,
         certainty=_certainty(profile),
     )
@@ -347,10 +366,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         host_budget_bytes=asked.host_budget_bytes,
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
-        sites=(
-            *decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons),
-            *_dropped(asked.profile, found),
-        ),
+        sites=(*sites, *_dropped(asked.profile, found)),
         is_solved=True,
         check=config.check,
         loss=asked.profile.loss,
@@ -423,6 +439,10 @@ def _reason(item: Item, fate: Fate) -> str:
     if fate is Fate.SWAP:
         return "away and back while compute runs"
     return f"made again in {format_seconds(item.recipe_seconds)}"
+
+
+def _smaller_reason(codec: Codec) -> str:
+    return f"stored as {codec.kind} ({format_bytes(codec.nbytes)})"
 
 
 def _say_nothing(line: str) -> None:

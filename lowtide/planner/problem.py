@@ -10,7 +10,7 @@ Cost: linear in operators and nodes. Not covered: choosing fates (solve.py).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
+from lowtide.planner.smaller import decodes, is_form, with_codecs
 from lowtide.timeline.step import Item, Step, Tick
 
 
@@ -52,8 +53,12 @@ def make_problem(
     any. `has_gradients`: gradients of earlier micro-batches are on the device from the start.
     """
     fates, why_fixed = _fates(profile, allowed, min_bytes)
-    chosen = [index for index, node_fates in enumerate(fates) if len(node_fates) > 1 or _is_forced(node_fates)]
-    sends = _send_ops(profile)
+    chosen = [
+        index
+        for index, node_fates in enumerate(fates)
+        if len(node_fates) > 1 or _is_forced(node_fates) or (node_fates and is_form(profile.nodes[index]))
+    ]
+    sends = send_ops(profile)
     starts = _tick_starts(profile, chosen, sends)
     items_at = set(chosen)
     # Fixed nodes, and whether they are held for backward: an anchor that no recipe reads is not.
@@ -109,17 +114,34 @@ def _read_by_recipes(profile: Profile, fates: Sequence[tuple[Fate, ...]]) -> set
     }
 
 
-def _send_ops(profile: Profile) -> list[int]:
+def send_ops(profile: Profile) -> list[int]:
     """For each node the operator after which the runtime can send it away: the next one that saves something.
 
     Some operators save what they have not filled yet, so the runtime waits for the next.
     """
+    return [op for op, _ in _sends(profile)]
+
+
+def may_be_smaller(profile: Profile, names: Collection[str], min_bytes: int) -> Profile:
+    """The profile in which the sites among `names` that fit a codec may be stored smaller (planner/smaller.py)."""
+    sends = _sends(profile)
+    return with_codecs(
+        profile,
+        sends=[op for op, _ in sends],
+        sequences=[sequence for _, sequence in sends],
+        names=names,
+        min_bytes=min_bytes,
+    )
+
+
+def _sends(profile: Profile) -> list[tuple[int, int]]:
+    """For each node the next operator that saves something, and autograd's number there."""
     saves = sorted((node.first_sequence, node.saved) for node in profile.sites)
     sequences = [sequence for sequence, _ in saves]
-    last = profile.num_forward_ops - 1
+    end = (profile.num_forward_ops - 1, sequences[-1] + 1 if sequences else 0)
     places = [bisect.bisect_right(sequences, node.first_sequence) for node in profile.nodes]
     return [
-        max(saves[place][1], node.saved) if place < len(saves) else last
+        (max(saves[place][1], node.saved), saves[place][0]) if place < len(saves) else end
         for place, node in zip(places, profile.nodes, strict=True)
     ]
 
@@ -257,6 +279,7 @@ def _items(
                 fates=fates[index],
                 recipe_seconds=recipe.seconds if can_remake and recipe else 0.0,
                 recipe_bytes=max(recipe.transient_bytes - node.nbytes, 0) if can_remake and recipe else 0,
+                work_bytes=node.codec.work_bytes if can_remake and node.codec and decodes(recipe) else 0,
                 inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
             )
         )

@@ -136,7 +136,8 @@ class Program:
         """Columns for the fates, with what each costs, and the rows that tie them together."""
         items, needs = self.step.items, self.needs
         share = self.link.compute_share
-        columns = []
+        columns: list[_Columns] = []
+        later: list[int] = []
         for index, item in enumerate(items):
             entry = _Columns()
             columns.append(entry)
@@ -159,8 +160,12 @@ class Program:
                 # Every item has one fate; a site that may not be kept has one of the others.
                 forced = Fate.KEEP not in item.fates and not item.is_anchor
                 build.row(terms, 1.0 if forced else -math.inf, 1.0)
-            if entry.recompute >= 0:
+            if entry.recompute >= 0 and max(item.inputs, default=0) > index:
+                later.append(index)  # a smaller form is made, and so listed, after what is made from it
+            elif entry.recompute >= 0:
                 self._needs_anchors(build, ticks, index, columns)
+        for index in later:
+            self._needs_anchors(build, ticks, index, columns)
         return columns
 
     def _is_free(self, index: int) -> bool:
@@ -208,6 +213,9 @@ class Program:
                     moves.extra[k].append((entry.recompute, seconds))
                 if first == read and at < num and ticks[at] == read and item.recipe_bytes:
                     moves.transient[at].append((entry.recompute, item.recipe_bytes / self._unit_bytes))
+                saved_at = self._index(ticks, item.saved)
+                if item.work_bytes and saved_at < num and ticks[saved_at] == item.saved:
+                    moves.transient[saved_at].append((entry.recompute, item.work_bytes / self._unit_bytes))
             if entry.swap >= 0:
                 out, back = self._out_seconds(item.nbytes), self._back_seconds(item.nbytes)
                 moves.dead[dies].append((entry.swap, out))

@@ -165,6 +165,7 @@ def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Si
         recipe=recipe if isinstance(recipe, Recipe) else None,
         why_no_recipe=recipe if isinstance(recipe, str) else "",
         collective_recipe=together if isinstance(together, Recipe) else None,
+        codec=node.codec,
     )
 
 

@@ -29,6 +29,7 @@ from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
+from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.stash import ByteStash, FileStash, HostStash
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_record import Trace
@@ -82,7 +83,9 @@ def observe(
     def run(accumulates: bool) -> tuple[Trace, str]:
         clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
         stash: ByteStash = HostStash() if is_accelerator else FileStash()
-        recorder = StepRecorder(device=device, clock=clock, stash=stash, layers=names, holds_casts=holds_casts)
+        recorder = StepRecorder(
+            device=device, clock=clock, stash=stash, layers=names, codec_of=measured_codec, holds_casts=holds_casts
+        )
         try:
             step = (model, batch, recorder, loss)
             with untouched(model, batch, device) as before, at_rest(model) as gathered:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lowtide.core.codec import Codec
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node
 from lowtide.profiling.storages import Storages
@@ -46,6 +48,9 @@ class StepRecord(Protocol):
     def region(self) -> str: ...
 
 
+CodecOf = Callable[[torch.UntypedStorage, torch.dtype], Codec | None]
+"""The smallest form that holds a storage's bytes, read as elements of a dtype."""
+
 WRITTEN_IN_PARTS = "written in parts that do not know of each other"
 """One copy, made when the first part was saved, would have old bytes of the others."""
 
@@ -73,6 +78,8 @@ class _Parked:
         self.node.gathered &= self.recorder.storages.gathered_now()
         if self.back is None:
             self.back = self.saves.bring_back(self)
+            if self.node.codec is None:
+                self.node.codec = self.saves.codec_of(self.back, self.node.dtype)
         return self.back
 
     def __del__(self) -> None:
@@ -101,7 +108,8 @@ class _Handle:
 class SavedTensorRecorder:
     """The saved-tensor hooks of one observed step."""
 
-    def __init__(self, recorder: StepRecord, stash: ByteStash) -> None:
+    def __init__(self, recorder: StepRecord, stash: ByteStash, codec_of: CodecOf) -> None:
+        self.codec_of = codec_of
         self.nodes: dict[int, Node] = {}
         """By index of their storage."""
         self.kept: set[int] = set()

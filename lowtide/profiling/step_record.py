@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lowtide.core.codec import Codec
 from lowtide.core.recipe import Anchor
 from lowtide.recipes.graph import Call, Storage
 from lowtide.tensors.kinds import Part
@@ -35,6 +36,8 @@ class Node:
     """On record only because a layer was given it: no recipe starts from it, and none makes it."""
     part: Part | None = None
     """What of the storage the first saved tensor's version counter speaks for (activations.py)."""
+    codec: Codec | None = None
+    """The smallest form that holds its bytes."""
     gathered: frozenset[int] = frozenset()
     """Indices of the gathered parameters that were there whenever it was saved or read."""
 

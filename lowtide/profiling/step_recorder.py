@@ -29,7 +29,7 @@ from lowtide.core.recipe import Anchor
 from lowtide.errors import ConfigError
 from lowtide.profiling.op_timer import Clock
 from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name
-from lowtide.profiling.saved_tensors import SavedTensorRecorder, is_parameter
+from lowtide.profiling.saved_tensors import CodecOf, SavedTensorRecorder, is_parameter
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node, Span, Trace
 from lowtide.profiling.storages import NOWHERE, Storages, value_of
@@ -63,6 +63,7 @@ class StepRecorder(Recorder):
         clock: Clock,
         stash: ByteStash,
         layers: tuple[str, ...],
+        codec_of: CodecOf,
         holds_casts: bool = False,
     ) -> None:
         super().__init__(set())
@@ -75,7 +76,7 @@ class StepRecorder(Recorder):
         self.device = device
         self.storages = Storages(device, lambda: self.num_ops)
         self._clock = clock
-        self.saves = SavedTensorRecorder(self, stash)
+        self.saves = SavedTensorRecorder(self, stash, codec_of)
         self._layers = frozenset(layers)
         self._calls: list[Call] = []
         self._op_names: list[str] = []

@@ -22,6 +22,7 @@ from lowtide.errors import ConfigError
 from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
+from lowtide.planner.smaller import fates_of
 from lowtide.planner.state_items import with_state
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import curve as curve_of
@@ -125,7 +126,7 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
 
 def _fates(plan: Plan, problem: Problem) -> list[Fate]:
     """The fate of each item. An anchor that the plan does not name is not needed, so its fate does not matter."""
-    fate_of = {site.name: site.fate for site in plan.sites}
+    fate_of = fates_of(plan.sites)
     return [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
 
 

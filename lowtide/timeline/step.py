@@ -46,8 +46,10 @@ class Item:
     recipe_seconds: float = 0.0
     recipe_bytes: int = 0
     """Bytes that its recipe needs beyond its inputs and its result, while it runs."""
+    work_bytes: int = 0
+    """Bytes that are needed in tick `saved` beyond all items if its fate is recompute: to store it smaller."""
     inputs: tuple[int, ...] = ()
-    """Items that its recipe reads (indices into `Step.items`), always produced before it."""
+    """Items that its recipe reads (indices into `Step.items`): produced before it, or made from it (smaller forms)."""
 
     @property
     def is_anchor(self) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lowtide.core.codec import Codec
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of
@@ -44,6 +45,7 @@ from lowtide.profiling.fake.repeated_layers import CannotSkipError, Run, find_ru
 from lowtide.profiling.fake.roofline import fused_seconds, op_seconds
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
+from lowtide.profiling.smaller import traced_codec
 from lowtide.profiling.stash import FakeStash
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_recorder import StepRecorder
@@ -231,7 +233,13 @@ def _trace(
 ) -> tuple[Expanded, str]:
     mode = mode_of(model)
     clock = _Roofline(setting.hardware, setting.layers, setting.compiled)
-    recorder = StepRecorder(device=torch.device("cpu"), clock=clock, stash=FakeStash(), layers=setting.layers)
+
+    def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
+        return traced_codec(storage.nbytes(), dtype, setting.hardware)
+
+    recorder = StepRecorder(
+        device=torch.device("cpu"), clock=clock, stash=FakeStash(), layers=setting.layers, codec_of=codec_of
+    )
     recorder.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -169,7 +169,8 @@ class BudgetSource:
 
 def _steady(profile: Profile, facts: Facts) -> Profile:
     """Without what did not hold in some step."""
-    return profile.without_recipes(set(facts.unsteady)).without_second_runs(set(facts.refused))
+    unsteady = set(facts.unsteady)
+    return profile.without_recipes(unsteady).without_codecs(unsteady).without_second_runs(set(facts.refused))
 
 
 def _plan_around(profile: Profile, resident_bytes: int, config: MemoryConfig, how: dict[str, Any]) -> Plan:

@@ -174,7 +174,8 @@ class FirstForward:
             return
         node.was_seen = True
         entry.leave = node.decision.leave
-        takes_part = node.is_made or (node.is_input and (entry.is_counted or entry.fate is Fate.SWAP))
+        is_start = node.is_input and (entry.is_counted or entry.fate is Fate.SWAP)
+        takes_part = node.is_made or node.is_encoded or is_start
         entry.node = node if takes_part and entry.fate is node.decision.fate else None
 
     def _note_site(self, name: str, saved: Saved, layer: LayerTable, decision: Decision) -> None:

@@ -20,6 +20,7 @@ the two that tensors/wrappers.py takes apart; they stay as plain autograd has th
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +39,7 @@ from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.recompute.module_output import RerunView
 from lowtide.runtime.recompute.recipe_graph import RecipeGraph
 from lowtide.runtime.recompute.recipe_nodes import Node
-from lowtide.runtime.recompute.recipe_sources import Made, RecomputedSource
+from lowtide.runtime.recompute.recipe_sources import Made, OffloadedSource, RecomputedSource, ResidentSource
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.compiled import never_compiled, without
@@ -51,6 +52,7 @@ from lowtide.tensors.private import (
     top_saved_tensors_hooks,
     version_of,
 )
+from lowtide.tensors.view import View
 from lowtide.tensors.wrappers import arrived, is_desugared
 
 _MAX_RELEARNED = 3
@@ -327,10 +329,11 @@ class ForwardPass:
         recipe_graph, tensor = self.recipe_graph, saved.tensor
         assert recipe_graph is not None
         recipe_graph.is_observing = self.table is None
-        if node.is_made:
+        if node.is_made or node.is_encoded:
             source = recipe_graph.find(node, tensor)
             if source is None and entry.is_counted and saved.is_movable:
-                source = recipe_graph.make(node, tensor, saved.grad_fn)
+                start = self._encode if node.is_encoded else self._make
+                source = start(saved, node)
             if source is None:
                 self._miss()
                 return self._keep(saved, is_counted=entry.is_counted)
@@ -344,6 +347,38 @@ class ForwardPass:
         if not entry.is_counted or not saved.is_plain:
             return self._keep(saved, is_counted=False)
         return Kept(tensor, self.follower, recipe_graph.keep(node, tensor, saved.grad_fn))
+
+    def _make(self, saved: Saved, node: Node) -> RecomputedSource | None:
+        assert self.recipe_graph is not None
+        return self.recipe_graph.make(node, saved.tensor, saved.grad_fn)
+
+    def _encode(self, saved: Saved, node: Node) -> RecomputedSource | None:
+        """The source of a tensor that is to be stored smaller: when the next operator saves something."""
+        assert self.recipe_graph is not None
+        source = self.recipe_graph.encode(node, saved.tensor, saved.grad_fn)
+        if source is not None and not node.has_failed:
+            self.departures.add_later(functools.partial(self._encode_now, node, source), next_sequence_number())
+        return source
+
+    def _encode_now(self, node: Node, source: RecomputedSource) -> None:
+        assert self.recipe_graph is not None
+        # Operators that encode are neither to be named nor to be logged as the model's.
+        is_watched = self.first.is_on or self.log is not None
+        with disable_current_modes() if is_watched else contextlib.nullcontext():
+            self.recipe_graph.encode_now(node, source, functools.partial(self._hold_form, node))
+
+    def _hold_form(self, node: Node, form: torch.Tensor) -> ResidentSource | OffloadedSource:
+        """A source of the smaller form of a node, which stays or is swapped."""
+        decision, storage = node.decision, form.untyped_storage()
+        if self.scheduler.on_buffer is not None:
+            self.scheduler.on_buffer(storage)
+        if decision.fate is Fate.KEEP:
+            self.counters.kept_bytes += storage.nbytes()
+            return ResidentSource(form, self.context.ledger)
+        tier = decision.tier.value if decision.tier else None
+        site = self.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
+        self.departures.add(site, tier, decision.leave, next_sequence_number())
+        return OffloadedSource(site, View(form))
 
     def count_call(self, module: str) -> int:
         """How often a module with anchors has been called before in this forward."""

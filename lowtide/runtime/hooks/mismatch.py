@@ -28,9 +28,10 @@ def with_bytes_seen(site: SiteDecision, seen: SiteDecision | None) -> SiteDecisi
 def warn_about_other_sites(context: PlanContext) -> None:
     """Warn after the first forward under a solved plan if it was not the forward that the plan was made for."""
     assert context.nodes is not None
-    planned = [node for node in context.nodes.values() if node.decision.fate is not Fate.KEEP]
+    planned = [node for node in context.nodes.values() if node.decision.fate is not Fate.KEEP or node.is_encoded]
     absent = [node.name for node in planned if not node.was_seen and _must_appear(node)]
-    wrong = [node.name for node in planned if node.has_failed]
+    wrong = [node.name for node in planned if node.has_failed and not node.is_encoded]
+    whole = [node.name for node in planned if node.has_failed and node.is_encoded]
     saved_bytes = sum(site.nbytes for site in context.sites.values())
     unplanned_bytes = sum(context.unplanned.values())
     parts = []
@@ -42,6 +43,8 @@ def warn_about_other_sites(context: PlanContext) -> None:
         parts.append(f"it did not save what the plan wants swapped or recomputed ({_some(absent)})")
     if wrong:
         parts.append(f"recipes of the plan do not hold in it, and their sites are kept ({_some(wrong)})")
+    if whole:
+        parts.append(f"what the plan stores smaller does not fit its codec, and is kept whole ({_some(whole)})")
     if parts:
         warnings.warn(
             f"lowtide: the first forward was not the one that the plan was made for: {'; '.join(parts)}. Memory may "

@@ -1,4 +1,4 @@
-"""When the copies of one forward pass start, and by when they must be complete.
+"""When the copies of one forward pass start, and by when they must be complete; and when sites are stored smaller.
 
 Why: some operators save a tensor first and fill it afterwards (`rrelu` saves its noise, then draws it). So the copy of
 a saved storage starts when the next operator saves something. And a solved plan uses the memory that its copies free:
@@ -10,7 +10,9 @@ is made (runtime/offload/scheduler.py).
 
 from __future__ import annotations
 
+import functools
 import heapq
+from collections.abc import Callable
 
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import Copy, OffloadedStorage
@@ -26,8 +28,8 @@ class Departures:
         self._scheduler = scheduler
         self.is_any = False
         """There are such sites: `keep_time` has to be called for each tensor that is saved."""
-        # Sites saved by the operator that is being recorded now: its kernel has not been launched yet.
-        self._pending: list[tuple[OffloadedStorage, str | None]] = []
+        # What to do with what the operator saved that is being recorded now: its kernel has not been launched yet.
+        self._pending: list[Callable[[], None]] = []
         self._pending_sequence = -1
         # Copies that must be complete when the forward reaches a sequence number; the next one first.
         self._deadlines: list[tuple[int, int, Copy]] = []
@@ -38,7 +40,12 @@ class Departures:
             site.copy.has_deadline = True
             # Its copy starts with the next operator's save, so it cannot be complete before that.
             heapq.heappush(self._deadlines, (sequence + max(leave, 1), site.index, site.copy))
-        self._pending.append((site, tier))
+        self.add_later(functools.partial(self._scheduler.start_offload, site, tier), sequence)
+
+    def add_later(self, start: Callable[[], None], sequence: int) -> None:
+        """Call `start` once operator number `sequence` has been launched: when the next one saves something, or at the
+        end of the forward. It may call `add`."""
+        self._pending.append(start)
         self._pending_sequence = sequence
         self.is_any = True
 
@@ -53,12 +60,13 @@ class Departures:
 
     def close(self) -> None:
         """The forward is over: start the copies that are left, and wait for all that have a deadline."""
-        self._send_pending()
+        while self._pending:  # what is stored smaller may leave after that
+            self._send_pending()
         for _, _, copy in self._deadlines:
             self._scheduler.finish_due(copy)
         self._deadlines.clear()
 
     def _send_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for site, tier in pending:
-            self._scheduler.start_offload(site, tier)
+        for start in pending:
+            start()

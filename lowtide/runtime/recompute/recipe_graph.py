@@ -40,6 +40,7 @@ from torch import nn
 
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.recompute.encoded import store_smaller
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_inputs import Link, Source, StateLink
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node
@@ -118,6 +119,31 @@ class RecipeGraph:
         if fits:
             self._link(node, source)
         return source
+
+    def encode(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> RecomputedSource | None:
+        """The source of a node that is to be stored smaller; None where the node has a source already. It holds its
+        tensor until `encode_now`."""
+        if node.name in self._sources:
+            return None
+        source = RecomputedSource(
+            node.name, None, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
+        )
+        source.last_use = next_sequence_number()
+        if node.has_failed:
+            self._stay(source)
+        self._add(node, source, grad_fn)
+        return source
+
+    def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
+        """Store it smaller, now that the operator that saved it has been launched. `hold`: a source of its form."""
+        codec = node.decision.codec
+        assert codec is not None
+        form = store_smaller(source, codec, hold)
+        if isinstance(form, str):
+            node.has_failed, node.why_failed = True, form
+            self._stay(source)
+        else:
+            self.counters.narrowed_bytes += source.nbytes - form.nbytes
 
     def _add(self, node: Node, source: Source, grad_fn: Any) -> None:
         if node.name in self._sources:

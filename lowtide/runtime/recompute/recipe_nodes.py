@@ -56,6 +56,11 @@ class Node:
     def is_made(self) -> bool:
         return self.program is not None
 
+    @property
+    def is_encoded(self) -> bool:
+        """It is stored smaller."""
+        return self.decision.codec is not None
+
 
 @dataclass(slots=True)
 class Input:

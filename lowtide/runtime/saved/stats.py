@@ -20,13 +20,16 @@ class Stats:
     """Totals since `apply` or the last `reset_stats()`. Bytes are of unique storages, each counted once per graph."""
 
     saved_bytes: int
-    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed, without anchors."""
+    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed + narrowed, without anchors."""
     kept_bytes: int
     """Bytes that stayed on the device (by plan, by size, or because no tier had room)."""
     swapped_bytes: int
     """Bytes sent to a slower tier."""
     recomputed_bytes: int
     """Bytes dropped, to be recomputed in the backward pass."""
+    narrowed_bytes: int
+    """Bytes that exact codecs made unnecessary: what was stored smaller, less the smaller forms, which are kept or
+    swapped."""
     anchor_bytes: int
     """Bytes held only because recipes, or layers that run again, start from them. They are among the kept, swapped or
     recomputed bytes, too."""
@@ -151,6 +154,7 @@ class Counters:
     copied_in_bytes: int = 0
     copied_out_bytes: int = 0
     kept_bytes: int = 0
+    narrowed_bytes: int = 0
     recomputed_bytes: int = 0
     spilled_bytes: int = 0
     swapped_bytes: int = 0

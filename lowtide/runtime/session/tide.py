@@ -142,10 +142,12 @@ class Tide:
             saved_bytes=counters.kept_bytes
             + counters.swapped_bytes
             + counters.recomputed_bytes
+            + counters.narrowed_bytes
             - counters.anchor_bytes,
             kept_bytes=counters.kept_bytes,
             swapped_bytes=counters.swapped_bytes,
             recomputed_bytes=counters.recomputed_bytes,
+            narrowed_bytes=counters.narrowed_bytes,
             anchor_bytes=counters.anchor_bytes,
             copied_out_bytes=counters.copied_out_bytes,
             copied_in_bytes=counters.copied_in_bytes,

@@ -1,0 +1,150 @@
+"""Codecs as a further way for a site: what the solver makes of them, and one decision for each site."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowtide.config.memory import load_memory
+from lowtide.core.codec import Codec
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.errors import BudgetError
+from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.problem import send_ops
+from lowtide.report.memory_curve import memory_curve
+from lowtide.timeline.memory import curve, plain_curve
+from lowtide.timeline.step import Link
+from tests.profiles import MIB, decoder_profile
+
+FAST = Link(out_bytes_per_second=1e15, in_bytes_per_second=1e15)
+SLOW = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+SDPA = "model.layers.{}.attn.sdpa"
+CODEC = Codec(kind="bits", nbytes=2 * MIB, work_bytes=MIB, seconds=1e-5)
+NO_RECIPES = load_memory({"budget": "1GiB", "recompute": "none", "swap": "none"})
+
+
+def coded(codec: Codec = CODEC, num_layers: int = 4) -> Profile:
+    """The decoder, in which the output of attention (16 MiB, no recipe) fits a codec."""
+    profile = decoder_profile(num_layers)
+    nodes = (
+        dataclasses.replace(node, codec=codec) if node.name.endswith("attn.sdpa") else node for node in profile.nodes
+    )
+    return dataclasses.replace(profile, nodes=tuple(nodes))
+
+
+def plain_bytes(profile: Profile) -> int:
+    return int(plain_curve(problem_of(profile, NO_RECIPES).step).max())
+
+
+def planned(profile: Profile, less_mib: int, memory: dict | None = None, link: Link = SLOW) -> Plan:
+    config = NO_RECIPES if memory is None else load_memory({"budget": "1GiB", **memory})
+    return plan_profile(profile, config, link=link, budget_bytes=plain_bytes(profile) - less_mib * MIB)
+
+
+def test_the_plain_step_is_that_without_codecs() -> None:
+    profile = coded()
+    with_codecs, without = (problem_of(p, NO_RECIPES).step for p in (profile, profile.without_codecs([SDPA.format(0)])))
+    assert plain_curve(with_codecs).max() == plain_curve(without).max()
+    assert plain_bytes(profile) == plain_bytes(decoder_profile())
+
+
+def test_the_lifetimes_of_a_site_that_is_stored_smaller() -> None:
+    """Worked out by hand: the form comes when the next operator has saved, and is there until the site was made."""
+    profile = coded(num_layers=1)
+    problem = problem_of(profile, NO_RECIPES)
+    items = {item.name: (index, item) for index, item in enumerate(problem.step.items)}
+    site = next(node for node in profile.nodes if node.name == SDPA.format(0))
+    send = dict(zip((node.name for node in profile.nodes), send_ops(profile), strict=True))[site.name]
+    plain = [Fate.KEEP] * len(items)
+    stored = list(plain)
+    stored[items[site.name][0]] = Fate.RECOMPUTE
+    change = curve(problem.step, stored) - curve(problem.step, plain)
+    for tick, start in enumerate(problem.starts[:-1]):
+        expected = 0
+        if send <= start < site.reads[0] + 1:
+            expected += CODEC.nbytes  # also while the site is made from it
+        if send < start < site.reads[0]:
+            expected -= site.nbytes
+        if start in (send, site.reads[0]):
+            expected += CODEC.work_bytes
+        assert change[tick] == expected, (tick, start)
+
+
+def test_a_budget_that_only_codecs_can_keep() -> None:
+    plan = planned(coded(), 20)
+    stored = [site for site in plan.sites if site.codec is not None]
+    assert [site.fate for site in stored] == [Fate.KEEP] * 2
+    assert all(site.name.endswith("attn.sdpa") and site.codec == CODEC for site in stored)
+    assert all(site.anchor is None and site.recipe is None for site in plan.sites)
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    assert plan.predicted.codec_seconds == pytest.approx(2e-5)
+    assert plan.predicted.recompute_seconds == pytest.approx(0.0)
+    assert not plan.does_nothing
+    with pytest.raises(BudgetError):
+        planned(decoder_profile(), 20)
+    profile = coded()
+    drawn = memory_curve(plan, profile, NO_RECIPES, link=SLOW)
+    assert max(drawn.planned_bytes) == plan.predicted.peak_bytes
+
+
+def test_a_form_that_is_swapped() -> None:
+    """Hosts of little memory take the forms only."""
+    memory = {"recompute": "none", "swap": "auto", "host_budget": 8 * MIB, "min_bytes": "1MiB"}
+    plan = planned(coded(), 57, memory, FAST)
+    swapped = [site for site in plan.sites if site.codec is not None and site.fate is Fate.SWAP]
+    assert swapped
+    assert all(site.leave is not None and site.prefetch is not None for site in swapped)
+    assert sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP) <= 8 * MIB
+
+
+def test_the_solver_weighs_the_price() -> None:
+    for seconds, is_used in ((1e-6, True), (1.0, False)):
+        plan = planned(
+            coded(dataclasses.replace(CODEC, seconds=seconds)), 20, {"recompute": "none", "swap": "auto"}, SLOW
+        )
+        assert any(site.codec is not None for site in plan.sites) == is_used
+    assert planned(coded(), 0).does_nothing
+
+
+def test_what_rules_name_stays_as_it_is() -> None:
+    kept = {"recompute": "none", "swap": "none", "keep": ["layers.0-2"]}
+    plan = planned(coded(), 10, kept)
+    assert [site.name for site in plan.sites if site.codec is not None] == [SDPA.format(3)]
+
+
+def test_a_site_with_a_recipe_keeps_to_it_unless_rules_forbid_recipes() -> None:
+    profile = coded()
+    nodes = (
+        dataclasses.replace(node, codec=CODEC) if node.name.endswith("mlp.mul") else node for node in profile.nodes
+    )
+    both = dataclasses.replace(profile, nodes=tuple(nodes))
+    made = planned(both, 20, {"recompute": "auto", "swap": "none"})
+    assert all(site.codec is None for site in made.sites if site.name.endswith("mlp.mul"))
+    stored = planned(both, 200, {"recompute": "none", "swap": "none"})
+    assert any(site.codec is not None for site in stored.sites if site.name.endswith("mlp.mul"))
+
+
+def test_a_site_that_something_else_holds_until_backward_has_no_codec() -> None:
+    profile = coded()
+    nodes = (
+        dataclasses.replace(node, dies=node.reads[0]) if node.codec is not None else node for node in profile.nodes
+    )
+    held = dataclasses.replace(profile, nodes=tuple(nodes))
+    assert all(" smaller" not in item.name for item in problem_of(held, NO_RECIPES).step.items)
+
+
+def test_a_plan_with_codecs_as_text() -> None:
+    plan = planned(coded(), 20)
+    assert Plan.from_json(plan.to_json()) == plan
+    bare = plan.with_sites(dataclasses.replace(site, codec=None) for site in plan.sites)
+    assert bare.digest() != plan.digest()
+    assert '"codec"' not in bare.to_json()
+    assert Plan.from_json(bare.to_json()) == bare
+    lines = str(plan).splitlines()
+    assert "codecs: 2 sites stored smaller, to the bit: 32.0 MiB in 4.0 MiB, 20 µs a step" in lines
+    assert "stored as bits: attn.sdpa" in str(plan)
+    assert Profile.from_json(coded().to_json()) == coded()

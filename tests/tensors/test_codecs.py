@@ -1,0 +1,140 @@
+"""Codecs: every bit comes back, whatever the values; what does not fit is refused; no more memory than is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.tensors.codecs import KINDS, encode, encoded_bytes, fits_unseen, kinds_of, work_bytes
+from lowtide.tensors.live_bytes import LiveBytes
+from lowtide.tensors.view import byte_view
+
+DTYPES = {
+    1: (torch.uint8, torch.int8, torch.float8_e4m3fn),
+    2: (torch.float16, torch.bfloat16, torch.int16),
+    4: (torch.float32, torch.int32),
+    8: (torch.float64, torch.int64),
+}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 1.0, 1 / 0.9)
+"""1e-45 is a denormal of float32."""
+NUMBERS = st.one_of(st.integers(1, 70), st.sampled_from((4095, 4096, 4097, 131_071, 131_072, 131_073, 262_149)))
+
+
+def back(tensor: Tensor, kind: str) -> Tensor:
+    encoded = encode(kind, tensor.untyped_storage(), tensor.dtype)
+    assert encoded is not None
+    assert encoded.data.untyped_storage().nbytes() == encoded_bytes(kind, tensor.nbytes, tensor.dtype)
+    return encoded.decoder.run([encoded.data], tensor.device)
+
+
+def assert_back(tensor: Tensor, kind: str) -> None:
+    made = back(tensor, kind)
+    assert made.dtype is tensor.dtype
+    assert torch.equal(byte_view(made.untyped_storage()), byte_view(tensor.untyped_storage()))
+
+
+def drawn(count: int, seed: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.3
+
+
+@given(count=NUMBERS, seed=st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_bits_of_bool(count: int, seed: int) -> None:
+    assert_back(drawn(count, seed), "bits")
+
+
+@given(
+    count=NUMBERS,
+    seed=st.integers(0, 1000),
+    width=st.sampled_from((1, 2, 4, 8)),
+    patterns=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_two_bit_patterns(count: int, seed: int, width: int, patterns: tuple[int, int]) -> None:
+    """Among them NaN with payloads, signalling ones too; as integers, so that nothing on the way makes them quiet."""
+    one, other = (torch.tensor([p % 2**63]).view(INTEGERS[width])[:1] for p in patterns)
+    elements = torch.where(drawn(count, seed), one, other)
+    for dtype in DTYPES[width]:
+        assert_back(elements.view(dtype), "two values")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_special_values(dtype: torch.dtype) -> None:
+    for one in SPECIAL:
+        for other in SPECIAL:
+            where = drawn(100, 1)
+            values = torch.tensor([one, other], dtype=dtype)
+            assert_back(values[where.long()], "two values")
+
+
+def test_a_third_value_is_refused_wherever_it_is() -> None:
+    """The sign of zero is a value of its own, and so is another NaN."""
+    for third in (-0.0, 2.0, float("nan")):
+        for place in (0, 1, 4095, 4096, 200_000, 299_999):
+            noise = drawn(300_000, place).float()
+            noise[place] = third
+            assert encode("two values", noise.untyped_storage(), noise.dtype) is None
+    nans = torch.tensor([0x7FC00000, 0x7FC00001, 0x7FC00002], dtype=torch.int32).repeat(10).view(torch.float32)
+    assert encode("two values", nans.untyped_storage(), nans.dtype) is None
+
+
+def test_what_no_kernel_writes_as_bool_is_refused_on_the_host() -> None:
+    for count in (9, 300_000):
+        odd = drawn(count, 2).view(torch.uint8)
+        odd[-1] = 2
+        assert encode("bits", odd.untyped_storage(), torch.bool) is None
+
+
+def test_storages_that_are_no_whole_number_of_aligned_elements() -> None:
+    odd = torch.zeros(13, dtype=torch.uint8).untyped_storage()
+    assert encode("two values", odd, torch.float32) is None
+    assert encode("two values", torch.empty(0).untyped_storage(), torch.float32) is None
+    buffer = bytearray(64)
+    shifted = torch.frombuffer(memoryview(buffer)[1:41], dtype=torch.uint8)
+    assert encode("bits", shifted.untyped_storage(), torch.bool) is None
+
+
+def test_the_whole_storage_comes_back_for_a_view_of_it() -> None:
+    noise = drawn(10_000, 3).float().div(0.9).reshape(100, 100)
+    view = noise.t()[5:, ::2]
+    encoded = encode("two values", view.untyped_storage(), view.dtype)
+    assert encoded is not None
+    made = encoded.decoder.run([encoded.data], view.device)
+    again = torch.empty(0).set_(made.untyped_storage(), view.storage_offset(), view.size(), view.stride())
+    assert torch.equal(again, view)
+
+
+@pytest.mark.parametrize("count", [100, 131_071, 2_000_003, 9_000_000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_memory_than_is_said(kind: str, count: int) -> None:
+    tensor = drawn(count, 4) if kind == "bits" else drawn(count, 4).to(torch.int16)
+    told = work_bytes(kind, tensor.nbytes, tensor.dtype)
+    assert told < max(tensor.nbytes / 8, 300_000)
+    with LiveBytes(device_type="cpu") as live:
+        live.add(tensor.untyped_storage())
+        encoded = encode(kind, tensor.untyped_storage(), tensor.dtype)
+    assert encoded is not None
+    assert live.peak_bytes <= tensor.nbytes + encoded.data.nbytes + told
+    with LiveBytes(device_type="cpu") as live:
+        live.add(encoded.data.untyped_storage())
+        made = encoded.decoder.run([encoded.data], tensor.device)
+    assert live.peak_bytes <= made.nbytes + encoded.data.nbytes + told
+
+
+def test_kinds() -> None:
+    assert fits_unseen(torch.bool) == "bits"
+    assert fits_unseen(torch.float32) is None
+    assert kinds_of(torch.bool) == ("bits",)
+    assert kinds_of(torch.complex64) == ()
+
+
+def test_nothing_of_autograd_or_autocast_takes_part() -> None:
+    noise = drawn(100, 5).float()
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        made = back(noise, "two values")
+    assert not made.requires_grad
+    assert made.dtype is torch.float32
