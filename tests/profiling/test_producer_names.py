@@ -102,7 +102,9 @@ def test_an_operator_that_gives_other_numbers_under_a_mode_is_refused_by_name(na
     """torch 2.13. When this fails because the numbers are the same, torch is mended and the refusal can go."""
 
     def run(matrix: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.pinv(matrix) if name == "pinv" else torch.linalg.lstsq(matrix, matrix.cos()).residuals
+        if name == "pinv":
+            return torch.linalg.pinv(matrix)
+        return torch.linalg.lstsq(matrix, matrix.cos(), driver="gels").residuals
 
     given = torch.randn(6, 4, dtype=torch.complex64)
 
