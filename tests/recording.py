@@ -96,12 +96,17 @@ class _Mode(TorchDispatchMode):
             _is_random(func, args, kwargs), func.namespace in _COLLECTIVES,
         )  # fmt: skip
         self.recording.calls.append(call)
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                for storage in {id(s): s for s in map(self.find, _tensors(given))}.values():
-                    storage.num_writes += 1
-                    storage.last_write = call.index
+        written = [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if func is torch.ops.aten.native_batch_norm.default and args[5]:
+            written += args[3:5]  # the running statistics: its schema does not say so
+        for given in written:
+            for storage in {id(s): s for s in map(self.find, _tensors(given))}.values():
+                storage.num_writes += 1
+                storage.last_write = call.index
         outputs: list[Value | None] = []
         for number, leaf in enumerate(tree_leaves(out)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
@@ -173,8 +178,10 @@ def record(
     inputs: Any = (),
     *,
     catches: Callable[[str], bool] = lambda name: True,
+    sees_all: bool = False,
 ) -> Recording:
-    """One forward pass of `loss`. `catches(module name)`: whether its inputs and outputs may be anchors."""
+    """One forward pass of `loss`. `catches(module name)`: whether its inputs and outputs may be anchors. `sees_all`:
+    every storage is a node, as if autograd had saved it when the pass was over."""
     mode = _Mode(model)
     for tensor in _tensors(inputs):
         mode.add(tensor, mode.name("input"), "input")
@@ -210,6 +217,9 @@ def record(
         for hook in hooks:
             hook.remove()
     mode.held.append(out)
+    if sees_all:
+        for tensor in _tensors(mode.held):
+            mode.note(mode.saved, tensor)
     recording = mode.finish(model)
     recording.held = mode.held  # type: ignore[attr-defined]
     return recording

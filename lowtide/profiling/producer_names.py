@@ -16,8 +16,11 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from lowtide.errors import ConfigError
+from lowtide.recipes.operators import updated_statistics
 from lowtide.tensors.compiled import compiled_parts, lies_in
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage_keys
@@ -64,6 +67,24 @@ def op_name(packet_name: str) -> str:
     return _SHORT_NAMES.get(name, name)
 
 
+_MISLED = (torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_lstsq.default)
+
+
+def refuse_misled(func: Any, args: tuple) -> None:
+    """Raises ConfigError for an operator that gives other numbers under a dispatch mode than without one.
+
+    The pseudo-inverse and the residuals of least squares for complex numbers, in torch 2.13: below a mode a conjugated
+    part is read as it lies in memory.
+    """
+    if func in _MISLED and args[0].is_complex():
+        name = func.overloadpacket.__name__.removeprefix("linalg_")
+        raise ConfigError(
+            f"lowtide: torch.linalg.{name} of complex numbers gives other numbers while PyTorch lets somebody watch "
+            "the operators, as lowtide does in the first forward pass; keep that part out of the model that is given "
+            "to lowtide"
+        )
+
+
 class Recorder(TorchDispatchMode):
     """Names storages by their producer while it is active. Keys are storage addresses: valid while storages live."""
 
@@ -71,6 +92,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.names: dict[int, str] = {}
         self.parameter_keys = set(parameter_keys)
+        self.statistics: set[int] = set()
+        """Storages that a batch norm has written to, without a version that says so."""
         self.seen_ops: set[str] = set()
         self._path: list[str] = [""]
         self._counts: dict[tuple[str, str], int] = {}
@@ -83,12 +106,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if is_desugared(types):
             return NotImplemented
+        refuse_misled(func, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out)
         return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        self.statistics |= storage_key_set(updated_statistics(func, args))
         outputs = ordered_storage_keys(out)
         if not outputs:
             return
@@ -106,6 +131,7 @@ class Recorder(TorchDispatchMode):
                 self.parameter_keys.add(key)
             elif key not in inputs:
                 self.parameter_keys.discard(key)
+                self.statistics.discard(key)
 
     def _name(self, op: str) -> str:
         path = self._path[-1]

@@ -28,13 +28,13 @@ from torch import nn
 from lowtide.core.recipe import Anchor
 from lowtide.errors import ConfigError
 from lowtide.profiling.op_timer import Clock
-from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name
+from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name, refuse_misled
 from lowtide.profiling.saved_tensors import CodecOf, SavedTensorRecorder, is_parameter
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node, Span, Trace
 from lowtide.profiling.storages import NOWHERE, Storages, value_of
 from lowtide.recipes.graph import Call, Storage, Value
-from lowtide.recipes.operators import writes_unsaid
+from lowtide.recipes.operators import has_statistics, writes_unsaid, written_values
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import (
@@ -137,6 +137,7 @@ class StepRecorder(Recorder):
         # tensors for their device.
         if self._is_silent or func is _DETACH or func.namespace == "prim":
             return func(*args, **kwargs)
+        refuse_misled(func, args)
         index = self.num_ops
         self.storages.look_at_gathered()
         call = Call(
@@ -150,7 +151,9 @@ class StepRecorder(Recorder):
             is_random=_is_random(func, args, kwargs),
             is_collective=func.namespace in _COLLECTIVES,
         )
-        if self.about_to_write is not None and (schema_of(func).is_mutable or writes_unsaid(call)):
+        if self.about_to_write is not None and (
+            schema_of(func).is_mutable or writes_unsaid(call) or has_statistics(func)
+        ):
             self._save_what_it_writes(call, self.about_to_write)
         try:
             out, mark = self._clock.run(func, args, kwargs)
@@ -470,18 +473,7 @@ def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:
 
 def _written(call: Call) -> list[Storage]:
     """Storages that the operator writes into in place."""
-    schema = schema_of(call.func)
-    if not schema.is_mutable:
-        return []
-    found: dict[int, Storage] = {}
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
-        for leaf in tree_leaves(value):
-            if _is(leaf):
-                found[leaf.storage.index] = leaf.storage
-    return list(found.values())
+    return list({value.storage.index: value.storage for value in written_values(call) if _is(value)}.values())
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> str:

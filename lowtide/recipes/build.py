@@ -51,6 +51,7 @@ from lowtide.recipes.operators import (
     packet_name,
     pure_args,
     read_values,
+    shows_all,
     sizes_in,
     written_values,
 )
@@ -233,6 +234,8 @@ class _Builder:
         """The operator that completed the node, and which of its outputs that is."""
         storage = self.target.storage
         call = self.graph.maker(storage, self.target.version)
+        if not shows_all(storage):
+            raise _NoRecipeError("uninitialised")
         for output, value in enumerate(call.outputs):
             if value is not None and value.storage is storage:
                 # Only what is used must be plain and on one device: attention kernels put seeds elsewhere.

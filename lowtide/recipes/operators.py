@@ -27,8 +27,9 @@ _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _RUNNING_STATISTICS = slice(3, 5)
 _TRAINING = 5
-# oneDNN's LSTM keeps a workspace for its backward, and gives none at all without gradients.
-_WORKSPACES = frozenset({"mkldnn_rnn_layer"})
+# oneDNN's LSTM keeps a workspace for its backward, and gives none at all without gradients. The table of a CTC loss has
+# places that no alignment reaches.
+_WORKSPACES = frozenset({"mkldnn_rnn_layer", "_ctc_loss"})
 # Size-like by type, but right for every shape.
 _NO_SIZES = frozenset({("embedding", "padding_idx")})
 # Their sizes are those of their weight, which no batch changes if it is a parameter.
@@ -86,7 +87,7 @@ def _leaves(given: Any) -> Iterator[Any]:
 
 def pure_args(call: Call) -> Sequence[Any]:
     """The positional arguments of a run that changes nothing but its results and what is written in place."""
-    if not _updates_statistics(call):
+    if not updated_statistics(call.func, call.args):
         return call.args
     args = [*call.args]
     args[_RUNNING_STATISTICS] = [None, None]
@@ -98,8 +99,11 @@ def has_statistics(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.overloadpacket.__name__ in _BATCH_NORMS
 
 
-def _updates_statistics(call: Call) -> bool:
-    return has_statistics(call.func) and bool(call.args[_TRAINING])
+def updated_statistics(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The running statistics that a batch norm with these arguments writes to, although its schema does not say so."""
+    if not has_statistics(func) or not args[_TRAINING]:
+        return []
+    return [given for given in args[_RUNNING_STATISTICS] if given is not None]
 
 
 def is_random(call: Call) -> bool:
@@ -115,8 +119,9 @@ def is_random(call: Call) -> bool:
 
 def written_values(call: Call) -> list[Value]:
     """The tensors that the operator writes into in place."""
-    if _updates_statistics(call):
-        return [value for value in call.args[_RUNNING_STATISTICS] if value is not None]
+    statistics = updated_statistics(call.func, call.args)
+    if statistics:
+        return statistics
     if not isinstance(call.func, OpOverload):
         return []
     if writes_unsaid(call):
@@ -136,6 +141,14 @@ def written_values(call: Call) -> list[Value]:
 def is_empty(storage: Storage) -> bool:
     """Whether it was allocated without values."""
     return storage.producer is not None and packet_name(storage.producer) in _EMPTY
+
+
+def shows_all(storage: Storage) -> bool:
+    """Whether what the operator that made it gave out covers all of it. Else the rest may be what the memory held
+    before: `mse_loss` adds up a block of which its result is the first number."""
+    given = storage.producer.outputs if storage.producer is not None else ()
+    shown = [math.prod(v.size) * v.dtype.itemsize for v in given if v is not None and v.storage is storage]
+    return sum(shown) >= storage.nbytes
 
 
 def overwrites(call: Call, value: Value) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.errors import ConfigError
 from lowtide.profiling.producer_names import Recorder, op_name
 from lowtide.tensors.kinds import storage_keys
 
@@ -93,3 +95,32 @@ def test_autocast_copies_of_parameters_are_parameters() -> None:
     weights = [t for t in saved if t.shape == (4, 4)]
     assert weights
     assert all(key(t) in recorder.parameter_keys for t in weights)
+
+
+@pytest.mark.parametrize("name", ["pinv", "lstsq"])
+def test_an_operator_that_gives_other_numbers_under_a_mode_is_refused_by_name(name: str) -> None:
+    """torch 2.13. When this fails because the numbers are the same, torch is mended and the refusal can go."""
+
+    def run(matrix: torch.Tensor) -> torch.Tensor:
+        if name == "pinv":
+            return torch.linalg.pinv(matrix)
+        return torch.linalg.lstsq(matrix, matrix.cos(), driver="gels").residuals
+
+    given = torch.randn(6, 4, dtype=torch.complex64)
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    with Watcher():
+        misled = run(given)
+    assert not torch.equal(misled, run(given))
+    with pytest.raises(ConfigError) as error, Recorder(set()):
+        run(given)
+    assert str(error.value) == (
+        f"lowtide: torch.linalg.{name} of complex numbers gives other numbers while PyTorch lets somebody watch the "
+        "operators, as lowtide does in the first forward pass; keep that part out of the model that is given to lowtide"
+    )
+    with Recorder(set()):
+        watched = run(given.real)
+    assert torch.equal(watched, run(given.real))

@@ -144,6 +144,9 @@ class FirstForward:
         if is_output:
             reason = self._context.rules.decide(name).reason
             return Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=reason)
+        assert self._recorder is not None
+        if saved.storage is not None and saved.key in self._recorder.statistics:
+            return _kept("a batch norm writes to it, which no version counts")
         if self._context.nodes is not None:
             return self._decide_as_planned(self._context.nodes.get(name), saved)
         decision = self._context.stay_rules.decide(name)
