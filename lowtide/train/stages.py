@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cut_model import cut, leave, loss_of
+from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts
 from lowtide.pipeline.generators import make_schedule
@@ -95,11 +95,14 @@ class RankStages:
         if run.train.precision == "bf16_autocast":
             for stage in self.stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
+        may_slice = False
         if run.memory is not None:
+            may_slice = run.memory.slices_loss["may"]
+            memory = dataclasses.replace(run.memory, loss="plain")  # it is after the last stage, and in none
             self._tides = [
-                lowtide.apply(stage, run.memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
+                lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
-        loss = loss_of if self.has_loss else None
+        loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
