@@ -1,13 +1,18 @@
 """Question (b): what is the largest batch, and the longest sequence, that trains in a fixed budget, by method?
 
     python -m benchmarks.largest [--only llama] [--methods lowtide plain] [--device cuda] [--resume]
+    python -m benchmarks.largest --vocabulary 16384 --optimizer adamw
 
 The budget is the peak of plain eager at the shape of the subject, so plain's answer is that shape. Every method is
 asked for more: a size fits if a step's measured peak (see worker.py) is within the budget. The peak is almost a line
 in the size, so the next size to try is guessed from the last two and then closed in on; each try is a real step in a
 child process. At the answer, loss and gradients are compared with plain's, where plain can run without the budget.
 
-Reported: the size, its ratio to plain's, the peak there, the time of one step there, how many sizes were tried.
+`--vocabulary` asks it of a model whose loss is large enough for slices, `--optimizer adamw` of steps with an optimizer,
+whose state counts and which lowtide may move (`memory.optimizer: auto`).
+
+Reported: the size, its ratio to plain's, the peak there, the time of one step there, how many sizes were tried;
+of lowtide also whether the loss was taken in slices, and how many bytes of the optimizer's state were moved.
 Not covered: fragmentation (a real device may run out of memory below the budget); the driver's own memory.
 """
 
@@ -69,6 +74,7 @@ def run_measure(case: Case, measure: str, variants: list[Variant], args: argpars
             rows.add({**_key(case, measure, name), "error": "plain could not run, so there is no budget"})
             continue
         told = arguments_of(case, (name, setting), args, budget_bytes=budget, measure=measure, unit=unit)
+        told["optimizer"] = args.optimizer
         child = Child(name, WORKER, {**told, "most": start * args.most, "seconds": args.limit * 0.8})
         try:
             child.start(args.limit)
@@ -140,7 +146,9 @@ def _next_size(
 
 def table(rows: Any) -> str:
     """The rows for people."""
-    lines = [f"{'method':<34}{'x plain':>9}{'size':>8}{'peak MiB':>10}{'budget':>8}{'s/step':>8}  equal"]
+    lines = [
+        f"{'method':<34}{'x plain':>9}{'size':>8}{'peak MiB':>10}{'budget':>8}{'s/step':>8}  equal  loss    moved MiB"
+    ]
     before = None
     for row in rows:
         heading = f"{row['model']}, {row['measure']}"
@@ -153,7 +161,8 @@ def table(rows: Any) -> str:
         equal = {True: "yes", False: "no", None: "unknown"}[row["is_equal"]]
         lines.append(
             f"{row['title']:<34}{row['ratio_median']:>9.2f}{row['size']:>8}{row['peak_bytes'] / MIB:>10.0f}"
-            f"{row['budget_bytes'] / MIB:>8.0f}{row['seconds']:>8.2f}  {equal}"
+            f"{row['budget_bytes'] / MIB:>8.0f}{row['seconds']:>8.2f}  {equal:<7}{row.get('loss', ''):<8}"
+            + (f"{row['state_bytes_moved'] / MIB:>8.0f}" if row.get("state_bytes_moved") is not None else "")
         )
     return "\n".join(lines)
 
@@ -164,6 +173,8 @@ def case_of(model: str, args: argparse.Namespace) -> Case:
     if args.scale == "small":
         small = {"batch": args.batch or 4, "sequence": args.sequence or 128, "hidden": 256, "heads": 4}
         shape |= {**small, "intermediate": shape["intermediate"] // 2}
+    if args.vocabulary is not None:
+        shape["vocabulary"] = args.vocabulary
     return Case(model, shape)
 
 
@@ -173,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--unit", type=int, default=16, help="sequences are multiples of this many tokens")
     parser.add_argument("--most", type=int, default=32, help="no size beyond this many times plain's is tried")
+    parser.add_argument("--vocabulary", type=int, help="words of models of text")
+    parser.add_argument("--optimizer", choices=("none", "adamw"), default="none")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--sequence", type=int)

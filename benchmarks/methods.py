@@ -276,7 +276,9 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) 
     import lowtide
 
     assert budget_bytes is not None
-    tide = lowtide.optimize(subject.model, budget=budget_bytes, memory={"min_bytes": subject.min_bytes})
+    memory: dict[str, Any] = {"min_bytes": subject.min_bytes}
+    memory |= {} if subject.optimizer is None else {"optimizer": "auto"}
+    tide = lowtide.optimize(subject.model, budget=budget_bytes, memory=memory, optimizer=subject.optimizer)
 
     def facts() -> dict[str, Any]:
         predicted = tide.plan.predicted if tide.plan is not None else None
@@ -289,6 +291,8 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) 
             "planning_seconds": sum(event.seconds for event in tide.events),
             "num_plans": sum(not event.why.startswith("race: ") for event in tide.events),
             "raced": tide.plan.raced,
+            "loss": tide.plan.loss,
+            "state_bytes_moved": 0 if tide.plan.optimizer is None else tide.plan.optimizer.moved_bytes,
         }
 
     def audit() -> Any:

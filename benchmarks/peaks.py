@@ -38,10 +38,11 @@ def peak_bytes(subject: Subject, running: Running) -> int:
     from lowtide.tensors.live_bytes import LiveBytes
 
     if running.allocates_outside:
-        held = LiveBytes(model=subject.model)
+        held = LiveBytes(model=subject.model, optimizer=subject.optimizer)
         held.add_all(subject.batch.values())
         return held.now_bytes + allocated_peak_bytes(subject.step)
-    with running.audit() if running.audit is not None else LiveBytes(model=subject.model) as live:
+    counting = LiveBytes(model=subject.model, optimizer=subject.optimizer)
+    with running.audit() if running.audit is not None else counting as live:
         subject.step()
     return int(live.peak_bytes)
 

@@ -4,7 +4,7 @@ What: `build(name, ...)` gives a `Subject`: a transformers model with random wei
 `step`, a forward and a backward pass. Three scales: `tiny` for tests, `small` for a CPU (steps of 0.2 to 2 s on two
 cores), `large` for a GPU (layers of the size of Llama-7B's, and what goes with them).
 Why random weights: time and memory of a step do not depend on them, and nothing has to be fetched.
-Cost: a second. Not covered: optimizers (other questions), losses that a program takes outside the model.
+Cost: a second. Not covered: what optimizers cost (another question), losses that a program takes outside the model.
 
 Random state: every step sets the same seed first, so that models with dropout give the same gradients again.
 """
@@ -99,6 +99,8 @@ class Subject:
     """Another one like it, for planners that want a model of fake tensors."""
     min_bytes: int
     """Storages below this stay, under lowtide."""
+    optimizer: Any = None
+    """Steps after backward, if there is one. `add_optimizer` gives one that leaves the weights as they are."""
     around: Callable[[], Any] = contextlib.nullcontext
     """A context of forward and backward."""
     around_forward: Callable[[], Any] = contextlib.nullcontext
@@ -114,7 +116,16 @@ class Subject:
             with self.around_forward():
                 loss = self.forward(**self.batch).loss
             loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
         return loss.detach()
+
+    def add_optimizer(self) -> None:
+        """AdamW with its state there. Its rate is 0: all steps have the same weights, and so the same gradients."""
+        import torch
+
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0)
+        self.optimizer.step()
 
     def synchronize(self) -> None:
         """Wait for the device; nothing on a CPU."""

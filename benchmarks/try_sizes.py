@@ -73,6 +73,8 @@ class _Trial:
         arguments = self._arguments
         shape = {**arguments["shape"], arguments["measure"]: size}
         subject = subjects.build(arguments["model"], shape, device=arguments["device"], dtype=arguments["dtype"])
+        if arguments.get("optimizer") == "adamw":
+            subject.add_optimizer()
         reference = None
         if checks:
             try:
@@ -92,6 +94,7 @@ class _Trial:
                 subject.synchronize()
                 answer["seconds"] = time.perf_counter() - started
                 answer |= worker.compare(reference, worker.take_gradients(subject, loss))
+                answer |= {key: value for key, value in running.facts().items() if key in ("loss", "state_bytes_moved")}
             return answer
         finally:
             running.close()

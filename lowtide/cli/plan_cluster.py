@@ -103,6 +103,7 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
         hardware=hardware,
         cluster=cluster,
         budget_bytes=_budget(settings, args.budget) or int(hardware.memory_bytes * (1 - cluster.reserved_share)),
+        slices_loss=(settings.memory or MemoryConfig()).loss != "plain",
         fates=_fates(settings.memory or MemoryConfig()),
     )
 

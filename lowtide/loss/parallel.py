@@ -202,11 +202,13 @@ class _OfRows(torch.autograd.Function):
         with torch.no_grad(), without_autocast(logits.device.type):
             gradient = torch.empty_like(logits)
             for rows in slices(len(logits) if logits.shape[1] else 0, how.num_rows):
-                log_probs = ((logits[rows].to(dtype).to(largest.dtype) - largest[rows]) - log_sum[rows]).to(dtype)
-                of_target = torch.zeros_like(log_probs)
-                of_target.scatter_(1, own[rows, None], is_elsewhere[rows, None].to(dtype) - 1.0)
-                gradient[rows] = (of_target + torch.exp(log_probs)) * of_rows[rows, None]
-                del log_probs, of_target
+                # In place, on tensors of its own: elsewhere than on the CPU these are all rows.
+                above = (logits[rows].to(dtype).to(largest.dtype) - largest[rows]).sub_(log_sum[rows])
+                probs = above.to(dtype).exp_()
+                made = torch.zeros_like(probs)
+                made.scatter_(1, own[rows, None], is_elsewhere[rows, None].to(dtype) - 1.0)
+                gradient[rows] = made.add_(probs).mul_(of_rows[rows, None])
+                del above, probs, made
         return only_once(gradient, logits, of_rows), None, None
 
 

@@ -16,13 +16,14 @@ what layers gave out (router losses); keys and values kept for generating; kinds
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, did_you_mean
+from lowtide.loss.attach import SlicedLoss
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 """Values of `config.model_type` for which tests show that stages give the bits of the whole model."""
@@ -96,3 +97,13 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
     loss: torch.Tensor = ForCausalLMLoss(logits, tokens, vocab_size=logits.shape[-1])
     return loss
+
+
+def loss_function(*, may_slice: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`loss_of`; if it may, in slices of rows, where they save memory and keep the bits (loss/attach.py)."""
+    if not may_slice:
+        return loss_of
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss = SlicedLoss(ForCausalLMLoss, shifts=True)
+    return lambda logits, tokens: loss(logits, tokens, vocab_size=logits.shape[-1])

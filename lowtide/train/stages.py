@@ -24,7 +24,7 @@ import torch.distributed as dist
 import lowtide
 from lowtide.errors import ConfigError
 from lowtide.pipeline.budget import StagePlans, fit_stages
-from lowtide.pipeline.cut_model import cut, leave, loss_of
+from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts
 from lowtide.pipeline.generators import make_schedule
@@ -101,11 +101,16 @@ class RankStages:
         if run.train.precision == "bf16_autocast":
             for stage in self.stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
-        if run.memory is not None and run.memory.budget is None:
+        may_slice = False
+        memory = run.memory
+        if memory is not None:
+            may_slice = memory.slices_loss["may"]
+            memory = dataclasses.replace(memory, loss="plain")  # it is after the last stage, and in none
+        if memory is not None and memory.budget is None:
             self._tides = [
-                lowtide.apply(stage, run.memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
+                lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
-        loss = loss_of if self.has_loss else None
+        loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cut_model import cut, loss_of
+from lowtide.pipeline.cut_model import cut, loss_function, loss_of
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages
@@ -80,6 +80,20 @@ def test_stages_give_the_bits_of_the_whole_model(name: str) -> None:
     for place, parameter in model.named_parameters():
         assert (parameter.grad is None) == (gradients[place] is None), place
         assert parameter.grad is None or same_bits(parameter.grad, gradients[place]), place
+
+
+def test_the_loss_after_the_last_stage_may_be_sliced() -> None:
+    """A vocabulary that is large enough; `memory.loss` of a run that is trained as a pipeline."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(2, 128, 16_411, generator=generator)
+    tokens, results = torch.randint(16_411, (2, 128), generator=generator), []
+    for may_slice in (False, True):
+        logits = numbers.clone().requires_grad_()
+        loss = loss_function(may_slice=may_slice)(logits, tokens)
+        loss.backward()
+        results.append((loss.detach(), logits.grad))
+    assert all(same_bits(*pair) for pair in zip(*results, strict=True))
+    assert loss_function(may_slice=False) is loss_of
 
 
 def test_stages_have_the_parameters_of_the_model_and_no_others() -> None:

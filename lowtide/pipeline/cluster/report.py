@@ -33,6 +33,10 @@ _PARTS = {
     "optimizer": "optimizer",
 }
 """Of `StepParts`, in words."""
+_LOSSES = {
+    True: "loss in slices of rows, 4 bytes a logit; 6 where tensor ranks share the words",
+    False: "plain loss, 14 bytes a logit; 6 where tensor ranks share the words",
+}
 _LEFT_OUT = (
     "products reach the device's rate whatever their shape; routing is even; heads for more than the next token are "
     "left out"
@@ -68,6 +72,7 @@ def document(plan: ClusterPlan) -> dict[str, Any]:
         "hardware": question.hardware.name,
         "cluster": question.cluster.name,
         "budget_bytes": question.budget_bytes,
+        "loss": "sliced" if question.slices_loss else "plain",
         "num_layouts": plan.num_layouts,
         "num_too_large": plan.num_too_large,
         "num_planned": plan.num_planned,
@@ -225,6 +230,7 @@ def _difference(best: StepParts, other: StepParts) -> str:
 def _assumption_lines(question: Question) -> Iterator[str]:
     for key, value, source in _assumptions(question):
         yield f"  {key}: {value:.4g}, {source}"
+    yield f"  {_LOSSES[question.slices_loss]}"
     yield f"  {_LEFT_OUT}"
 
 

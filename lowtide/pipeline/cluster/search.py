@@ -32,15 +32,19 @@ from lowtide.pipeline.cluster.split import split_layers
 from lowtide.pipeline.cluster.step import Clockwork, StageTimes, StepParts, step_parts
 from lowtide.timeline.cluster import Cluster
 from lowtide.timeline.hardware import Hardware
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import MIB, format_bytes, format_seconds
 
 NUM_SHOWN = 5
 """Layouts in a plan: the best, and the next best."""
 MOST_PLANNED = 40
 """Layouts that are planned in full, of those with the least bounds."""
 WEIGHT_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 4, 4
-_LOGIT_BYTES = 6
-"""Of one logit: bf16, and fp32 in the loss."""
+_PLAIN_LOGIT_BYTES, _SLICED_LOGIT_BYTES, _SPREAD_LOGIT_BYTES = 14, 4, 6
+"""Of one logit at the worst moment of the loss. Plain: bf16, and in fp32 its log-probability and two gradients. In
+slices of rows: the logit and its gradient in bf16 (loss/cross_entropy.py). Spread over tensor ranks: bf16, and fp32
+that the loss writes over, as in the systems that train so (lowtide's own has 12: loss/parallel.py)."""
+_SLICES_BYTES = 4 * 64 * MIB
+"""Slices that are alive at once, at most."""
 
 Progress = Callable[[str], None]
 
@@ -57,6 +61,8 @@ class Question:
     cluster: Cluster
     budget_bytes: int
     """Of each device."""
+    slices_loss: bool = True
+    """Whether the loss is taken in slices of rows (`memory.loss`), where one rank has all words."""
     fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
     """That may be used."""
 
@@ -386,7 +392,7 @@ class Planner:
                     kinds=mine,
                     has_embedding=is_first,
                     head_seconds=head if is_last else 0.0,
-                    head_bytes=int(_LOGIT_BYTES * place.tokens * columns) if is_last else 0,
+                    head_bytes=self._loss_bytes(place.tokens * columns, layout) if is_last else 0,
                 )
             )
             each = [_layer_times(layers[kind]) for kind in mine]
@@ -401,6 +407,15 @@ class Planner:
                 )
             )
         return tuple(stages), tuple(times)
+
+    def _loss_bytes(self, logits: float, layout: Layout) -> int:
+        """Of so many logits on a rank."""
+        if layout.tensor > 1:
+            return int(_SPREAD_LOGIT_BYTES * logits)
+        plain = int(_PLAIN_LOGIT_BYTES * logits)
+        if not self.question.slices_loss:
+            return plain
+        return min(plain, int(_SLICED_LOGIT_BYTES * logits) + _SLICES_BYTES)
 
     def _parameters(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> tuple[float, float]:
         """Of a rank with these stages: (those of layers, embedding and head; those of routed experts)."""

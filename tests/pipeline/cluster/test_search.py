@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from lowtide.config.parallel import AXES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.pipeline.cluster.layout import layouts
+from lowtide.pipeline.cluster.report import document
 from lowtide.pipeline.cluster.search import ClusterPlan, Planner, Question, plan_cluster
 
 ALL = 10**6
@@ -201,3 +203,25 @@ def test_whatever_is_asked_is_refused_with_words_or_planned_within_the_budget() 
         assert plan.best.peak_bytes <= asked["budget_gib"] * 2**30
         assert {key: getattr(plan.best.layout, key) for key in sizes if key in asked}.items() <= asked.items()
     assert num_planned > 20
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_rank_with_the_logits_knows_the_loss(stages: int) -> None:
+    """Plain: 14 bytes a logit; in slices 4, and the slices; where tensor ranks share the words, 6."""
+    asked: dict[str, Any] = {"devices": 4, "context": 1, "pipeline": stages, "schedule": "1f1b", "budget_gib": 60.0}
+    logits = 2 * 4096 * DENSE_SHAPE.vocabulary
+    for tensor, slices, wanted in ((1, False, 14 * logits), (1, True, 4 * logits + 2**28), (2, True, 3 * logits)):
+        made = question(DENSE_SHAPE, tensor=tensor, data=4 // stages // tensor, **asked)
+        plan = plan_cluster(dataclasses.replace(made, slices_loss=slices)).best
+        *others, last = plan.ranks
+        assert last.task.stages[-1].head_bytes == wanted, (tensor, slices)
+        assert all(not stage.head_bytes for rank in others for stage in rank.task.stages)
+        assert last.peak_bytes >= last.task.state_bytes + wanted
+        document_of = document(plan_cluster(dataclasses.replace(made, slices_loss=slices)))
+        assert document_of["loss"] == ("sliced" if slices else "plain")
+
+
+def test_slices_that_save_nothing_are_not_counted() -> None:
+    made = question(dataclasses.replace(DENSE_SHAPE, vocabulary=64), devices=1, tensor=1, pipeline=1, budget_gib=60.0)
+    (rank,) = plan_cluster(made).best.ranks
+    assert rank.task.stages[0].head_bytes == 14 * 2 * 4096 * 64
