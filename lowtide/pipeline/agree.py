@@ -3,7 +3,7 @@
 What: each rank says what is wrong on it, if anything, and what it goes by: its schedule, its version of torch, the
 layout of messages. A mistake of one is an error of all, with one text.
 Cost: one small collective when a pipeline is made.
-Not covered: shapes that stages pass on. A stage that cannot take them raises in its first forward, on all ranks.
+Not covered: shapes that stages pass on (trial.py).
 """
 
 from __future__ import annotations

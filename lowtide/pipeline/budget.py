@@ -76,6 +76,7 @@ def fit_stages(
     whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=()), ())
     chosen = choose_engine(engine, own, whole)
     try:
+        pipeline.try_stages(inputs)
         chunks = _together(pipeline, "the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
         device = next((parameter.device for parameter in own.parameters()), torch.device("cpu"))
         task = RankTask(
@@ -145,7 +146,8 @@ def _checked(
 ) -> MemoryConfig:
     config = merged_config(memory, budget)
     _refuse(pipeline, config)
-    pipeline.check_batch(inputs, targets)
+    if (mistake := pipeline.batch_mistake(inputs, targets)) is not None:
+        raise mistake
     return config
 
 

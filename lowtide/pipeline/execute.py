@@ -11,7 +11,7 @@ A failure on one rank ends the step on all, with one text that names the rank an
 Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that figures.py
 counts.
 Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws,
-DDP and FSDP2 around a stage. After a step that failed a new pipeline must be made.
+FSDP2 around a stage (refused where halves of pairs take turns). After a step that failed a new pipeline must be made.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ from lowtide.pipeline.schedule import (
 from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.transport import GroupTransport, Transport
+from lowtide.pipeline.trial import try_stages
 from lowtide.pipeline.verify import Sends, verify
 from lowtide.pipeline.weight_gradients import WeightGradients
+from lowtide.tensors.fsdp import is_fsdp
+from lowtide.tensors.ranks import any_rank
 
 Half = Callable[[], None]
 """A forward or a backward, with what it needs at hand. It sends its own result."""
@@ -92,6 +95,7 @@ class Pipeline:
         try:
             self.schedule = _checked(schedule, num_ranks)
             _check_stages(self.schedule, self.rank, self.stages, loss)
+            _check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
         except ConfigError as error:
             mistake = str(error)
         name = agree(belief_of(schedule, mistake), group)
@@ -100,6 +104,7 @@ class Pipeline:
         if transport is None and self._note is not None:
             self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note)
         self.num_steps = 0
+        self._has_tried = False
         self._failure: str | None = None
 
     def step(
@@ -119,11 +124,17 @@ class Pipeline:
         """
         if self._failure is not None:
             raise PipelineError(f"pipeline: it has ended: {self._failure}; make a new one")
+        mistake = self.batch_mistake(inputs, targets)
+        # Before the first step ranks meet. A mistake is told as that of any step is: to those who wait for this rank.
+        if not self._has_tried and not any_rank(mistake is not None, self.group):
+            self.try_stages(inputs)
+        self._has_tried = True
         self.num_steps += 1
         walk = _Walk(self, inputs, targets)
         gradients = StepGradients(self.stages)
         try:
-            self.check_batch(inputs, targets)
+            if mistake is not None:
+                raise mistake
             walk.run(gradients)
         except BaseException as error:
             gradients.take_back()
@@ -134,18 +145,26 @@ class Pipeline:
         gradients.give(self.schedule.num_micro_batches if divide_by is None else divide_by)
         return walk.losses
 
-    def check_batch(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
-        """Raises ConfigError where this rank has an end of the model and was not given what belongs there."""
+    def try_stages(self, inputs: Sequence[Any] | None) -> None:
+        """Once, before the first step: whether each stage can take what it will be given. Collective. Raises
+        ConfigError on all ranks (trial.py)."""
+        if not self._has_tried:
+            try_stages(self.schedule, self.rank, self.stages, inputs, self.group)
+            self._has_tried = True
+
+    def batch_mistake(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> ConfigError | None:
+        """Where this rank has an end of the model and was not given what belongs there."""
         last = self.schedule.num_stages - 1
         for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, last)):
             if stage not in self.stages:
                 continue
             if batch is None or len(batch) != self.schedule.num_micro_batches:
                 given = "none" if batch is None else str(len(batch))
-                raise ConfigError(
+                return ConfigError(
                     f"pipeline: rank {self.rank} has stage {stage} and needs {name} for "
                     f"{self.schedule.num_micro_batches} micro-batches; it was given {given}"
                 )
+        return None
 
     @contextlib.contextmanager
     def ending_all(self, at: str) -> Iterator[None]:
@@ -211,6 +230,24 @@ def _check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Any], loss
             f"pipeline: this rank has a loss, and not the last stage, {schedule.num_stages - 1}; give the loss to rank "
             f"{schedule.rank_of_stage[-1]}"
         )
+
+
+def _check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
+    """Wrappers that expect one forward and its backward at a time."""
+    for stage, module in stages.items():
+        for name, each in module.named_modules():
+            what = f"stage {stage}" if not name else f"'{name}' of stage {stage}"
+            if isinstance(each, nn.parallel.DistributedDataParallel):
+                raise ConfigError(
+                    f"pipeline: {what} is in DistributedDataParallel, which exchanges the gradients of one micro-batch "
+                    "when its backward ends, and here several are in flight; give the module inside, and sum gradients "
+                    "over the replicas after each step"
+                )
+            if takes_turns and is_fsdp(each):
+                raise ConfigError(
+                    f"pipeline: {what} is a module of FSDP2, which takes one forward or backward at a time: in a pair "
+                    "it would lose gradients; leave run_pair out, or leave the stage unsharded"
+                )
 
 
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:

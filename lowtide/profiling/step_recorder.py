@@ -47,7 +47,7 @@ from lowtide.tensors.private import (
 from lowtide.tensors.second_run import versions_of_parameters, why_not_again
 from lowtide.tensors.wrappers import inside, is_desugared
 
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _DETACH = torch.ops.aten.detach.default
 OUTSIDE = "outside"
 """Path of what runs outside of the model's forward."""
@@ -149,7 +149,7 @@ class StepRecorder(Recorder):
             name="",
             seconds=0.0,
             is_random=_is_random(func, args, kwargs),
-            is_collective=func.namespace in _COLLECTIVES,
+            is_collective=func.namespace in COLLECTIVES,
         )
         if self.about_to_write is not None and (
             schema_of(func).is_mutable or writes_unsaid(call) or has_statistics(func)

@@ -320,11 +320,10 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
     memory = file.memory
     if memory is not None and memory.budget is not None:
         _check_budget_of_stages(file, pipeline, memory, fail)
-    if memory is not None and memory.optimizer not in (None, "keep"):
-        fail("memory.optimizer", "'memory.optimizer' cannot stand beside 'pipeline' yet; leave it out")
-    if has_sections:
+    if has_sections and (pipeline.overlap or file.train.expert_parallel > 1):
+        key = "pipeline.overlap" if pipeline.overlap else "train.expert_parallel"
         fail(
-            "pipeline", "'pipeline' cannot stand beside recompute_config and swap_config yet; use the section 'memory'"
+            key, f"'{key}' cannot stand beside 'pipeline' and recompute_config or swap_config; use the section 'memory'"
         )
 
 
@@ -344,6 +343,12 @@ def _check_budget_of_stages(
             "memory.budget",
             "'memory.budget' cannot stand beside 'pipeline' and 'train.expert_parallel' yet: how many rows a rank "
             f"receives differs from one micro-batch to the next; {rules}",
+        )
+    if memory.optimizer != "keep":
+        fail(
+            "memory.optimizer",
+            "'memory.optimizer' cannot stand beside 'pipeline' and 'memory.budget' yet: what a plan for stages counts "
+            f"is all of the state; {rules}, or leave it out",
         )
     if memory.loss == "sliced":
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")

@@ -9,7 +9,7 @@ in its pipeline, and the ranks with the same place have the same layers, and bat
 `pipeline.overlap` the two halves of a pair hide each other's exchange of rows.
 A budget is planned for in the first step, by each rank for its own stages (pipeline/budget.py).
 Cost: the whole model in main memory while it is cut, on every rank.
-Not covered: data parallelism beside the pipeline, but for that of the experts; files of MindSpore Transformers.
+Not covered: data parallelism beside the pipeline, but for that of the experts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ import torch
 import torch.distributed as dist
 
 import lowtide
+from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.engines.base import Engine
+from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
+from lowtide.mindformers.follow import follow
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
-from lowtide.pipeline.schedule import layers_of_stages
 from lowtide.runtime.saved.stats import Stats
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.ranks import ALONE
 from lowtide.train.experts import named, split_for
 from lowtide.train.progress import PlanRecord
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
+from lowtide.train.stage_layers import layers_of_run, sections_of_stages
 
 
 def check_stages(run: RunConfig, ranks: Ranks) -> None:
@@ -65,8 +70,9 @@ class RankStages:
         if num_pipelines > 1:
             with named(run):
                 find_experts(model)
+        self._num_layers = len(model.model.layers)
+        self._layers = layers = layers_of_run(run, schedule, self._num_layers)
         try:
-            layers = layers_of_stages(len(model.model.layers), schedule.num_stages)
             every = cut(model, layers)
         except ConfigError as error:
             run.fail("pipeline", str(error))
@@ -93,26 +99,48 @@ class RankStages:
         self._plans: StagePlans | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._pipeline: Pipeline | None = None
+        self._engine: Engine | None = None
+        self._placed: PlacedState | None = None
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
         run = self._run
         self._optimizer = optimizer
         if run.train.precision == "bf16_autocast":
             for stage in self.stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
-        may_slice = False
-        memory = run.memory
-        if memory is not None:
-            may_slice = memory.slices_loss["may"]
-            memory = dataclasses.replace(memory, loss="plain")  # it is after the last stage, and in none
-        if memory is not None and memory.budget is None:
+        may_slice = run.memory is not None and run.memory.slices_loss["may"]
+        # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
+        memory = None if run.memory is None else dataclasses.replace(run.memory, optimizer="keep", loss="plain")
+        if run.memory is not None and run.memory.optimizer == "swap":
+            self._place_state(run.memory, optimizer)
+        if run.sections is not None:
+            self._follow(run, memory, say)
+        elif memory is not None and memory.budget is None:
             self._tides = [
                 lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
         loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
+
+    def _place_state(self, memory: MemoryConfig, optimizer: torch.optim.Optimizer) -> None:
+        """The state is elsewhere between steps, and comes and goes while the optimizer steps: the backward of one of
+        many micro-batches in flight is no sign that the step is near."""
+        own = torch.nn.ModuleList(self.stages.values())
+        bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
+        assert bare.optimizer is not None
+        self._engine = choose_engine(self._run.train.engine, own, bare)
+        self._placed = PlacedState(own, optimizer, self._engine, "lowtide train")
+        self._placed.check(bare.optimizer)
+        self._placed.follow(dataclasses.replace(bare, optimizer=dataclasses.replace(bare.optimizer, overlap="step")))
+
+    def _follow(self, run: RunConfig, memory: MemoryConfig | None, say: Callable[[str], None]) -> None:
+        """Files of MindSpore Transformers: each stage by the numbers that its layers have in the whole model."""
+        sections = sections_of_stages(run, self._schedule, self._num_layers)
+        for stage, module in self.stages.items():
+            how: Any = {"memory": memory, "engine": run.train.engine, "group": ALONE, "say": say}
+            self._tides.append(follow(module, sections, first_layer=self._layers[stage][0], **how))
 
     @property
     def has_loss(self) -> bool:
@@ -129,7 +157,8 @@ class RankStages:
         given = batches if 0 in self.stages else None, batches if self.has_loss else None
         memory = self._run.memory
         if memory is not None and memory.budget is not None and self._plans is None:
-            how: Any = {"memory": memory, "optimizer": self._optimizer, "engine": self._run.train.engine}
+            own = dataclasses.replace(memory, loss="plain")
+            how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
             self._plans = fit_stages(self._pipeline, *given, say=say, **how)
             self._tides = list(self._plans.tides.values())
         losses = self._pipeline.step(*given)
@@ -162,9 +191,9 @@ class RankStages:
     @property
     def stats(self) -> Stats | None:
         """The sums over the stages of this rank, whose peaks need not come at once; None without a memory section."""
-        if not self._tides:
+        counts = [dataclasses.asdict(tide.stats) for tide in self._tides if tide.stats is not None]
+        if not counts:
             return None
-        counts = [dataclasses.asdict(tide.stats) for tide in self._tides]
         return Stats(**{name: sum(count[name] for count in counts) for name in counts[0]})
 
     def close(self) -> None:
@@ -173,6 +202,10 @@ class RankStages:
             self._pipeline.close()
         for handle in self._tides if self._plans is None else (self._plans,):
             handle.remove()
+        if self._placed is not None:
+            self._placed.remove()
+        if self._engine is not None:
+            self._engine.close()
         if self._run.train.precision == "bf16_autocast" and self._pipeline is not None:
             for stage in self.stages.values():
                 del stage.forward

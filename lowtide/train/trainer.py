@@ -76,7 +76,7 @@ class Trainer:
         self.tide: Tide | Autopilot | None = None
         self._forward: torch.nn.Module = self.model
         if self.stages is not None:
-            self.stages.begin(self.optimizer)
+            self.stages.begin(self.optimizer, self._tell)
         else:
             self.tide = self._take_up_memory()
             if not ranks.is_alone and self.experts is None:

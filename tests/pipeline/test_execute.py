@@ -49,6 +49,7 @@ FOR_TWO: dict[str, Job] = {
     "200 steps": ("many_steps", {"num_steps": 200}),
     "budgets": ("trained", {"name": "dualpipev", "split": True, "budget": "1MiB", "num_steps": 2}),
     "resumed": ("resumed", {}),
+    "trial": ("trial", {}),
     "kept gradients": ("kept_gradients", {}),
     "swapped": ("swapped", {}),
 }
@@ -86,7 +87,7 @@ def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple
     told = answers["refused"]
     num_ranks = len(told)
     assert len({tuple(each) for each in told}) == 1
-    missing, no_loss, two_losses, schedules, smaller, no_module = told[0]
+    missing, no_loss, two_losses, schedules, smaller, no_module, replicated, sharded = told[0]
     last = 2 * num_ranks - 1
     assert missing == f"pipeline: 'dualpipev' has stages 0, {last} on this rank, and it was given 0 (rank 0)"
     assert no_loss == f"pipeline: this rank has the last stage, {last}, and no loss (rank 0)"
@@ -98,18 +99,21 @@ def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple
     )
     assert smaller == f"pipeline: the schedule '1f1b' is for {num_ranks - 1} ranks, not {num_ranks} (rank 0)"
     assert no_module == "pipeline: stage 0 is a str, not a torch.nn.Module (rank 0)"
+    assert replicated == (
+        "pipeline: stage 0 is in DistributedDataParallel, which exchanges the gradients of one micro-batch when its "
+        "backward ends, and here several are in flight; give the module inside, and sum gradients over the replicas "
+        "after each step (rank 0)"
+    )
+    assert sharded == (
+        "pipeline: 'layers.0' of stage 0 is a module of FSDP2, which takes one forward or backward at a time: in a "
+        "pair it would lose gradients; leave run_pair out, or leave the stage unsharded (rank 0)"
+    )
 
 
 @pytest.mark.parametrize(
     ("how", "place", "error"),
     [
         ("raises", "rank 1 failed at 1F2 of step 1", "RuntimeError: no more"),
-        (
-            "other width",
-            "rank 1 failed at 1F0 of step 1",
-            "RuntimeError: Given normalized_shape=[8], expected input with shape [*, 8], "
-            "but got input of size[2, 5, 9]",
-        ),
         (
             "too few inputs",
             "rank 0 failed at its start of step 1",
@@ -126,6 +130,19 @@ def test_a_failure_of_one_rank_ends_all_with_one_text(
             assert told == f"{error}; lowtide: {place}"
         else:
             assert told == f"PipelineError: pipeline: {place}: {error}"
+
+
+@pytest.mark.parametrize("answers", [2], indirect=True, ids=["two"])
+def test_stages_that_do_not_fit_are_refused_before_anything_is_computed(answers: dict[str, tuple[Any, ...]]) -> None:
+    module = "layers.0.norm"
+    text = (
+        "pipeline: stage 1 (rank 1) cannot take what stage 0 passes on, float32[2, 5, 9], float32[8], int64[2, 5], "
+        f"since its module '{module}' raises RuntimeError: Given normalized_shape=[8], expected input with shape "
+        "[*, 8], but got input of size[2, 5, 9]"
+    )
+    assert answers["other width"] == (f"ConfigError: {text}",) * 2
+    # What cannot be tried is left to the first forward; hooks and counters of a stage are not moved by the trial.
+    assert answers["trial"] == (([], 0, []),) * 2
 
 
 def test_a_killed_rank_ends_all_with_one_text(tmp_path: Path) -> None:
