@@ -1,4 +1,4 @@
-"""What lowtide says about a published run: its time and its peak, from nothing but the model, the layout and the device.
+"""What lowtide says about a published run: its time and its peak, from the model, the layout and the device alone.
 
 What: `Run` is a row of published/runs.csv; `forecast` traces its model with fake tensors on the roofline of its device,
 recomputes what the run recomputed, plays the network where it is sharded, and adds the optimizer's step.
@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowtide.core.profile import Profile
+    from lowtide.core.profile import Profile, Site
     from lowtide.timeline.hardware import Hardware
 
 FOLDER = Path(__file__).parent / "published"
 GIB = 2**30
 FLASH1_SHARES = (0.40 / 0.73, 0.30 / 0.63)
-"""Of the rates of FlashAttention-2, what the first one reaches, forward and backward: 30-50 % and 25-35 % of an A100's peak
-instead of 73 % and 63 %, FlashAttention-2, arXiv 2307.08691, section 1."""
+"""Of the rates of FlashAttention-2, what the first one reaches, forward and backward: 30-50 % and 25-35 % of an A100's
+peak instead of 73 % and 63 %, FlashAttention-2, arXiv 2307.08691, section 1. The MPT runs took it: their command's
+`attn_impl` is the Triton kernel of that time (mosaicml/llm-foundry, scripts/train/benchmarking, October 2023)."""
+_PAGED = "paged 8-bit AdamW"
 _OWN_DEVICES = ("h100_500w",)
 
 
@@ -113,7 +115,8 @@ def forecast(run: Run) -> Forecast:
         reduced = 2 if run.model == "mpt" else 4
         ranks = run.shards
         sharding = Sharding(
-            ranks=ranks, replicas=run.gpus // ranks, stored_width=stored, reduced_width=reduced, gathered_width=4 if run.model == "mpt" else 2,
+            ranks=ranks, replicas=run.gpus // ranks, stored_width=stored, reduced_width=reduced,
+            gathered_width=4 if run.model == "mpt" else 2,
             has_copies=run.model != "mpt",
         )  # fmt: skip
         played = play_network(step, layer_bytes, sharding, load_cluster(_cluster_of(run)), hardware)
@@ -122,7 +125,7 @@ def forecast(run: Run) -> Forecast:
     optimizer = _optimizer_seconds(run, profile.state.parameters / (4 if run.model == "mpt" else 2) / ranks, hardware)
     return Forecast(
         seconds=seconds + optimizer,
-        peak_bytes=_peak_bytes(step),
+        peak_bytes=_peak_bytes(run, step),
         exposed_seconds=exposed,
         recompute_seconds=again,
         optimizer_seconds=optimizer,
@@ -236,15 +239,49 @@ def _with_again(profile: Profile) -> tuple[float, ...]:
 
 
 def _optimizer_seconds(run: Run, num_parameters: float, hardware: Hardware) -> float:
-    """A fused AdamW reads weights, gradients and two moments, and writes all but the gradients."""
+    """A fused AdamW reads weights, gradients and two moments, and writes all but the gradients. Moments of 8 bits that
+    are paged cross the link, in and out side by side."""
     width = 4 if run.weights == "fp32" else 2
+    moment = 1 if _PAGED in run.note else width
     micro_batches = 4 if "4 micro-batches" in run.note else 1
-    return 7 * width * num_parameters / hardware.memory_bytes_per_second / micro_batches
+    seconds = (3 * width + 4 * moment) * num_parameters / hardware.memory_bytes_per_second
+    if _PAGED in run.note:
+        link = hardware.link
+        seconds += 2 * moment * num_parameters / min(link.in_bytes_per_second, link.out_bytes_per_second)
+    return seconds / micro_batches
 
 
-def _peak_bytes(step: Profile) -> int:
+def _peak_bytes(run: Run, step: Profile) -> int:
+    """The worst moment of a micro-batch. Compiled code keeps no result of an element-wise operator that it can make
+    again, unless a product or attention reads it."""
     from lowtide.config.memory import load_memory
+    from lowtide.core.fate import Fate
     from lowtide.planner.plan_profile import problem_of
-    from lowtide.timeline.memory import plain_curve
+    from lowtide.timeline.memory import curve
 
-    return int(plain_curve(problem_of(step, load_memory({"budget": 1 << 50}), layers=()).step).max())
+    if _PAGED in run.note:
+        step = dataclasses.replace(step, state=dataclasses.replace(step.state, optimizer=0))
+    if "optimizer in backward" in run.note:  # each gradient goes as soon as it was used
+        pairs = zip(step.op_bytes, step.op_gradient_bytes, strict=True)
+        step = dataclasses.replace(
+            step,
+            state=dataclasses.replace(step.state, gradients=0),
+            op_bytes=tuple(nbytes - made for nbytes, made in pairs),
+            op_gradient_bytes=(0,) * len(step.op_bytes),
+        )
+    problem = problem_of(step, load_memory({"budget": 1 << 50}), layers=(), has_gradients="4 micro-batches" in run.note)
+    fates = [Fate.KEEP] * len(problem.step.items)
+    made = {node.name for node in step.nodes if _is_made_again(step, node)} if run.mode == "compiled" else set()
+    inputs = {name for call in step.calls for name in call.inputs} if "layer inputs offloaded" in run.note else set()
+    for number, item in enumerate(problem.step.items):
+        if item.name in made and Fate.RECOMPUTE in item.fates:
+            fates[number] = Fate.RECOMPUTE
+        elif item.name in inputs and Fate.SWAP in item.fates:
+            fates[number] = Fate.SWAP
+    return int(curve(problem.step, fates).max())
+
+
+def _is_made_again(step: Profile, node: Site) -> bool:
+    if node.recipe is None or any(_is_product(op.op.partition(".")[2].partition(".")[0]) for op in node.recipe.steps):
+        return False
+    return not any(_is_product(name) or "sdpa" in name for name in (step.op_names[read] for read in node.reads))

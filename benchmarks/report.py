@@ -34,6 +34,7 @@ QUESTIONS = {
     "predicted": "Are peak and step time as predicted, over random plans and budgets?",
     "planning_time": "How long does planning take as models grow?",
     "published_setting": "What does a plan gain over full recompute in the published setting?",
+    "published_runs": "Does lowtide predict what others measured?",
     "scaling": "How does DeepSeek-V3 scale from 1 to 16,384 devices?",
     "optimizer": "What does it cost to have the optimizer's state elsewhere between steps?",
     "overlap": "How much of the all-to-all does the overlap engine hide?",

@@ -1,10 +1,10 @@
 """One rank of fully sharded data parallelism (FSDP2's `fully_shard` of every layer, and of the model around them).
 
-What: `sharded_profile` turns the profile of a whole model on one device into that of one rank: parameters, gradients and
-optimizer state in shards, and beside them what is gathered while a layer runs. `play_network` plays the same step with
-its all-gathers and reduce-scatters on a network lane, and says how long it takes.
+What: `sharded_profile` turns the profile of a whole model on one device into that of one rank: parameters, gradients
+and optimizer state in shards, and beside them what is gathered while a layer runs. `play_network` plays the same step
+with its all-gathers and reduce-scatters on a network lane, and says how long it takes.
 
-The order is that of FSDP2, looked up in torch 2.13: in forward the next layer is gathered while this one runs; in
+The order is that of FSDP2: in forward the next layer is gathered while this one runs; in
 backward too, and gradients of a layer are reduced while the layer before it runs. What is not in a layer (embedding,
 head) is gathered first, stays, and is reduced last; nothing hides these two.
 A collective beside compute slows compute by the cluster's `overlap_share` of its time. Copies into and out of the
@@ -75,95 +75,124 @@ def play_network(
 ) -> NetworkStep:
     """The step of `profile`, its layers gathered before they run and their gradients reduced after.
 
-    `layer_bytes`: bytes of each layer's parameters as they are computed with (gathered); `profile.state.parameters` are
-    those of the whole model. Layers that run again (planner/again.py) may already stand in the profile.
+    `layer_bytes`: bytes of each layer's parameters in the profile; `profile.state.parameters` are those of the whole
+    model. Layers that run again (planner/again.py) may already stand in the profile.
     """
-    width = _width(profile, sharding)
     root_bytes = profile.state.parameters - sum(layer_bytes.values())
-
-    def gather(nbytes: int) -> float:
-        return ring_seconds(cluster, sharding.ranks, nbytes)
-
-    def reduce(nbytes: int) -> float:
-        summed = nbytes / width * sharding.reduced_width
-        seconds = ring_seconds(cluster, sharding.ranks, summed)
-        # A sum over replicas is a scattered sum and a gather of each shard.
-        across = ring_seconds(cluster, sharding.replicas, summed / sharding.ranks, stride=sharding.ranks)
-        return seconds + 2 * across
-
-    def copied(nbytes: float) -> float:
-        return nbytes / hardware.memory_bytes_per_second if sharding.has_copies and sharding.ranks > 1 else 0.0
-
-    def copied_out(nbytes: int) -> float:
-        return copied(2 * nbytes)
-
-    def copied_in(nbytes: int) -> float:
-        return copied(nbytes + nbytes / width * sharding.reduced_width)
-
-    share = cluster.overlap_share
+    play = _Play(layer_bytes, _Costs(sharding, cluster, hardware), cluster.overlap_share)
+    play.gather_root(root_bytes)
     segments = _segments(profile, layer_bytes)
-    forward = [segment for segment in segments if not segment.is_backward]
-    backward = [segment for segment in segments if segment.is_backward]
-    now = lane = busy = waited = slowed = copies = 0.0
-
-    def issue(seconds: float, at: float) -> float:
-        nonlocal lane, busy
-        lane = max(lane, at) + seconds
-        busy += seconds
-        return lane
-
-    for part in (forward, backward):
-        order = [segment.unit for segment in part if segment.unit is not None]
-        arrived: dict[str, float] = {}
-        if part is forward:
-            now = issue(gather(root_bytes), now) + copied_out(root_bytes)
-            waited += now - copied_out(root_bytes)
-            copies += copied_out(root_bytes)
-        if order:
-            arrived[order[0]] = issue(gather(layer_bytes[order[0]]), now)
-        place = 0
-        for segment in part:
-            seconds, beside = segment.seconds, 0.0
-            if segment.unit is not None:
-                nbytes = layer_bytes[segment.unit]
-                ready = arrived.get(segment.unit, now)
-                waited += max(0.0, ready - now)
-                now = max(now, ready)
-                place += 1
-                copies += copied_out(nbytes)
-                seconds += copied_out(nbytes)
-                beside = max(0.0, lane - now)  # reductions that are under way
-                if place < len(order):
-                    following = gather(layer_bytes[order[place]])
-                    arrived[order[place]] = issue(following, now)
-                    beside = max(0.0, lane - now)
-                if part is backward:
-                    copies += copied_in(nbytes)
-                    seconds += copied_in(nbytes)
-            else:
-                beside = max(0.0, lane - now)
-            lost = share * min(beside, seconds)
-            slowed += lost
-            now += seconds + lost
-            if part is backward and segment.unit is not None:
-                issue(reduce(layer_bytes[segment.unit]), now)
-    copies += copied_in(root_bytes)
-    now += copied_in(root_bytes)
-    end = issue(reduce(root_bytes), now)
-    waited += max(0.0, end - now)
+    for is_backward in (False, True):
+        play.run([segment for segment in segments if segment.is_backward == is_backward], is_backward=is_backward)
+    play.reduce_root(root_bytes)
     return NetworkStep(
-        step_seconds=max(now, end),
-        network_seconds=busy,
-        exposed_seconds=waited,
-        slowed_seconds=slowed,
-        copy_seconds=copies,
+        step_seconds=max(play.now, play.lane),
+        network_seconds=play.busy,
+        exposed_seconds=play.waited,
+        slowed_seconds=play.slowed,
+        copy_seconds=play.copied,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Seconds of what happens to `nbytes` of parameters as they are computed with."""
+
+    sharding: Sharding
+    cluster: Cluster
+    hardware: Hardware
+
+    def gather(self, nbytes: int) -> float:
+        return ring_seconds(self.cluster, self.sharding.ranks, nbytes)
+
+    def reduce(self, nbytes: int) -> float:
+        ranks = self.sharding.ranks
+        summed = self._summed(nbytes)
+        # A sum over replicas is a scattered sum of each shard and a gather of it.
+        across = ring_seconds(self.cluster, self.sharding.replicas, summed / ranks, stride=ranks)
+        return ring_seconds(self.cluster, ranks, summed) + 2 * across
+
+    def copy_out(self, nbytes: int) -> float:
+        """What was gathered goes where the parameters are: read and written."""
+        return self._copy(2 * nbytes)
+
+    def copy_in(self, nbytes: int) -> float:
+        """Gradients go where they are reduced, in the width in which they are."""
+        return self._copy(nbytes + self._summed(nbytes))
+
+    def _summed(self, nbytes: int) -> float:
+        return nbytes / self.sharding.gathered_width * self.sharding.reduced_width
+
+    def _copy(self, nbytes: float) -> float:
+        has_copies = self.sharding.has_copies and self.sharding.ranks > 1
+        return nbytes / self.hardware.memory_bytes_per_second if has_copies else 0.0
+
+
+@dataclass(slots=True)
+class _Play:
+    """Two lanes. `now` is the end of compute, `lane` that of the network."""
+
+    layer_bytes: Mapping[str, int]
+    costs: _Costs
+    overlap_share: float
+    now: float = 0.0
+    lane: float = 0.0
+    busy: float = 0.0
+    waited: float = 0.0
+    slowed: float = 0.0
+    copied: float = 0.0
+
+    def gather_root(self, nbytes: int) -> None:
+        self._wait(self._issue(self.costs.gather(nbytes)))
+        self._copy(self.costs.copy_out(nbytes))
+
+    def reduce_root(self, nbytes: int) -> None:
+        self._copy(self.costs.copy_in(nbytes))
+        self._wait(self._issue(self.costs.reduce(nbytes)))
+
+    def run(self, segments: Sequence[_Segment], *, is_backward: bool) -> None:
+        order = [segment.unit for segment in segments if segment.unit is not None]
+        arrived = self._issue(self.costs.gather(self.layer_bytes[order[0]])) if order else 0.0
+        place = 0
+        for segment in segments:
+            if segment.unit is None:
+                self._compute(segment.seconds)
+                continue
+            nbytes = self.layer_bytes[segment.unit]
+            self._wait(arrived)
+            place += 1
+            if place < len(order):  # the next one, while this one runs
+                arrived = self._issue(self.costs.gather(self.layer_bytes[order[place]]))
+            self._copy(self.costs.copy_out(nbytes))
+            self._compute(segment.seconds)
+            if is_backward:
+                self._copy(self.costs.copy_in(nbytes))
+                self._issue(self.costs.reduce(nbytes))
+
+    def _issue(self, seconds: float) -> float:
+        """A collective begins when compute has come to it and the lane is free. When it will be over."""
+        self.lane = max(self.lane, self.now) + seconds
+        self.busy += seconds
+        return self.lane
+
+    def _wait(self, until: float) -> None:
+        self.waited += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+
+    def _copy(self, seconds: float) -> None:
+        self.copied += seconds
+        self.now += seconds
+
+    def _compute(self, seconds: float) -> None:
+        lost = self.overlap_share * min(max(0.0, self.lane - self.now), seconds)
+        self.slowed += lost
+        self.now += seconds + lost
 
 
 def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: Sharding) -> Profile:
     """The profile of one rank. Times stay; bytes are those of shards and of what is gathered."""
     state, ranks = profile.state, sharding.ranks
-    scale = sharding.stored_width / _width(profile, sharding) / ranks
+    scale = sharding.stored_width / sharding.gathered_width / ranks
     root_bytes = state.parameters - sum(layer_bytes.values())
     most = max(layer_bytes.values(), default=0)
     gathered: list[int] = []
@@ -175,7 +204,7 @@ def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: 
             here += _TWO * most
             here += layer_bytes[unit] if is_backward else 0  # its gradients before they are reduced
         if is_backward:
-            here += int(most / _width(profile, sharding) * sharding.reduced_width)  # what is being reduced
+            here += int(most / sharding.gathered_width * sharding.reduced_width)  # what is being reduced
         gathered.append(here)
     op_gradients = tuple(int(nbytes * scale) for nbytes in profile.op_gradient_bytes)
     op_bytes = tuple(
@@ -198,11 +227,6 @@ def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: 
         op_bytes=op_bytes,
         op_gradient_bytes=op_gradients,
     )
-
-
-def _width(profile: Profile, sharding: Sharding) -> int:
-    """Bytes of an element while it is computed with."""
-    return sharding.gathered_width
 
 
 def _segments(profile: Profile, layer_bytes: Mapping[str, int]) -> Sequence[_Segment]:

@@ -107,12 +107,12 @@ def test_the_published_settings(name: str, gain_percent: float, capsys: pytest.C
          "with "
          "flops_per_second.float8"),
         ({}, ["--hardware", "rtx4090", "--devices", "8"],
-         "cluster: unknown cluster 'rtx4090' (known: a100, ascend910b, h100, h200, h800, ideal; a file of your own is given "
-         "by its "
+         "cluster: unknown cluster 'rtx4090' (known: a100, ascend910b, h100, h200, h800, ideal; a file of your own is "
+         "given by its "
          "path, which ends in .toml)"),
         ({}, ["--hardware", "h1000", "--devices", "8"],
-         "hardware: unknown device 'h1000'; did you mean 'h100'? (known: a100, ascend910b, ascend910c, b200, cpu, gh200, "
-         "h100, "
+         "hardware: unknown device 'h1000'; did you mean 'h100'? (known: a100, ascend910b, ascend910c, b200, cpu, "
+         "gh200, h100, "
          "h200, rtx4090; a file of your own is given by its path, which ends in .toml)"),
         ({}, ["--hardware", "h100", "--devices", "8", "--curve"],
          "--curve: is for a plan for one device; leave it out"),

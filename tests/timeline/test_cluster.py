@@ -66,7 +66,8 @@ def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError) as error:
         load_cluster("h80")
     assert str(error.value) == (
-        "cluster: unknown cluster 'h80'; did you mean 'h800'? (known: a100, ascend910b, h100, h200, h800, ideal; a file of "
+        "cluster: unknown cluster 'h80'; did you mean 'h800'? (known: a100, ascend910b, h100, h200, h800, ideal; a "
+        "file of "
         "your "
         "own is given by its path, which ends in .toml)"
     )

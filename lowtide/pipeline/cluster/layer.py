@@ -4,7 +4,8 @@ What: a layer is a row of operators. Each reads saved activations in its backwar
 the roofline of its products or of its traffic says. Kernels are those of the field: fused norms, fused attention,
 grouped products for experts; a rank has its tensor, context and expert part of each.
 Backward: a product takes as long again for the gradient of its input, and once more for that of its weight. Attention
-does two and a half times the operations of its forward, at the rate of its backward; everything else takes twice as long.
+does two and a half times the operations of its forward, at the rate of its backward; everything else takes twice as
+long.
 Collectives stand with the operator that waits for them: `collective_seconds` (tensor and context ranks), which nothing
 hides, and `exchange_seconds` (experts' all-to-all), which a pair can hide.
 
