@@ -1,43 +1,71 @@
 """Which codec a saved storage fits, and what that codec costs: learned in the observed step.
 
 What: `measured_codec` tries the kinds of a dtype on the bytes that backward is about to read, which are final by then,
-and takes the first that holds them and is smaller; its price is the time of that encoding and decoding. On an
-accelerator only kinds that fit unseen are tried. `traced_codec` says the same of a storage that has no bytes, at a
+and takes the smallest that holds them; its price is the time of encoding and decoding. Where the size depends on
+values, a plan counts a tenth more than it was, and what needs more in a later step is stored whole. On an accelerator
+only kinds that fit unseen are tried. `traced_codec` says the same of a storage that has no bytes, at a
 roofline's price.
 
 Cost: in the observed step only. What fits is encoded four times and decoded three times; of the rest 4,096 elements are
-read. Not covered: whether the bytes fit in a later step; that is looked at in each (runtime/recompute/encoded.py).
+read for each kind, and zeros are counted. Not covered: whether the bytes fit in a later step; that is looked at in each
+(runtime/recompute/encoded.py).
 """
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
 from lowtide.core.codec import Codec
-from lowtide.tensors.codecs import encode, encoded_bytes, fits_unseen, kinds_of, num_operators, work_bytes
+from lowtide.tensors.codecs import (
+    depends_on_values,
+    encode,
+    encoded_bytes,
+    fits_unseen,
+    kinds_of,
+    num_operators,
+    work_bytes,
+)
 from lowtide.timeline.hardware import Hardware
 
 # Bytes that encoding and decoding read and write, for each element of a mask.
 _TRAFFIC = 15
 _TRIALS = 3
+# Where the size depends on values, later steps may have so much more of them.
+_MARGIN = 0.1
+# It takes more time than other kinds: not worth it for less than a tenth.
+_MOST_SHARE = 0.8
 # Less is not worth the operators.
 _LEAST_BYTES = 1024
 
 
 def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
     """The smallest form that holds these bytes, and what it took; None where none is smaller."""
-    is_host = storage.device.type == "cpu"
-    unseen = fits_unseen(dtype)
-    if storage.nbytes() < _LEAST_BYTES:
+    unseen, nbytes = fits_unseen(dtype), storage.nbytes()
+    kinds = kinds_of(dtype) if storage.device.type == "cpu" else ((unseen,) if unseen else ())
+    if nbytes < _LEAST_BYTES:
         return None
-    for kind in kinds_of(dtype) if is_host else ((unseen,) if unseen else ()):
-        if encode(kind, storage, dtype) is None or encoded_bytes(kind, storage.nbytes(), dtype) >= storage.nbytes():
-            continue
-        # The least of a few: the first is slower, and on a machine that others use too any of them may be.
-        return _codec(kind, storage.nbytes(), dtype, min(_seconds(kind, storage, dtype) for _ in range(_TRIALS)))
-    return None
+    sizes = {kind: size for kind in kinds if (size := _size(kind, storage, dtype)) < nbytes}
+    if not sizes:
+        return None
+    kind = min(sizes, key=lambda kind: sizes[kind])
+    # The least of a few: the first is slower, and on a machine that others use too any of them may be.
+    seconds = min(_seconds(kind, storage, dtype) for _ in range(_TRIALS))
+    return _codec(kind, nbytes, dtype, seconds, sizes[kind])
+
+
+def _size(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> float:
+    """Bytes that a plan has to count for the smaller form; infinite where the storage does not fit."""
+    nbytes = storage.nbytes()
+    least_bytes = encoded_bytes(kind, nbytes, dtype)
+    if not depends_on_values(kind):
+        return least_bytes if least_bytes < nbytes and encode(kind, storage, dtype) is not None else math.inf
+    encoded = encode(kind, storage, dtype, _MOST_SHARE * nbytes)
+    if encoded is None:
+        return math.inf
+    return least_bytes + math.ceil((encoded.data.nbytes - least_bytes) * (1 + _MARGIN))
 
 
 def _seconds(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> float:
@@ -56,14 +84,15 @@ def traced_codec(nbytes: int, dtype: torch.dtype, hardware: Hardware) -> Codec |
         return None
     count = nbytes // dtype.itemsize
     moved, launches = hardware.op_seconds(0.0, _TRAFFIC * count, "float32"), num_operators(count)
-    codec = _codec(kind, nbytes, dtype, max(moved, launches * hardware.launch_seconds))
+    seconds = max(moved, launches * hardware.launch_seconds)
+    codec = _codec(kind, nbytes, dtype, seconds, encoded_bytes(kind, nbytes, dtype))
     return codec if codec.nbytes < nbytes else None
 
 
-def _codec(kind: str, nbytes: int, dtype: torch.dtype, seconds: float) -> Codec:
+def _codec(kind: str, nbytes: int, dtype: torch.dtype, seconds: float, size: float) -> Codec:
     return Codec(
         kind=kind,
-        nbytes=encoded_bytes(kind, nbytes, dtype),
+        nbytes=int(size),
         work_bytes=work_bytes(kind, nbytes, dtype),
         seconds=seconds,
     )

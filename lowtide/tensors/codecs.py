@@ -7,24 +7,29 @@ What: `encode(kind, storage, dtype)` gives the smaller form of a storage, or Non
 |---|---|---|---|
 | `bits` | bool (dropout masks, comparisons) | always, as torch writes bool | 1 bit for each element |
 | `two values` | other numbers | at most two bit patterns, as in the noise of dropout on the host | the same |
+| `uint8`, `int16`, `int32` | wider integers (indices) | all values in the range of that type | of that type |
+| `bfloat16` | float32 | the lower half of each element is zero: an upcast | 2 for each element |
+| `float16` | float32 | casting down and up again gives the same bits, and no NaN | 2 for each element |
+| `zeros` | numbers (outputs of ReLU) | few enough bit patterns are not zero | 1 bit for each, and the others whole |
 
 How: eight bytes that are 0 or 1 are one 64-bit word; one product with a constant moves their lowest bits into the
 highest byte (the partial products do not overlap, so nothing carries). Back: each byte of the product with 0x0101...
-is masked with its own bit. All of it works on integers: NaN, -0.0, infinities and denormals are bit patterns like any
-other, and nothing is rounded.
+is masked with its own bit. All but `float16` works on integers: NaN, -0.0 (not a zero here), infinities and denormals
+are bit patterns like any other, and nothing is rounded. `float16` casts, and compares bit patterns.
 
 Why it is safe: whether values fit is looked at in each call on the host. On an accelerator a look would make the host
 wait, so only kinds that fit unseen are used there (`fits_unseen`).
 
-Cost: memory traffic, some 2 passes over the storage; on 2 cores of a shared host about 0.5 ns an element to encode bits
-and 1 ns to decode them (processor time). Beside the storage and its smaller form at most `work_bytes`, because both go
-piece by piece: 32 pieces, or 131,072 elements. Not covered: storages whose bytes are no whole number of elements, or
+Cost: memory traffic, 2 to 4 passes over the storage; on 2 cores of a shared host about 0.5 ns an element to encode bits
+and 1 ns to decode them (processor time). Beside the storage and its smaller form at most `work_bytes`, because all goes
+piece by piece: 32 pieces, or 4,096 elements. Not covered: storages whose bytes are no whole number of elements, or
 whose address is not a multiple of eight (None); bytes of a bool that are neither 0 nor 1 on an accelerator (they come
 from `view(torch.bool)` only): these come back as 1.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -32,10 +37,11 @@ import torch
 
 from lowtide.tensors.private import AutoDispatchBelowAutograd, DisableAutocast
 
-BITS, TWO_VALUES = "bits", "two values"
-KINDS = (BITS, TWO_VALUES)
+BITS, TWO_VALUES, BFLOAT16, FLOAT16, ZEROS = "bits", "two values", "bfloat16", "float16", "zeros"
+_NARROW = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
+KINDS = (BITS, TWO_VALUES, *_NARROW, BFLOAT16, FLOAT16, ZEROS)
 
-_LEAST_PIECE = 1 << 17
+_LEAST_PIECE = 1 << 12
 _MOST_PIECES = 32
 # A byte for each bit: 8 for a word, which is packed into one.
 _LANES = 8
@@ -45,6 +51,10 @@ _SPREAD = 0x0101010101010101
 _OWN_BITS = 0x8040201008040201 - (1 << 64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBE = 4096
+_HIGH = 1 if sys.byteorder == "little" else 0
+_WORK = {BITS: 2, TWO_VALUES: 2, FLOAT16: 4, ZEROS: 18}
+"""Bytes for each element of a piece. Bits: the words, and which of the two values it has. `float16`: cast up again.
+`zeros`: those, a count of those before it, and the elements that are none."""
 
 
 class Decoder(NamedTuple):
@@ -54,34 +64,50 @@ class Decoder(NamedTuple):
     dtype: torch.dtype
     num_elements: int
     """Of the storage."""
-    values: tuple[int, ...] = ()
-    """Bit patterns, as integers of the element's width: of a zero bit, of a one."""
+    numbers: tuple[int, ...] = ()
+    """Two values: the bit patterns of a zero and of a one, as integers of the element's width. Zeros: how many elements
+    of each piece are not zero."""
 
     def run(self, inputs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """A flat tensor of `dtype` over a new storage. `inputs`: the smaller form, and nothing else."""
-        (packed,) = inputs
+        (data,) = inputs
         with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
             out = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+            integers = out.view(_INTEGERS[self.dtype.itemsize])
             if self.kind == BITS:
-                _unpack(packed, out)
+                _unpack(data, out)
+            elif self.kind == TWO_VALUES:
+                self._choose(data, integers)
+            elif self.kind == BFLOAT16:
+                integers.zero_()
+                _halves(integers, _HIGH).copy_(data)
+            elif self.kind == ZEROS:
+                self._scatter(data, integers)
             else:
-                self._choose(packed, out.view(_INTEGERS[self.dtype.itemsize]))
+                out.copy_(data)
             return out
 
     def _choose(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        zero, one = self.values
+        zero, one = self.numbers
         out.fill_(zero)
         for start, end in _pieces(self.num_elements):
-            is_one = torch.empty(end - start, dtype=torch.bool, device=out.device)
-            _unpack(packed[start // _LANES : -(-end // _LANES)], is_one)
-            out[start:end].masked_fill_(is_one, one)
+            out[start:end].masked_fill_(_unpacked(packed, start, end), one)
+
+    def _scatter(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        num_bytes = _bitmap_bytes(self.num_elements)
+        packed, values = data[:num_bytes], data[num_bytes:].view(out.dtype)
+        out.zero_()
+        first = 0
+        for (start, end), count in zip(_pieces(self.num_elements), self.numbers, strict=True):
+            out[start:end].masked_scatter_(_unpacked(packed, start, end), values[first : first + count])
+            first += count
 
 
 class Encoded(NamedTuple):
     """A storage in its smaller form."""
 
     data: torch.Tensor
-    """Flat uint8; alone on its storage."""
+    """Flat; alone on its storage."""
     decoder: Decoder
 
 
@@ -94,23 +120,34 @@ def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Kinds that storages of this dtype may fit, the smallest first."""
     if dtype is torch.bool:
         return (BITS,)
-    return (TWO_VALUES,) if dtype.itemsize in _INTEGERS and not dtype.is_complex else ()
+    if dtype.itemsize not in _INTEGERS or dtype.is_complex:
+        return ()
+    if dtype.is_floating_point:
+        return (TWO_VALUES, *((BFLOAT16, FLOAT16) if dtype is torch.float32 else ()), ZEROS)
+    return (TWO_VALUES, *(kind for kind, narrow in _NARROW.items() if narrow.itemsize < dtype.itemsize), ZEROS)
 
 
 def encoded_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
-    """Bytes of the smaller form of a storage of `nbytes`."""
+    """Bytes of the smaller form of a storage of `nbytes`; for `zeros` the least, without an element that is not 0."""
+    count = nbytes // dtype.itemsize
+    if kind in _NARROW:
+        return count * _NARROW[kind].itemsize
+    if kind in (BFLOAT16, FLOAT16):
+        return 2 * count
     assert kind in KINDS
-    return -(-(nbytes // dtype.itemsize) // _LANES)
+    return _bitmap_bytes(count) if kind == ZEROS else -(-count // _LANES)
+
+
+def depends_on_values(kind: str) -> bool:
+    """Whether the smaller form of one storage is larger than that of another of the same size."""
+    return kind == ZEROS
 
 
 def work_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
-    """Most bytes that encoding or decoding needs beside the storage and its smaller form.
-
-    Of a piece, two bytes an element: the words, and which of the two values each element has.
-    """
+    """Most bytes that encoding or decoding needs beside the storage and its smaller form."""
     assert kind in KINDS
     count = nbytes // dtype.itemsize
-    return 2 * min(_piece(count), -(-count // _LANES) * _LANES) + 2 * _LANES
+    return _WORK.get(kind, 0) * min(_piece(count), -(-count // _LANES) * _LANES) + 8 * _LANES
 
 
 def num_operators(count: int) -> int:
@@ -118,8 +155,11 @@ def num_operators(count: int) -> int:
     return 9 * -(-count // _piece(count))
 
 
-def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Encoded | None:
-    """The smaller form of a whole storage, read as elements of `dtype`; None where it does not fit.
+def encode(
+    kind: str, storage: torch.UntypedStorage, dtype: torch.dtype, limit_bytes: float = float("inf")
+) -> Encoded | None:
+    """The smaller form of a whole storage, read as elements of `dtype`; None where it does not fit, or where it takes
+    more than `limit_bytes`.
 
     On the host every element is looked at. On an accelerator only a kind that `fits_unseen` may be asked for. Runs on
     the current stream, below autograd and autocast.
@@ -131,16 +171,28 @@ def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Enco
     assert is_host or kind == fits_unseen(dtype)
     with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
         count = nbytes // dtype.itemsize
-        elements = torch.empty(0, dtype=_INTEGERS[dtype.itemsize], device=storage.device).set_(
-            storage, 0, (count,), (1,)
-        )
+        integers = torch.empty(0, dtype=_INTEGERS[dtype.itemsize], device=storage.device)
+        elements = integers.set_(storage, 0, (count,), (1,))
         if kind == BITS:
-            data = _bits(elements, looks=is_host)
-            return None if data is None else Encoded(data, Decoder(kind, dtype, count))
-        return _two_values(elements, dtype)
+            found = _bits(elements, looks=is_host)
+        elif kind == TWO_VALUES:
+            found = _two_values(elements)
+        elif kind == ZEROS:
+            found = _without_zeros(elements, limit_bytes)
+        elif kind in _NARROW:
+            found = _narrowed(elements.view(dtype), _NARROW[kind])
+        else:
+            found = _high_halves(elements) if kind == BFLOAT16 else _cast_down(elements)
+        if found is None:
+            return None
+        data, numbers = found
+        return Encoded(data, Decoder(kind, dtype, count, numbers))
 
 
-def _bits(bools: torch.Tensor, *, looks: bool) -> torch.Tensor | None:
+_Found = tuple[torch.Tensor, tuple[int, ...]] | None
+
+
+def _bits(bools: torch.Tensor, *, looks: bool) -> _Found:
     packed = _new_bits(bools)
     for start, end in _pieces(len(bools)):
         piece = bools[start:end]
@@ -150,11 +202,11 @@ def _bits(bools: torch.Tensor, *, looks: bool) -> torch.Tensor | None:
         elif int(piece.max()) > 1:
             return None
         _pack(piece, packed[start // _LANES : -(-end // _LANES)])
-    return packed
+    return packed, ()
 
 
-def _two_values(elements: torch.Tensor, dtype: torch.dtype) -> Encoded | None:
-    if not _has_two_values(elements[:_PROBE], *_extremes(elements[:_PROBE])):
+def _two_values(elements: torch.Tensor) -> _Found:
+    if not _has_two_values(elements[:_PROBE]):
         return None  # as most activations: no need to read the rest
     zero, one = _extremes(elements)
     packed = _new_bits(elements)
@@ -164,7 +216,7 @@ def _two_values(elements: torch.Tensor, dtype: torch.dtype) -> Encoded | None:
         if zero != one and not torch.equal(is_one, piece != zero):
             return None
         _pack(is_one.view(torch.uint8), packed[start // _LANES : -(-end // _LANES)])
-    return Encoded(packed, Decoder(TWO_VALUES, dtype, len(elements), (zero, one)))
+    return packed, (zero, one)
 
 
 def _extremes(elements: torch.Tensor) -> tuple[int, int]:
@@ -172,8 +224,71 @@ def _extremes(elements: torch.Tensor) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def _has_two_values(elements: torch.Tensor, zero: int, one: int) -> bool:
+def _has_two_values(elements: torch.Tensor) -> bool:
+    zero, one = _extremes(elements)
     return zero == one or torch.equal(elements == one, elements != zero)
+
+
+def _narrowed(elements: torch.Tensor, narrow: torch.dtype) -> _Found:
+    limits = torch.iinfo(narrow)
+    for part in (elements[:_PROBE], elements):
+        least, most = _extremes(part)
+        if least < limits.min or most > limits.max:
+            return None
+    return elements.to(narrow), ()
+
+
+def _halves(elements: torch.Tensor, half: int) -> torch.Tensor:
+    """Every lower or higher half of 32-bit elements."""
+    return elements.view(torch.int16)[half::2]
+
+
+def _high_halves(elements: torch.Tensor) -> _Found:
+    low = _halves(elements, 1 - _HIGH)
+    if bool(low[:_PROBE].any()) or bool(low.any()):
+        return None
+    return _halves(elements, _HIGH).clone(memory_format=torch.contiguous_format), ()
+
+
+def _cast_down(elements: torch.Tensor) -> _Found:
+    numbers = elements.view(torch.float32)
+    if not _is_same_cast(elements[:_PROBE], numbers[:_PROBE].to(torch.float16)):
+        return None
+    data = numbers.to(torch.float16)
+    for start, end in _pieces(len(elements)):
+        if not _is_same_cast(elements[start:end], data[start:end]):
+            return None
+    return data, ()
+
+
+def _is_same_cast(elements: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Also as numbers: a NaN, which equals nothing, may come back with other bits at another place in a tensor, because
+    vectors of elements and what is left of them are not cast by the same code."""
+    wide = cast.to(torch.float32)
+    return torch.equal(wide.view(torch.int32), elements) and torch.equal(wide, elements.view(torch.float32))
+
+
+def _without_zeros(elements: torch.Tensor, limit_bytes: float) -> _Found:
+    width, num_bytes = elements.dtype.itemsize, _bitmap_bytes(len(elements))
+    counts = tuple(int(torch.count_nonzero(elements[start:end])) for start, end in _pieces(len(elements)))
+    total_bytes = num_bytes + width * sum(counts)
+    if total_bytes > limit_bytes or total_bytes >= width * len(elements):
+        return None
+    data = torch.empty(total_bytes, dtype=torch.uint8, device=elements.device)
+    data[:num_bytes].zero_()  # some bytes of it are no element's
+    values, first = data[num_bytes:].view(elements.dtype), 0
+    for (start, end), count in zip(_pieces(len(elements)), counts, strict=True):
+        piece = elements[start:end]
+        is_some = piece != 0
+        _pack(is_some.view(torch.uint8), data[start // _LANES : -(-end // _LANES)])
+        values[first : first + count].copy_(piece.masked_select(is_some))
+        first += count
+    return data, counts
+
+
+def _bitmap_bytes(count: int) -> int:
+    """Whole words, so that values of any width may follow."""
+    return -(-count // (_LANES * _LANES)) * _LANES
 
 
 def _new_bits(elements: torch.Tensor) -> torch.Tensor:
@@ -201,8 +316,14 @@ def _pack(ones: torch.Tensor, packed: torch.Tensor) -> None:
         _pack(last, packed[num_words:])
 
 
+def _unpacked(packed: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    bools = torch.empty(end - start, dtype=torch.bool, device=packed.device)
+    _unpack(packed[start // _LANES : -(-end // _LANES)], bools)
+    return bools
+
+
 def _unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
-    """Bits into bool. `out` has at most eight elements for each byte of `packed`, and more than eight less."""
+    """Bits into bool. `packed` has the bytes of as many bits as `out` has elements, and no more."""
     for start, end in _pieces(len(out)):
         few = packed[start // _LANES : -(-end // _LANES)]
         words = few.to(torch.int64)

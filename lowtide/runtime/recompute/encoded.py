@@ -30,12 +30,19 @@ from lowtide.tensors.codecs import encode
 from lowtide.tensors.view import Shape
 
 
-def store_smaller(source: RecomputedSource, codec: Codec, hold: Callable[[torch.Tensor], Source]) -> Source | str:
-    """Let `source` drop its storage for the smaller form, which `hold` makes a source of: that one, or why not."""
+def store_smaller(
+    source: RecomputedSource, codec: Codec, planned_bytes: int, hold: Callable[[torch.Tensor], Source]
+) -> Source | str:
+    """Let `source` drop its storage for the smaller form, which `hold` makes a source of: that one, or why not.
+
+    `planned_bytes`: of the storage, when `codec` was chosen.
+    """
     assert source.held is not None
     if not source.is_intact():
         return "it was written to after it had been saved"
-    encoded = encode(codec.kind, source.held, source.shape.dtype)
+    # A plan serves smaller batches too.
+    limit_bytes = codec.nbytes * source.nbytes / planned_bytes
+    encoded = encode(codec.kind, source.held, source.shape.dtype, limit_bytes)
     if encoded is None:
         return f"it does not fit its codec any more ({codec.kind})"
     source.program = encoded.decoder

@@ -138,7 +138,7 @@ class RecipeGraph:
         """Store it smaller, now that the operator that saved it has been launched. `hold`: a source of its form."""
         codec = node.decision.codec
         assert codec is not None
-        form = store_smaller(source, codec, hold)
+        form = store_smaller(source, codec, node.decision.nbytes, hold)
         if isinstance(form, str):
             node.has_failed, node.why_failed = True, form
             self._stay(source)
