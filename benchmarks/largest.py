@@ -204,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def fill(rows: Rows) -> None:
         for model in models:
             for measure in args.measures:
-                if measure == "sequence" and model == "vit":
-                    continue  # its sequence is the image
+                if measure == "sequence" and model in ("vit", "unet"):
+                    continue  # their sequence is the image
                 run_measure(case_of(model, args), measure, variants, args, rows)
 
     return answer_question(args, blank_record(args, question=QUESTION, title=TITLE, notes=notes), fill, table)

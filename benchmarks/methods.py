@@ -25,7 +25,7 @@ from benchmarks.children import CannotRunError
 from benchmarks.peaks import Running
 from benchmarks.subjects import Subject
 
-_RACE_STEPS = 13
+_RACE_STEPS = 25
 """Within which the autopilot has found the fastest of its plans (docs/autopilot.md)."""
 
 

@@ -1,8 +1,8 @@
 """The models that the questions are asked of, each with a batch and a step.
 
-What: `build(name, ...)` gives a `Subject`: a transformers model with random weights and fixed seeds, one batch, and
-`step`, a forward and a backward pass. Three scales: `tiny` for tests, `small` for a CPU (steps of 0.2 to 2 s on two
-cores), `large` for a GPU (layers of the size of Llama-7B's, and what goes with them).
+What: `build(name, ...)` gives a `Subject`: a transformers model, or our U-Net (unet.py), with random weights and fixed
+seeds, one batch, and `step`, a forward and a backward pass. Three scales: `tiny` for tests, `small` for a CPU (steps of
+0.2 to 2 s on two cores), `large` for a GPU (layers of the size of Llama-7B's, and what goes with them).
 Why random weights: time and memory of a step do not depend on them, and nothing has to be fetched.
 Cost: a second. Not covered: what optimizers cost (another question), losses that a program takes outside the model.
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NAMES = ("llama", "gpt2", "qwen3_moe", "vit", "t5")
+NAMES = ("llama", "gpt2", "qwen3_moe", "vit", "t5", "bert", "unet")
 SCALES = ("tiny", "small", "large")
 _SEED = 1234
 _VOCABULARY = 256
@@ -35,6 +35,7 @@ _TINY = {
 }
 
 # Head sizes follow. The sequence of vit is its number of patches: an image of 14 x 14 patches of 16 pixels has 196.
+# That of unet is its number of pixels, its layers are levels below the first, its hidden size the channels of that one.
 _SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "llama": {
         "tiny": {**_TINY},
@@ -76,6 +77,16 @@ _SHAPES: dict[str, dict[str, dict[str, int]]] = {
         "tiny": {**_TINY},
         "small": {"layers": 3, "hidden": 384, "heads": 6, "intermediate": 1024, "batch": 4, "sequence": 192},
         "large": {"layers": 12, "hidden": 1024, "heads": 16, "intermediate": 4096, "batch": 16, "sequence": 512},
+    },
+    "bert": {
+        "tiny": {**_TINY},
+        "small": {"layers": 4, "hidden": 384, "heads": 6, "intermediate": 1536, "batch": 4, "sequence": 256},
+        "large": {"layers": 24, "hidden": 1024, "heads": 16, "intermediate": 4096, "batch": 32, "sequence": 512},
+    },
+    "unet": {
+        "tiny": {"layers": 2, "hidden": 8, "batch": 2, "sequence": 1024, "min_bytes": 2**12},
+        "small": {"layers": 3, "hidden": 24, "batch": 4, "sequence": 128 * 128},
+        "large": {"layers": 4, "hidden": 64, "batch": 16, "sequence": 512 * 512},
     },
 }
 
@@ -170,6 +181,13 @@ def draw_batch(name: str, sizes: Mapping[str, int], *, device: str = "cpu", dtyp
         side = _PATCH * _patches_a_side(sizes)
         pixels = torch.rand(samples, 3, side, side, generator=generator)
         labels = torch.randint(0, 10, (samples,), generator=generator)
+        return {"pixel_values": pixels.to(device, getattr(torch, dtype)), "labels": labels.to(device)}
+    if name == "unet":
+        from benchmarks.unet import NUM_CLASSES, side_of
+
+        side = side_of(sizes)
+        pixels = torch.rand(samples, 3, side, side, generator=generator)
+        labels = torch.randint(0, NUM_CLASSES, (samples, side, side), generator=generator)
         return {"pixel_values": pixels.to(device, getattr(torch, dtype)), "labels": labels.to(device)}
     ids = torch.randint(2, _vocabulary(sizes), (samples, length), generator=generator).to(device)
     if name == "t5":
@@ -274,4 +292,36 @@ def _t5(sizes: Mapping[str, int]) -> Any:
     )
 
 
-_MODELS = {"llama": _llama, "gpt2": _gpt2, "qwen3_moe": _qwen3_moe, "vit": _vit, "t5": _t5}
+def _bert(sizes: Mapping[str, int]) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=_vocabulary(sizes),
+            hidden_size=sizes["hidden"],
+            intermediate_size=sizes["intermediate"],
+            num_hidden_layers=sizes["layers"],
+            num_attention_heads=sizes["heads"],
+            max_position_embeddings=sizes["sequence"],
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+            use_cache=False,
+        )
+    )
+
+
+def _unet(sizes: Mapping[str, int]) -> Any:
+    from benchmarks.unet import build_unet
+
+    return build_unet(sizes)
+
+
+_MODELS = {
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "qwen3_moe": _qwen3_moe,
+    "vit": _vit,
+    "t5": _t5,
+    "bert": _bert,
+    "unet": _unet,
+}

@@ -6,7 +6,8 @@ out under the plan, as are all that follow. After each of the first two planned 
 accelerator, the measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of
 the memory, of compute or of the link is corrected by the difference (corrections.py) and the plan is made again: from
 start to stable in three planned steps. Then a few plans take turns on at most twelve steps, and the fastest stays
-(race.py, planner/rivals.py), until the time of a step drifts and they race again.
+(race.py, planner/rivals.py), unless a plan that is made for the prices which this has shown beats it in eight more
+(planner/learned.py). When the time of a step drifts they race again.
 
 Where it stands is a phase (phases.py); where plans come from is a `PlanSource` (plan_source.py), which need not have a
 budget: then plans are carried out as they are, and of the above only observe, plan, apply is left.
@@ -51,8 +52,9 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.planner.learned import learned_link
 from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, agreed_rivals
-from lowtide.runtime.autopilot.contest import BEFORE, SOLVERS, Contest, Entrant
+from lowtide.runtime.autopilot.contest import BEFORE, LEARNED, SOLVERS, Contest, Entrant
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
@@ -326,10 +328,10 @@ class Autopilot:
             return
         if key is None:
             key = self._largest_for(shape)
+        if self._state.key is not None:
+            self._review(self._state.key)  # also where shapes take turns, and none comes twice in a row
         if key != self._state.key:
             self._use(key)
-        else:
-            self._review(key)
         self._was_smaller |= key != shape
         if self.source.races:
             self._race(key)
@@ -835,13 +837,43 @@ class Autopilot:
             self._say("lowtide: the race is called off: the ranks have parted company")
             self._end_race(key, shape, contest, 0)
             return
-        number, result = contest.result(of_slowest_rank(gather(medians, self._group)))
+        seconds = of_slowest_rank(gather(medians, self._group))
+        number, result = contest.result(seconds)
+        if contest.link is None and self._begin_finals(shape, contest, number, seconds):
+            self._give_turn(key, shape, contest, contest.race.turn)
+            return
+        if contest.link is not None and contest.entrants[number].name == LEARNED:
+            self._facts = dataclasses.replace(self._facts, link=contest.link)  # for the plans of other shapes too
         own = medians[number]
         self._end_race(key, shape, contest, number)
         shape.rivals = contest.plans()
         shape.pace = Pace(own) if own else None
         shape.result = result
         self._tell(shape, _RACE + result, contest.seconds)
+
+    def _begin_finals(self, shape: CachedPlan, contest: Contest, winner: int, seconds: list[float | None]) -> bool:
+        """Whether one more plan races the winner: the one that is best by what the race says of prices."""
+        start = time.perf_counter()
+        assert self._facts.link is not None
+        plans = [entrant.plan for entrant in contest.entrants]
+        link = learned_link(list(zip(plans, seconds, strict=True)), self._facts.link)
+        found: dict[str, Plan] = {}
+        if link is not None and LEARNED not in [entrant.name for entrant in contest.entrants]:
+            facts = dataclasses.replace(self._facts, link=link)
+            with contextlib.suppress(BudgetError):
+                budget_bytes = self._budget_bytes - shape.unforeseen_bytes
+                plan = self.source.make_plan(shape.profile, facts, budget_bytes)
+                if _moves_state(plan) == _moves_state(shape.plan):
+                    found[LEARNED] = plan
+        # Ranks may have measured other links: all have a plan, or none has.
+        for name, plan in agreed_rivals(found, self._group).items():
+            if contest.is_new(plan):
+                contest.entrants.append(Entrant(name, self.source.localized(plan, shape.profile)))
+                contest.race.begin_finals(winner)
+                contest.link, contest.seconds = link, contest.seconds + time.perf_counter() - start
+                self._say(f"lowtide: one more plan races '{contest.entrants[winner].name}': {name}")
+                return True
+        return False
 
     def _end_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
         """The plan of this entrant stays."""

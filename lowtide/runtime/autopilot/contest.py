@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.runtime.autopilot.race import Race, fastest, result_text
 from lowtide.runtime.session.tide import Tide
+from lowtide.timeline.step import Link
 
 SOLVERS = "solver's"
 BEFORE = "before the correction"
+LEARNED = "learned prices"
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class Contest:
     """What making the plans took."""
     number: int = 0
     """Who is in force."""
+    link: Link | None = None
+    """With the prices that this race has shown; None before the finals."""
 
     @property
     def in_force(self) -> Entrant:
@@ -46,6 +51,10 @@ class Contest:
     def result(self, seconds: list[float | None]) -> tuple[int, str]:
         """The winner's number, and how the race went, in words."""
         return fastest(seconds), result_text([entrant.name for entrant in self.entrants], seconds)
+
+    def is_new(self, plan: Plan) -> bool:
+        """Whether no entrant gives its sites the same fates."""
+        return all(_fates(plan) != _fates(entrant.plan) for entrant in self.entrants)
 
     def plans(self) -> dict[str, Plan]:
         """By name, without those that are out."""
@@ -57,3 +66,7 @@ class Contest:
             if entrant is not but and entrant.tide is not None:
                 entrant.tide.remove()
                 entrant.tide = None
+
+
+def _fates(plan: Plan) -> list[tuple[str, Fate]]:
+    return [(site.name, site.fate) for site in plan.sites]

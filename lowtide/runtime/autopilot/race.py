@@ -12,6 +12,9 @@ leader's slowest, and the race is over when that is true of all others, or after
 (an accelerator), it goes on for up to two steps until the last times are there. Ranks must switch in the same steps:
 there the number of steps is fixed, and the time of a candidate is that of its slowest rank.
 
+Finals: once it is over, a plan may come in that was made for what the race has shown (planner/learned.py). It takes
+turns with the winner for eight more steps at most.
+
 Why not trust predictions: plans that promised 1.00 to 1.05 of the plain step took up to 1.69 of it.
 
 Cost: some additions a step. Not covered: which plans there are (planner/rivals.py), and putting them on (autopilot.py).
@@ -28,6 +31,8 @@ from lowtide.units import format_seconds
 
 MAX_STEPS = 12
 """Of all candidates together, with the steps that are not counted; see `Race.max_steps`."""
+FINAL_STEPS = 8
+"""More of them, if a plan comes in afterwards."""
 LATE_STEPS = 2
 """More of them, on a device whose clock is read later than the step ends."""
 EVERY_STEPS = 200
@@ -53,42 +58,59 @@ class Race:
     """Steps that a candidate runs one after the other. Of several, the first is not counted."""
     turn: int = 0
     """Whose step comes next."""
+    max_steps: int = field(init=False)
+    """Of all candidates together: twelve, or enough for each of them to be timed twice; and those of the finals."""
     out: set[int] = field(init=False, default_factory=set)
     """Who has no more turns, whatever the others show."""
     _seconds: list[list[float]] = field(init=False)
-    _num_turns: list[int] = field(init=False)
+    _num_steps: list[int] = field(init=False)
+    """By candidate."""
+    _finalists: tuple[int, ...] = field(init=False, default=())
+    """Who takes turns in the finals; empty before."""
+    _late_start: int = field(init=False, default=0)
+    """Steps that the last candidate has missed: it came in for the finals."""
     _scheduled: int = field(init=False, default=0)
     _num_in_turn: int = field(init=False, default=0)
     """Steps of this turn that have run."""
 
     def __post_init__(self) -> None:
         self._seconds = [[] for _ in range(self.num_candidates)]
-        self._num_turns = [0] * self.num_candidates
+        self._num_steps = [0] * self.num_candidates
+        self.max_steps = MAX_STEPS
+        if self.turn_steps > 1:
+            self.max_steps = max(MAX_STEPS, _ENOUGH * self.turn_steps * self.num_candidates)
 
     @property
     def num_steps(self) -> int:
         """How many have run."""
-        return sum(self._num_turns)
+        return sum(self._num_steps)
 
-    @property
-    def max_steps(self) -> int:
-        """Of all candidates together: twelve, or enough for each of them to be timed twice."""
-        return max(MAX_STEPS, _ENOUGH * self.turn_steps * self.num_candidates) if self.turn_steps > 1 else MAX_STEPS
+    def begin_finals(self, winner: int) -> None:
+        """One more candidate, the last by number, takes turns with `winner` and nobody else. It goes first."""
+        assert not self._finalists
+        self._finalists = (winner, self.num_candidates)
+        self._late_start = max(self._num_steps[winner] - 1, 0)
+        self.num_candidates += 1
+        self._seconds.append([])
+        self._num_steps.append(0)
+        self.max_steps = self.num_steps + FINAL_STEPS
+        self._num_in_turn = 0
+        self._choose()
 
     def lap(self) -> Lap:
         """The step that runs now."""
         if self.turn_steps > 1:
             return Lap(self, self.turn, is_counted=self._num_in_turn > 0)
-        is_first = self.turn != 0 and self._num_turns[self.turn] == 0
+        is_first = self.turn != 0 and self._num_steps[self.turn] == 0
         return Lap(self, self.turn, is_counted=not is_first)
 
     def is_learning(self, candidate: int) -> bool:
         """Whether it has run no step that counts."""
-        return self._num_turns[candidate] < 2
+        return self._num_steps[candidate] < 2
 
     def advance(self) -> None:
         """A step is over, and with it maybe the turn."""
-        self._num_turns[self._scheduled] += 1
+        self._num_steps[self._scheduled] += 1
         self._num_in_turn += 1
         if self._num_in_turn >= self.turn_steps:
             self._num_in_turn = 0
@@ -124,13 +146,19 @@ class Race:
         return [statistics.median_low(seconds) if seconds else None for seconds in self._seconds]
 
     def _choose(self) -> None:
-        runs = range(self.num_candidates) if self.is_fixed else self._contenders()
-        self._scheduled = min(runs, key=lambda candidate: (self._num_turns[candidate], candidate))
+        runs = (self._finalists or range(self.num_candidates)) if self.is_fixed else self._contenders()
+        self._scheduled = min(runs, key=lambda candidate: (self._turns_of(candidate), candidate))
         self.turn = 0 if self._scheduled in self.out else self._scheduled
+
+    def _turns_of(self, candidate: int) -> int:
+        """Its steps, as if it had been there from the start."""
+        came_late = self._finalists and candidate == self._finalists[-1]
+        return self._num_steps[candidate] + (self._late_start if came_late else 0)
 
     def _contenders(self) -> list[int]:
         """Who may still win."""
-        there = [candidate for candidate in range(self.num_candidates) if candidate not in self.out]
+        runs = self._finalists or range(self.num_candidates)
+        there = [candidate for candidate in runs if candidate not in self.out]
         if any(len(self._seconds[candidate]) < _ENOUGH for candidate in there):
             return there
         leader = fastest(self.medians)

@@ -10,6 +10,7 @@ import pytest
 
 from lowtide.runtime.autopilot.race import (
     EVERY_STEPS,
+    FINAL_STEPS,
     LATE_STEPS,
     MAX_STEPS,
     Pace,
@@ -109,6 +110,40 @@ def test_a_candidate_that_is_dropped_in_its_turn_gives_the_next_a_whole_one() ->
         fixed.lap().over()
     fixed.drop(1)
     assert run(fixed, lambda who, n: 1.0) == [0, 2, 2, 0, 0, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("turn_steps", [1, 2])
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("winner", [0, 1, 2])
+def test_one_more_plan_races_the_winner_alone(winner: int, is_fixed: bool, turn_steps: int) -> None:
+    race = Race(3, is_fixed=is_fixed, turn_steps=turn_steps)
+    times = [1.04, 1.04, 1.04, 1.0]
+    times[winner] = 1.02
+    run(race, lambda who, n: times[who])
+    assert fastest(race.medians) == winner
+    num_before = race.num_steps
+    race.begin_finals(winner)
+    assert race.turn == 3 and not race.lap().is_counted
+    turns = run(race, lambda who, n: times[who])
+    pattern = [3] * turn_steps + [winner] * turn_steps
+    assert turns == (pattern * FINAL_STEPS)[:FINAL_STEPS]
+    assert race.num_steps == num_before + FINAL_STEPS
+    assert fastest(race.medians) == 3
+    assert race.is_over(has_pending=False)
+
+
+def test_finals_end_early_and_without_a_finalist() -> None:
+    race = Race(2)
+    run(race, lambda who, n: (1.0, 2.0)[who])
+    race.begin_finals(0)
+    assert run(race, lambda who, n: (1.0, 2.0, 0.5)[who]) == [2, 0, 2, 0, 2]
+    assert fastest(race.medians) == 2
+    race = Race(2)
+    run(race, lambda who, n: (2.0, 1.0)[who])
+    race.begin_finals(1)
+    race.drop(2)
+    assert race.turn == 0 and race.is_over(has_pending=False)
+    assert fastest(race.medians) == 1
 
 
 def test_who_is_clearly_slower_has_no_more_turns() -> None:

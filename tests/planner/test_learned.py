@@ -1,0 +1,84 @@
+"""What a race says of prices: from plans with known fates and times, the share of compute that copies cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowtide.core.decisions import Prediction, SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.rules import Rules
+from lowtide.planner.learned import MOST_SHARE, copy_seconds, learned_link
+from lowtide.timeline.step import Link
+
+LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=5e8, latency_seconds=1e-3, compute_share=0.25)
+PLAIN, RECOMPUTE = 1.0, 0.3
+
+
+def plan_of(*nbytes: int, recompute_seconds: float = 0.0) -> Plan:
+    """Swaps sites of so many bytes, and keeps one."""
+    fates = [(Fate.SWAP, size) for size in nbytes] + [(Fate.KEEP, 10**9)]
+    sites = tuple(
+        SiteDecision(name=f"{number}", layer=None, nbytes=size, dtype="float32", fate=fate, reason="")
+        for number, (fate, size) in enumerate(fates)
+    )
+    slowed = LINK.compute_share * (sum(nbytes) * 3e-9 + 2e-3 * len(nbytes))
+    predicted = Prediction(
+        peak_bytes=1,
+        step_seconds=PLAIN + recompute_seconds + slowed,
+        stall_seconds=0.0,
+        recompute_seconds=recompute_seconds,
+        gap=0.0,
+        plain_peak_bytes=2,
+        plain_seconds=PLAIN,
+        floor_bytes=1,
+        certainty="",
+    )
+    return Plan(layers=(), rules=Rules(()), min_bytes=0, sites=sites, predicted=predicted)
+
+
+STILL, MOVING = plan_of(recompute_seconds=RECOMPUTE), plan_of(10**8, 10**8)
+
+
+def test_copies_run_both_ways_and_each_has_a_latency() -> None:
+    assert copy_seconds(MOVING, LINK) == pytest.approx(0.6 + 4e-3)
+    assert copy_seconds(STILL, LINK) == 0.0
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
+def test_what_copies_cost_is_found_whatever_the_machines_speed(pace: float) -> None:
+    for share in (0.0, 0.7, 2.0):
+        moving = pace * (PLAIN + share * copy_seconds(MOVING, LINK))
+        found = learned_link([(MOVING, moving), (STILL, pace * (PLAIN + RECOMPUTE))], LINK)
+        assert found is not None
+        assert found.compute_share == pytest.approx(share)
+        assert dataclasses.replace(found, compute_share=LINK.compute_share) == LINK
+
+
+def test_what_was_believed_is_no_news() -> None:
+    as_believed = PLAIN + 0.25 * copy_seconds(MOVING, LINK)
+    for noise in (0.99, 1.0, 1.01):
+        assert learned_link([(MOVING, noise * as_believed), (STILL, PLAIN + RECOMPUTE)], LINK) is None
+
+
+def test_a_price_is_never_negative_and_has_a_limit() -> None:
+    fast, slow = (learned_link([(MOVING, seconds), (STILL, 1.3)], LINK) for seconds in (0.1, 100.0))
+    assert fast is not None and fast.compute_share == 0.0
+    assert slow is not None and slow.compute_share == MOST_SHARE
+
+
+def test_where_nothing_can_be_told_apart_nothing_is_learned() -> None:
+    assert learned_link([(MOVING, 9.0), (plan_of(10**6), 2.0)], LINK) is None
+    assert learned_link([(STILL, 9.0), (plan_of(), 2.0)], LINK) is None
+    assert learned_link([(MOVING, 9.0), (STILL, None)], LINK) is None
+    assert learned_link([(MOVING, None), (STILL, 1.3)], LINK) is None
+    assert learned_link([], LINK) is None
+
+
+def test_one_plan_that_was_disturbed_does_not_decide() -> None:
+    share, extra = 0.7, plan_of(2 * 10**8)
+    times = [(plan, PLAIN + share * copy_seconds(plan, LINK)) for plan in (MOVING, extra)]
+    found = learned_link([*times, (plan_of(3 * 10**8), 50.0), (STILL, PLAIN + RECOMPUTE), (plan_of(), 40.0)], LINK)
+    assert found is not None and found.compute_share == pytest.approx(share)
