@@ -57,12 +57,14 @@ class SlicedLoss:
         self._keeps_bits: dict[Key, bool] = {}
         self.was_sliced = False
         """Of the last call."""
+        self.was_called = False
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **more: Any) -> torch.Tensor:
         """logits: `[..., vocab_size]`. labels: `[...]`, int64. `more`: num_items_in_batch, ignore_index, and for a
         causal model shift_labels; what else there is has no meaning in the plain function either."""
         if torch.compiler.is_compiling():  # a compiler that fuses the whole loss has slices of its own
             return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
+        self.was_called = True
         shifted = more.get("shift_labels") if self._shifts else None
         read = labels if shifted is None else shifted
         self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, read, vocab_size)

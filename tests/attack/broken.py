@@ -20,6 +20,7 @@ from unittest import mock
 
 from tests.attack.draw import Draw, judge
 from tests.attack.models import BLOCKS, ModelDraw
+from tests.attack.words import WordLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Check:
     blocks: tuple[str, ...] = ("pointwise", "gated", "normed", "attention")
     suits: Callable[[Any], bool] = lambda block: True
     """Whether a block, as it was drawn, can need the check."""
+    core: str = "plain"
+    words: WordLoss | None = None
     ways: tuple[str, ...] = ("argument", "attribute")
     sides: tuple[tuple[str, ...], ...] = ((),)
 
@@ -53,9 +56,9 @@ class Check:
         layer = (next(pair for pair in names if self.suits(BLOCKS[pair[0]](Random(pair[1])))),)
         return Draw(
             seed,
-            ModelDraw((layer,), frozenset(), own_loss=False),
+            ModelDraw((layer,), frozenset(), own_loss=self.words is not None, words=self.words),
             way=r.choice(self.ways),
-            core="plain",
+            core=self.core,
             sides=r.choice(self.sides),
             optimizer="sgd",
             plan=r.choice(self.plans),
@@ -110,6 +113,14 @@ CHECKS: dict[str, Check] = {
         nothing=lambda self, *args: None,
         plans=("solved",),
         sides=(("writes_data",),),
+    ),
+    "second derivative of a sliced loss": Check(
+        where="lowtide.loss.cross_entropy:only_once",
+        nothing=lambda gradient, *made_from: gradient,
+        plans=("keep",),
+        blocks=("pointwise",),
+        core="twice_differentiated",
+        words=WordLoss("function"),
     ),
 }
 

@@ -13,13 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
+from lowtide.loss.attach import loss_of
 from tests import processes
 from tests.attack import chosen, drive, moody, ordinary, words
 from tests.attack.draw import STATES, Draw, drawn_from, judge
 from tests.attack.habits import CORES, SIDES, WORD_SIDES
 from tests.attack.models import TRAITS
-from tests.attack.plans import KINDS, WITH_BUDGET
+from tests.attack.now import TOKENS
+from tests.attack.plans import KINDS, WITH_BUDGET, PlainRig
 from tests.attack.shrink import shrunk
+from tests.attack.traces import Trace
 from tests.independent_count import IndependentCount
 
 CHUNK = 10
@@ -95,6 +99,19 @@ def _first(**wanted: str) -> Draw:
     """The first draw like this that is ordinary otherwise."""
     draws = (drawn_from(seed) for seed in range(10_000))
     return next(d for d in draws if all(getattr(d, key) == value for key, value in wanted.items()) and not d.sides)
+
+
+def test_the_loss_of_a_vocabulary_is_sliced_in_the_draws() -> None:
+    """With no threshold lowered; in the model and in the loop."""
+    draws = [draw for draw in map(drawn_from, range(400)) if draw.model.words is not None]
+    inside = next(draw for draw in draws if draw.slices_loss and draw.plan == "recompute")
+    run = inside.new_run(PlainRig(), Trace())
+    with lowtide.apply(run.model, {"loss": "sliced"}):
+        run.forward(0)
+        assert loss_of(run.model) == "sliced"
+    logits = torch.zeros(words.SAMPLES * TOKENS, words.WORDS, requires_grad=True)
+    made = lowtide.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+    assert "_OfRows" in str(made.grad_fn.next_functions[0][0].next_functions)  # type: ignore[union-attr]
 
 
 class _Careless(nn.Module):

@@ -378,6 +378,30 @@ def test_mistakes_are_named(model: Callable[[], nn.Module], text: str) -> None:
         assert tide.plan.loss == "plain"
 
 
+def test_a_loss_that_is_never_called_is_said() -> None:
+    """As with a trainer that smooths labels: it takes them away from the model, and has a loss of its own."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    model, (batch, _) = MODELS["llama"](), _batches()
+    losses, smoother = [], LabelSmoother(epsilon=0.1)
+    for memory in ({}, {"loss": "sliced", "recompute": "all"}):
+        model.zero_grad()
+        tide = lowtide.apply(model, memory)
+        loss = smoother(model(input_ids=batch["input_ids"]), batch["labels"], shift_labels=True)
+        loss.backward()
+        losses.append({"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters()})
+        if memory:
+            with pytest.warns(UserWarning, match="nothing was sliced") as caught:
+                tide.remove()
+            assert [str(each.message) for each in caught] == [
+                "lowtide: memory.loss: nothing was sliced: no forward pass of LlamaForCausalLM called its "
+                "loss_function; give it labels, or call lowtide.cross_entropy in a training loop of your own"
+            ]
+        else:
+            tide.remove()
+    _assert_same(*losses)
+
+
 def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         lowtide.apply(MODELS["llama"](), {"loss": "slice"})

@@ -11,6 +11,7 @@ Not covered: budgets (runtime/autopilot), compiled models, `nn.DataParallel`.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Collection
 from types import TracebackType
@@ -252,6 +253,7 @@ class Tide:
             self._scheduler.close()
             if self._loss is not None:
                 self._loss.remove()
+                self._say_if_no_loss(self._loss)
         if self._placed is not None:
             self._placed.remove()
 
@@ -266,6 +268,14 @@ class Tide:
     def __repr__(self) -> str:
         state = "removed" if self._is_removed else "applied"
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
+
+    def _say_if_no_loss(self, loss: LossHandle) -> None:
+        if self.has_run and not loss.loss.was_called:
+            warnings.warn(
+                f"lowtide: memory.loss: nothing was sliced: no forward pass of {type(self.model).__name__} called its "
+                "loss_function; give it labels, or call lowtide.cross_entropy in a training loop of your own",
+                stacklevel=3,
+            )
 
     def _model_state_bytes(self) -> int:
         """Parameters, buffers, gradients and optimizer state: unique dense storages on this engine's device."""
