@@ -27,6 +27,7 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline import stage_call
 from lowtide.pipeline.schedule import Schedule
 from lowtide.profiling.fake.fake_model import grouped_experts, lent, mode_of, without_numbers
+from lowtide.profiling.fake.trace import quietly
 from lowtide.profiling.observe_step import device_of, untouched
 from lowtide.profiling.step_recorder import COLLECTIVES
 from lowtide.tensors.private import TorchDispatchMode
@@ -97,6 +98,7 @@ def _without_bytes(module: nn.Module, given: Any) -> Passed | None:
             untouched(module, (), device_of(module)),
             lent(module, mode),
             grouped_experts(module),
+            quietly(),
             torch.no_grad(),
             mode,
             _NoCollectives(),

@@ -160,6 +160,8 @@ class PipelineConfig:
     """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
     micro_batches: int
     """Of a step. `train.grad_accumulation` stays out."""
+    layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
+    """How layers are dealt to stages: equally many, balanced by their time, or so many to each stage."""
     overlap: bool = False
     """Whether the halves of a pair take turns, so that each hides the other's exchange of rows between experts."""
     places: Locations = field(default_factory=Locations, compare=False)
@@ -167,6 +169,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
             _within(self, name, 1)
+        if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 1):
+            raise FieldError("layers", "must be one number of layers for each stage, each at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ Not covered: data parallelism beside the pipeline, but for that of the experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.optimizer_state import PlacedState
-from lowtide.tensors.ranks import ALONE
+from lowtide.tensors.ranks import ALONE, gather
 from lowtide.train.experts import named, split_for
 from lowtide.train.progress import PlanRecord
 from lowtide.train.ranks import Ranks
@@ -71,7 +71,10 @@ class RankStages:
             with named(run):
                 find_experts(model)
         self._num_layers = len(model.model.layers)
-        self._layers = layers = layers_of_run(run, schedule, self._num_layers)
+        self._layers = layers = layers_of_run(run, schedule, model, device)
+        others = [each for each in gather(layers, None) if each != layers]
+        if others:
+            run.fail("pipeline.layers", f"ranks deal the layers in other ways: {_sizes(layers)}, {_sizes(others[0])}")
         try:
             every = cut(model, layers)
         except ConfigError as error:
@@ -123,6 +126,16 @@ class RankStages:
         loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
+
+    @property
+    def layer_counts(self) -> list[int]:
+        """Of each stage of the pipeline, in the order of the model."""
+        return _sizes(self._layers)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a checkpoint of these stages is to be resumed with: layers that are not dealt evenly."""
+        return {} if len(set(self.layer_counts)) == 1 else {"pipeline.layers": self.layer_counts}
 
     def _place_state(self, memory: MemoryConfig, optimizer: torch.optim.Optimizer) -> None:
         """The state is elsewhere between steps, and comes and goes while the optimizer steps: the backward of one of
@@ -209,3 +222,7 @@ class RankStages:
         if self._run.train.precision == "bf16_autocast" and self._pipeline is not None:
             for stage in self.stages.values():
                 del stage.forward
+
+
+def _sizes(layers: Sequence[range]) -> list[int]:
+    return [len(each) for each in layers]

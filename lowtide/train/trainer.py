@@ -175,7 +175,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             data=self.sampler.state(),
-            settings=self.run.settings(),
+            settings=self._settings(),
             ranks=self.ranks,
             device=self.device,
             experts=self.experts if self.stages is None else None,
@@ -190,12 +190,16 @@ class Trainer:
         if self.tide is not None:
             self.tide.remove()
 
+    def _settings(self) -> dict[str, object]:
+        """What shapes the loss curve, and what a rank has of the model."""
+        return self.run.settings() | ({} if self.stages is None else self.stages.settings)
+
     def _load(self, path: Path) -> checkpoint.Saved:
         saved = checkpoint.load(
             path,
             model=self.model,
             optimizer=self.optimizer,
-            settings=self.run.settings(),
+            settings=self._settings(),
             ranks=self.ranks,
             experts=self.experts if self.stages is None else None,
             is_split=self.stages is not None,

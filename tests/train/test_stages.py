@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     table = {"recompute": [[1, 0], [0, 1]], "select_recompute": {r"feed_forward\.mul": [[0, 1], [1, 0]]}}
     write("file", sections={"pipeline": DUALPIPEV, "recompute_config": table})
     state = {"optimizer": "swap", "recompute": ["layers.0"], "min_bytes": 0}
-    write("state", sections={"pipeline": small, "memory": state}, engine="virtual:3")
+    write("state", sections={"pipeline": small | {"layers": [3, 1]}, "memory": state}, engine="virtual:3")
     write("small", sections={"pipeline": small, "memory": memory | {"budget": "100KB"}})
     code = """
     import os
@@ -275,7 +276,14 @@ def test_models_that_cannot_be_split_are_refused_with_their_place() -> None:
     one = {"pipeline": {"schedule": "dualpipev", "stages": 1, "micro_batches": 4}}
     assert refusal(sections=one, model=LLAMA | {"num_hidden_layers": 3}) == (
         "run.yaml:4:11: pipeline: 3 layers do not split evenly over 2 stages; use a model of 2 or 4 layers, or a "
-        "number of stages that divides 3"
+        "number of stages that divides 3; or write 'pipeline.layers: balanced'"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV | {"stages": 1, "layers": [2, 1]}}) == (
+        "run.yaml:4:80: 'pipeline.layers' has 2 numbers that add up to 3; 'dualpipev' has 2 stages here, and the model "
+        "4 layers"
+    )
+    assert refusal(sections={"pipeline": DUALPIPEV | {"stages": 1, "layers": [4, 0]}}) == (
+        "run.yaml:4:80: 'pipeline.layers' must be one number of layers for each stage, each at least 1"
     )
     assert refusal(sections=one, model=LLAMA | {"model_type": "mistral"}) == (
         "run.yaml:4:11: pipeline: a model of kind 'mistral' cannot be cut into stages; known are llama, qwen3_moe, "
@@ -298,3 +306,19 @@ def test_one_rank_is_a_pipeline_too() -> None:
     write("pipe", sections={"pipeline": DUALPIPEV | {"stages": 1}})
     train(load_run("pipe.yaml"))
     assert losses("pipe") == losses("alone")
+
+
+def test_layers_are_dealt_by_their_time_and_so_again_when_a_run_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The head of a large vocabulary takes as long as some layers."""
+    model = LLAMA | {"vocab_size": 8192}
+    balanced = {"pipeline": DUALPIPEV | {"stages": 1, "layers": "balanced"}}
+    write("alone", model=model, grad_accumulation=4)
+    train(load_run("alone.yaml"))
+    for steps in (2, NUM_STEPS):
+        write("run", model=model, sections=balanced, steps=steps)
+        train(load_run("run.yaml"))
+    assert losses("run") == losses("alone")
+    assert capsys.readouterr().err.count(", stages of 3, 1 layers") == 2
+    write("run", model=model, sections={"pipeline": DUALPIPEV | {"stages": 1}}, steps=NUM_STEPS + 1)
+    with pytest.raises(ConfigError, match=re.escape("pipeline.layers was [3, 1] and is now None; put them back")):
+        train(load_run("run.yaml"))

@@ -10,6 +10,9 @@ Collectives stand with the operator that waits for them: `collective_seconds` (t
 hides, and `exchange_seconds` (experts' all-to-all), which a pair can hide.
 
 What the all-to-all brings can be kept or swapped, not recomputed: a rank alone cannot make it again.
+Tensor ranks with sequence parallelism gather before, and scatter a sum after, each pair of products: hidden states, or
+the short vectors of latent attention. What is gathered once more for the gradient of a weight comes beside the gradient
+of the input, and counts nothing.
 Not covered: uneven routing (each rank gets as many tokens as it sends), quantising (in the rate of float8), dropout.
 """
 
@@ -128,8 +131,9 @@ def make_layer(place: Place, kind: str) -> Layer:
     else:
         maker.experts()
     parameters, expert_parameters = place.shape.layer_parameters(kind)
-    # Attention and dense MLPs are split over tensor ranks; router and shared experts are on each of them.
-    split = parameters if kind == DENSE else place.shape.attention_parameters()
+    # Attention and dense MLPs are split over tensor ranks; router and shared experts are on each of them, and so are
+    # the matrices that make short vectors.
+    split = (parameters if kind == DENSE else place.shape.attention_parameters()) - place.shape.latent_parameters
     largest = max(nbytes for name, nbytes in maker.nbytes.items() if name in maker.inner_names)
     residual_bytes = maker.nbytes["x1"]
     return Layer(
@@ -171,16 +175,21 @@ class _Maker:
             latent = shape.latent
             if latent.query_rank:
                 self._project("n1", {"cq": latent.query_rank}, is_split=True, narrow=True)
-                self._project("cq", {"q": queries}, gathered=True)
+                self._project("cq", {"q": queries}, short=latent.query_rank)
             else:
                 self._project("n1", {"q": queries}, gathered=True)
             self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, is_split=True, narrow=True)
-            self._project("ckv", {"k": keys, "v": values}, gathered=True, columns=shape.up_columns / tensor)
+            self._project(
+                "ckv",
+                {"k": keys, "v": values},
+                short=latent.key_rank + latent.rope_width,
+                columns=shape.up_columns / tensor,
+            )
         self._attend(heads)
         out = place.tokens * heads * shape.value_width
         self._product(
             "projection", ("a",), out * shape.hidden, out + place.tokens * shape.hidden,
-            heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._tensor_seconds(),
+            heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
         )  # fmt: skip
         self.nbytes["x2"] = self.nbytes["x1"]
         self.recipes["x2"] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, ("x1", "a"))
@@ -247,6 +256,19 @@ class _Maker:
         place = self.place
         return ring_seconds(place.cluster, place.layout.tensor, 2.0 * place.tokens * place.shape.hidden)
 
+    def _sum_seconds(self) -> float:
+        """After attention. Where no gather stood before it, the sum on all ranks is here as a whole."""
+        latent = self.place.shape.latent
+        is_whole = latent is not None and latent.query_rank > 0 and not self.place.config.sequence_parallel
+        return self._tensor_seconds() * (2 if is_whole else 1)
+
+    def _short_seconds(self, width: int) -> float:
+        """Gather of the short vectors of all tokens, which each tensor rank made of its part of the sequence."""
+        place = self.place
+        if not place.config.sequence_parallel:
+            return 0.0
+        return ring_seconds(place.cluster, place.layout.tensor, 2.0 * place.tokens * width)
+
     def _norm(self, name: str, reads: str, makes: str) -> None:
         elements = self.place.residual_tokens * self.place.shape.hidden
         self._traffic(name, 2 * 2 * elements, (reads,), (makes,))
@@ -260,17 +282,20 @@ class _Maker:
         *,
         is_split: bool = False,
         gathered: bool = False,
+        short: int = 0,
         columns: float | None = None,
         narrow: bool = False,
     ) -> None:
-        """One product whose columns are several saved activations. `narrow`: only products read them again."""
+        """One product whose columns are several saved activations. `gathered`: of all tokens' hidden states. `short`:
+        of all tokens' short vectors of this width. `narrow`: only products read them again."""
         place = self.place
         rows = self._rows(source)
         total = sum(columns_of.values()) if columns is None else columns
         tokens = place.residual_tokens if is_split else place.tokens
         self._product(
             "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
-            makes=tuple(columns_of), collective=self._tensor_seconds() if gathered and source == "n1" else 0.0,
+            makes=tuple(columns_of),
+            collective=self._tensor_seconds() if gathered else self._short_seconds(short) if short else 0.0,
         )  # fmt: skip
         op = self.ops[-1]
         for name, wide in columns_of.items():

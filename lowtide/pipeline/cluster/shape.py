@@ -88,6 +88,13 @@ class ModelShape:
         return into_queries + down + latent.key_rank * self.up_columns + out
 
     @property
+    def latent_parameters(self) -> int:
+        """Of one layer, in the matrices that make short vectors: each tensor rank has them whole."""
+        if self.latent is None:
+            return 0
+        return self.hidden * (self.latent.query_rank + self.latent.key_rank + self.latent.rope_width)
+
+    @property
     def up_columns(self) -> int:
         """Of the matrix that makes keys and values from the latent vector."""
         assert self.latent is not None

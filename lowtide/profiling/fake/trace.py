@@ -243,7 +243,7 @@ def _trace(
     recorder.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_quietly())
+        stack.enter_context(quietly())
         stack.enter_context(grouped_experts(model))
         stack.enter_context(lent(model, mode))
         stack.enter_context(skipping(model, setting.runs))
@@ -271,7 +271,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Inside, torch does not log the traceback of an operator that fails: what is wrong is said once, in one line."""
     logger = logging.getLogger(FAKE_TENSOR_MODULE)
     logger.addFilter(_nothing)

@@ -15,7 +15,7 @@ from lowtide.pipeline.cluster.layer import make_layer
 from lowtide.pipeline.cluster.layout import Layout, schedules_of
 from lowtide.pipeline.cluster.network import all_to_all_seconds, hand_over_seconds, ring_seconds
 from lowtide.pipeline.cluster.rank import RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
-from lowtide.pipeline.cluster.shape import DENSE, MOE
+from lowtide.pipeline.cluster.shape import DENSE, MOE, Latent
 from lowtide.pipeline.cluster.split import split_layers
 from lowtide.pipeline.cluster.step import Clockwork, StageTimes, step_parts
 from lowtide.pipeline.figures import peak_live_chunks
@@ -55,8 +55,28 @@ def test_tensor_ranks_split_products_and_sequence_parallel_the_rest() -> None:
     assert half.parameters * 2 == whole.parameters
     assert half.collective_seconds == pytest.approx(4 * (1e-5 + 2 * 2 * 4096 * 2048 / 2 / 360e9))
     plain = dataclasses.replace(asked, config=dataclasses.replace(asked.config, sequence_parallel=False))
+    # A sum on both ranks is a scattered sum and a gather: as much in all.
+    assert make_layer(place(plain, tensor=2), DENSE).collective_seconds == half.collective_seconds
     kept_whole = make_layer(place(plain, tensor=2), DENSE)
     assert {name for name in whole.nbytes if kept_whole.nbytes[name] == whole.nbytes[name]} == {"x1", "n1", "x2", "n2"}
+
+
+def test_tensor_ranks_gather_short_vectors_and_have_their_matrices_whole() -> None:
+    latent = Latent(query_rank=768, key_rank=512, rope_width=64)
+    shape = dataclasses.replace(DENSE_SHAPE, latent=latent, key_heads=16, key_width=128 + 64, value_width=128)
+    asked = question(shape)
+    whole, half = (make_layer(place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
+    short = 2048 * (768 + 512 + 64)
+    assert half.parameters - short == (whole.parameters - short) // 2
+    tokens, rate = 2 * 4096, 360e9
+
+    def ring(width: int) -> float:
+        return 1e-5 + 2 * tokens * width / 2 / rate
+
+    # Of attention: short vectors of queries, those of keys and values, and the sum after it. Of the MLP: before, after.
+    assert half.collective_seconds == pytest.approx(ring(768) + ring(512 + 64) + 3 * ring(2048))
+    plain = dataclasses.replace(asked, config=dataclasses.replace(asked.config, sequence_parallel=False))
+    assert make_layer(place(plain, tensor=2), DENSE).collective_seconds == pytest.approx(4 * ring(2048))
 
 
 def test_experts_keep_what_came_over_the_network() -> None:
