@@ -82,6 +82,8 @@ class StateBytes:
     """Most that `optimizer.step()` needs beyond everything else."""
     inputs: int = 0
     """The batch."""
+    rounding: int = 0
+    """Most that the device's allocator gives out beyond what it is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,13 +144,14 @@ class _Asked:
         try:
             found = self._solved(forced)
         except BudgetError as error:
-            refusal = error
+            refusal = error.with_traceback(None)  # its frames would be a cycle, and hold all that is above them
         # Whole layers run again, as anybody could have it: never slower than that, and never refused where that fits.
         for layers in self._ways(forced, found):
             try:
                 other = self._solved(layers)
             except BudgetError as error:
-                refusal = error if refusal is None or error.floor_bytes < refusal.floor_bytes else refusal
+                if refusal is None or error.floor_bytes < refusal.floor_bytes:
+                    refusal = error.with_traceback(None)
                 continue
             if found is None or other.solution.timeline.step_seconds < found.solution.timeline.step_seconds:
                 found = other

@@ -15,6 +15,7 @@ one step (the activations of the first are nodes, those of the others count as b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
+from lowtide.profiling.rounding import grain_of, rounding_bytes
 from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.stash import ByteStash, FileStash, HostStash
 from lowtide.profiling.state_bytes import state_bytes
@@ -111,6 +113,14 @@ def observe(
             raise
         trace, shapes = run(accumulates=True)
     nodes, recipes = with_recipes(trace)
+    state = state_bytes(
+        model,
+        inputs=input_bytes(trace),
+        optimizer=optimizer,
+        device_type=device.type,
+        is_accelerator=is_accelerator,
+    )
+    rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain_of(device))
     return profile_of(
         trace,
         nodes,
@@ -120,13 +130,7 @@ def observe(
         is_fake=False,
         batch=shapes,
         layers=names,
-        state=state_bytes(
-            model,
-            inputs=input_bytes(trace),
-            optimizer=optimizer,
-            device_type=device.type,
-            is_accelerator=is_accelerator,
-        ),
+        state=dataclasses.replace(state, rounding=rounding),
         loss=loss_of(model),
     )
 

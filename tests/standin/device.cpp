@@ -149,6 +149,7 @@ struct State {
   std::set<std::string> names;  // of operators, to point at
 
   std::array<size_t, kNumDevices> cap;
+  std::array<int64_t, kNumDevices> own_peak{};  // nobody but the tests can reset it
   std::array<c10::CachingDeviceAllocator::DeviceStats, kNumDevices> stats;
   std::map<std::pair<int, size_t>, std::vector<Block*>> free_blocks;
   int64_t num_allocations = 0, fail_from = -1, fail_until = -1;
@@ -402,6 +403,7 @@ struct Allocator final : c10::DeviceAllocator {
     count(stats.allocated_bytes, int64_t(size));
     count(stats.active_bytes, int64_t(size));
     count(stats.allocation, 1);
+    s.own_peak[device] = std::max(s.own_peak[device], int64_t(stats.allocated_bytes[0].current));
     issue(stream);
     touch(stream, block->data, size, true, "allocate");
     return {block->data, block, &free_block, where};
@@ -1033,6 +1035,15 @@ void standin_refuse(int64_t first, int64_t last) {
   Lock lock(s.mutex);
   s.fail_from = first < 0 ? -1 : s.num_allocations + first;
   s.fail_until = first < 0 ? -1 : s.num_allocations + last;
+}
+
+// The most bytes that were allocated at once since the last call.
+int64_t standin_take_peak(int device) {
+  State& s = state();
+  Lock lock(s.mutex);
+  int64_t peak = s.own_peak[device];
+  s.own_peak[device] = s.stats[device].allocated_bytes[0].current;
+  return peak;
 }
 
 int64_t standin_num_allocations() { return state().num_allocations; }

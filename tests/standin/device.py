@@ -59,7 +59,7 @@ def load() -> None:
     library.standin_violation.argtypes = [ctypes.c_int64]
     library.standin_violation.restype = ctypes.c_char_p
     library.standin_now.restype = ctypes.c_double
-    for name in ("num_violations", "num_allocations", "num_copies", "num_queued"):
+    for name in ("num_violations", "num_allocations", "num_copies", "num_queued", "take_peak"):
         getattr(library, f"standin_{name}").restype = ctypes.c_int64
     library.standin_start()
     torch.utils.rename_privateuse1_backend(NAME)
@@ -156,6 +156,11 @@ def set_speeds(
     """Of the virtual clock: bytes a second of each direction and of the device's memory, operations a second, and
     seconds that anything takes at least."""
     _library().standin_set_speeds(out, into, memory, flops, launch)
+
+
+def take_peak(number: int = 0) -> int:
+    """The most bytes allocated at once since the last call. Unlike torch's counter nobody else can reset it."""
+    return _library().standin_take_peak(number)
 
 
 def now() -> float:

@@ -530,7 +530,7 @@ class Autopilot:
         try:
             plan = self._make_plan(profile, budget_bytes)
         except BudgetError as found:
-            error = found
+            error = found.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
         common = agreed(plan, error, self._group)
         # With other shapes the first rank's plan is not one for this rank.
         return self.source.localized(common if plan is None or self._consensus.is_together else plan, profile)
@@ -679,8 +679,7 @@ class Autopilot:
         assert link is not None
         found = None
         if self.engine.device_peak_bytes() is not None:
-            is_lower_bound = self._was_smaller or self._peak.was_reset
-            found = correct_memory(predicted, self._peak.peak_bytes, self._budget_bytes, only_more=is_lower_bound)
+            found = correct_memory(predicted, self._peak.peak_bytes, self._budget_bytes, shape.unforeseen_bytes)
         if found is not None or self._was_smaller:
             return found
         return correct_times(shape.profile, predicted, stats, self._clock.seconds, link)

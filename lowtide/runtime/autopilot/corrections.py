@@ -40,16 +40,17 @@ class Correction:
     """The same."""
 
 
-def correct_memory(predicted: Prediction, peak_bytes: int, budget_bytes: int, *, only_more: bool) -> Correction | None:
+def correct_memory(
+    predicted: Prediction, peak_bytes: int, budget_bytes: int, unforeseen_bytes: int = 0
+) -> Correction | None:
     """Bytes that the profile did not foresee. For devices that keep count themselves; `peak_bytes` is their count.
 
-    `only_more`: the step was smaller than the planned one, or the count began within it; that it took less says
-    nothing.
+    `unforeseen_bytes`: what is taken from the budget already; the plan in force was made for so much less.
+    A step that took less than planned corrects nothing: what it did not need another one may (an optimizer's state
+    comes with its first step), and no plan is made for more than the budget.
     """
-    excess = peak_bytes - predicted.peak_bytes
-    if only_more and excess <= 0:
-        return None
-    if abs(excess) <= _TOLERANCE * predicted.peak_bytes and peak_bytes <= budget_bytes:
+    excess = peak_bytes - predicted.peak_bytes - unforeseen_bytes
+    if excess <= 0 or (excess <= _TOLERANCE * predicted.peak_bytes and peak_bytes <= budget_bytes):
         return None
     why = f"peak: {format_bytes(peak_bytes)}, not {format_bytes(predicted.peak_bytes)}"
     return Correction(why=why, unforeseen_bytes=excess)

@@ -3,8 +3,8 @@
 What: an allocator has one counter of its peak for the whole process, which anybody may reset at any time, and which
 remembers what happened before a plan was in force. `PeakWatch` reads it where a planned step is at its largest or has
 just been (at the end of the forward pass, at the end of the backward pass, before the next one begins) and keeps the
-maximum. A counter that fell was reset by somebody else: then what was seen is a lower bound, and no reason to take
-more.
+maximum. Where somebody else reset the counter the true peak may be higher; it is never taken for a reason to use more
+(corrections.py).
 
 Cost: three reads of a counter and one hook a step that is reviewed, two of them after a new plan; nothing after that.
 Not covered: somebody who resets the counter between the forward and the backward pass, and after an optimizer's step
@@ -26,24 +26,18 @@ class PeakWatch:
 
     def __init__(self, read: Callable[[], int | None]) -> None:
         self._read = read
-        self._last_bytes = 0
         self.peak_bytes = 0
         """The most that was seen since `restart`."""
-        self.was_reset = False
-        """Somebody else has reset the counter since: the peak may have been higher."""
 
     def restart(self) -> None:
         """A new measurement: the counter has just been reset by us."""
-        self._last_bytes = self.peak_bytes = 0
-        self.was_reset = False
+        self.peak_bytes = 0
 
     def note(self) -> None:
         """Look at the counter."""
         now_bytes = self._read()
         if now_bytes is None:
             return
-        self.was_reset |= now_bytes < self._last_bytes
-        self._last_bytes = now_bytes
         self.peak_bytes = max(self.peak_bytes, now_bytes)
 
     def follow(self, output: Any) -> None:

@@ -5,6 +5,9 @@ The device is main memory; its counter is a count of live storages around the wh
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -156,19 +159,37 @@ def test_a_review_that_finds_no_plan_keeps_the_old_one_and_says_so() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
 
 
-def test_the_watch_remembers_the_most_and_notices_resets() -> None:
+def test_the_watch_remembers_the_most_also_where_the_counter_is_reset() -> None:
     shown: list[int | None] = [5, 9, 3, 4, None]
     watch = PeakWatch(lambda: shown.pop(0))
-    watch.note()
-    watch.note()
-    assert (watch.peak_bytes, watch.was_reset) == (9, False)
-    watch.note()
-    assert (watch.peak_bytes, watch.was_reset) == (9, True)
+    for peak_bytes in (5, 9, 9):
+        watch.note()
+        assert watch.peak_bytes == peak_bytes
     watch.restart()
-    assert (watch.peak_bytes, watch.was_reset) == (0, False)
-    watch.note()
-    watch.note()
-    assert (watch.peak_bytes, watch.was_reset) == (4, False)
+    for _ in range(2):
+        watch.note()
+        assert watch.peak_bytes == 4
+
+
+def test_a_plan_that_fits_nothing_holds_no_output_of_the_forward_pass_that_asked_for_it() -> None:
+    """A `BudgetError` that is put aside refers to its frames, and those to all that are above them."""
+    model = Net()
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    with counting(model, 0.05) as (_, _, budget), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(4):
+                model.unforeseen_bytes = budget if number == 1 else 0
+                model.zero_grad(set_to_none=True)
+                output = model(rows(number))
+                output.backward()
+                outputs.append(weakref.ref(output))
+                del output
+            assert [each() is None for each in outputs] == [True] * 4
+        finally:
+            gc.enable()
 
 
 def test_the_watch_looks_at_the_end_of_each_backward_pass() -> None:

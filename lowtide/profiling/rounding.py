@@ -1,0 +1,67 @@
+"""What a device's allocator gives out beyond what it is asked for.
+
+What: allocators hand out blocks in multiples of a grain (512 bytes on CUDA) and count them so. `grain_of` finds the
+grain by asking for one byte; `rounding_bytes` bounds what all of it comes to at any moment of a step.
+Why: a plan is made for bytes of storages, and its budget is held against the allocator's count.
+How: each storage of the observed step takes up to one grain more than its bytes. That step keeps everything that any
+plan keeps, so the most of it at any operator is a bound for every plan. Gradients and the optimizer's state are beside
+it: each parameter has one gradient, and up to four tensors of state or of the optimizer's temporaries.
+Cost: one allocation, and a pass over the storages. Not covered: what an allocator gives out beyond its grain (CUDA
+leaves up to 1 MiB of a large block unsplit); that is measured and corrected (runtime/autopilot/corrections.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from lowtide.recipes.graph import Storage
+
+_MOST_GRAIN = 4096
+_OPTIMIZER_TENSORS = 4
+
+
+def grain_of(device: torch.device) -> int:
+    """Bytes of which every block is a multiple; 1 where the device does not count its bytes."""
+    if device.type == "cpu":
+        return 1
+    try:
+        before = torch.accelerator.memory_allocated(device)
+        probe = torch.empty(1, dtype=torch.uint8, device=device)
+        grain = torch.accelerator.memory_allocated(device) - before
+        del probe
+    except (AttributeError, RuntimeError):
+        return 1
+    # Anything else is another thread's doing.
+    return grain if 0 < grain <= _MOST_GRAIN and grain.bit_count() == 1 else 1
+
+
+def rounding_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    storages: Sequence[Storage],
+    off_device: Collection[int],
+    grain: int,
+) -> int:
+    """A bound of what the allocator gives out beyond the bytes of storages, in any step. `storages`: those of the
+    observed step; those in `off_device` do not count."""
+    if grain == 1:
+        return 0
+    changes: dict[int, int] = {}
+    for storage in storages:
+        if storage.index not in off_device:
+            changes[storage.born] = changes.get(storage.born, 0) + -storage.nbytes % grain
+            if storage.dies is not None:
+                # Beside what the operator makes that runs when it dies.
+                changes[storage.dies + 1] = changes.get(storage.dies + 1, 0) - (-storage.nbytes % grain)
+    now = most = 0
+    for index in sorted(changes):
+        now += changes[index]
+        most = max(most, now)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    per_parameter = 1 if optimizer is None else 1 + _OPTIMIZER_TENSORS
+    beside = sum(-(parameter.numel() * parameter.itemsize) % grain for parameter in trained)
+    steps = 0 if optimizer is None else grain * len(trained)  # a number each, which some optimizers have on the device
+    return most + per_parameter * beside + steps

@@ -1,0 +1,156 @@
+"""Training on the stand-in under a budget: what `lowtide.optimize` promises, held against the device's own count."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.errors import BudgetError
+from tests.standin import device
+
+HERE = torch.device("standin", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A small Llama, and the habits of the loop around it."""
+
+    width: int = 64
+    tokens: int = 64
+    num_layers: int = 4
+    dtype: torch.dtype = torch.float32
+    num_steps: int = 5
+    accumulate: int = 1
+    has_optimizer: bool = False
+    resets: str = "never"
+    """When the loop resets torch's peak counter: 'never', 'each step', 'between' (forward and backward)."""
+    is_raced: bool = False
+    own_loss: bool = False
+    """The loss is the loop's, not the model's."""
+
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": self.width, "intermediate_size": 2 * self.width, "num_hidden_layers": self.num_layers}
+        config = LlamaConfig(vocab_size=64, num_attention_heads=4, use_cache=False, **sizes)
+        return LlamaForCausalLM(config).to(HERE, self.dtype).train()
+
+    def batch(self, step: int, micro: int) -> torch.Tensor:
+        return torch.randint(64, (2, self.tokens), generator=torch.Generator().manual_seed(10 * step + micro)).to(HERE)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3) if self.has_optimizer else None
+
+    def run(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, after: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
+        """What each step leaves, on the host. Calls `after` when a step is over."""
+        found = []
+        for step in range(self.num_steps):
+            if self.resets == "each step":
+                torch.accelerator.reset_peak_memory_stats()
+            model.zero_grad()
+            for micro in range(self.accumulate):
+                ids = self.batch(step, micro)
+                loss = self._loss(model, ids)
+                if self.resets == "between":
+                    torch.accelerator.reset_peak_memory_stats()
+                loss.backward()
+                found.append(loss.detach().cpu())
+                del loss
+            found += [parameter.grad.cpu() for parameter in model.parameters()]
+            if optimizer is not None:
+                optimizer.step()
+            after()
+        return found + [parameter.detach().cpu() for parameter in model.parameters()]
+
+    def _loss(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        if not self.own_loss:
+            return model(input_ids=ids, labels=ids).loss
+        return model(input_ids=ids).logits.float().square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """A run without lowtide."""
+
+    results: list[torch.Tensor]
+    peak_bytes: int
+    resting_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run under a budget. `peaks`: of each step from the first planned forward pass on."""
+
+    results: list[torch.Tensor]
+    peaks: list[int]
+    budget_bytes: int
+    events: list[Any]
+    warned: list[str]
+    left_bytes: int
+    """On the device, when everything is gone."""
+
+
+def plain(training: Training) -> Plain:
+    before_bytes = _allocated_bytes()
+    model = training.model()
+    optimizer = training.optimizer(model)
+    device.take_peak()
+    results = training.run(model, optimizer)
+    resting_bytes = torch.accelerator.memory_allocated()
+    return Plain(
+        results=results, peak_bytes=device.take_peak() - before_bytes, resting_bytes=resting_bytes - before_bytes
+    )
+
+
+def planned(training: Training, budget_bytes: int) -> Planned:
+    """With this budget or, where no plan fits it, the least that the error says would do.
+
+    There may be two such errors: the second one when gradients are found to stay from one micro-batch to the next."""
+    for _ in range(3):
+        try:
+            return _planned(training, budget_bytes)
+        except BudgetError as error:
+            budget_bytes = max(error.floor_bytes, budget_bytes)
+    raise AssertionError(f"no plan fits {budget_bytes}, which was said to be enough")
+
+
+def _planned(training: Training, budget_bytes: int) -> Planned:
+    before_bytes = _allocated_bytes()
+    peaks: list[int] = []
+
+    def hear(line: str) -> None:
+        if line.startswith("lowtide: plan ") and "(first step)" in line:
+            device.take_peak()  # the observed step is no planned one
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = training.model()
+        optimizer = training.optimizer(model)
+        memory = {} if training.is_raced else {"race": False}
+        with lowtide.optimize(
+            model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
+        ) as tide:
+            results = training.run(model, optimizer, lambda: peaks.append(device.take_peak() - before_bytes))
+            events = list(tide.events)
+    texts = [str(each.message) for each in warned if "lowtide" in str(each.message)]
+    del model, optimizer, tide, hear
+    left_bytes = _allocated_bytes() - before_bytes
+    return Planned(
+        results=results, peaks=peaks, budget_bytes=budget_bytes, events=events, warned=texts, left_bytes=left_bytes
+    )
+
+
+def _allocated_bytes() -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()

@@ -1,0 +1,72 @@
+"""`lowtide.optimize` on the stand-in: the budget is held by the device's own count, with the same bits, and no leak."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from random import Random
+
+import pytest
+import torch
+
+from tests.standin import budgets, device
+from tests.standin.budgets import Planned, Training
+
+plain = functools.lru_cache(maxsize=64)(budgets.plain)
+
+
+def drawn(seed: int) -> tuple[Training, float, str | int, float]:
+    """A training, where its budget lies between resting and plain, and an adversary."""
+    draw = Random(seed)
+    training = Training(
+        width=draw.choice([32, 64]),
+        tokens=draw.choice([32, 64, 96]),
+        num_layers=draw.choice([2, 3, 4]),
+        dtype=draw.choice([torch.float32, torch.bfloat16]),
+        accumulate=draw.choice([1, 1, 2]),
+        has_optimizer=draw.random() < 0.4,
+        resets=draw.choice(["never", "each step", "between"]),
+        is_raced=draw.random() < 0.2,
+        own_loss=draw.random() < 0.2,
+    )
+    if training.is_raced:
+        training = dataclasses.replace(training, num_steps=18)
+    return (
+        training,
+        draw.uniform(0.15, 1.05),
+        draw.choice(["late", "early", "hidden", seed]),
+        draw.choice([0.1, 0.5, 0.9]),
+    )
+
+
+def check(seed: int) -> Planned:
+    training, share, policy, chance = drawn(seed)
+    truth = plain(training)
+    budget_bytes = truth.resting_bytes + int(share * (truth.peak_bytes - truth.resting_bytes))
+    device.play(policy, chance)
+    got = budgets.planned(training, budget_bytes)
+    assert all(torch.equal(a, b) for a, b in zip(got.results, truth.results, strict=True)), (training, "bits")
+    what = (
+        training,
+        [round(peak / got.budget_bytes, 4) for peak in got.peaks],
+        [e.why for e in got.events],
+        got.warned,
+    )
+    # What the loop computes around the model is not observed: it is measured in the first step.
+    peaks = got.peaks[1:] if training.own_loss else got.peaks
+    assert max(peaks) <= got.budget_bytes, what
+    assert got.left_bytes <= 0, (got.left_bytes, what)
+    assert device.violations() == []
+    return got
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_budget_is_held(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("first", range(8, 308, 20))
+def test_three_hundred_of_them(first: int) -> None:
+    for seed in range(first, first + 20):
+        check(seed)
