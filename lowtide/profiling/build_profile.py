@@ -214,6 +214,9 @@ def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
     for start, stop, nbytes in trace.gathered:
         changes[start] += nbytes
         changes[stop] -= nbytes
+    for index, nbytes in trace.temporary:
+        changes[index] += nbytes
+        changes[index + 1] -= nbytes
     for index, release in trace.never_read:
         storage = trace.storages[index]
         dies = end if storage.dies is None else min(end, storage.dies)
@@ -243,6 +246,10 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerC
             changes[storage.born - span.first_op] += storage.nbytes
             changes[dies - span.first_op] -= storage.nbytes
             staying_bytes += storage.nbytes if storage.index in trace.staying else 0
+        for index, nbytes in trace.temporary:
+            if span.first_op <= index < span.end_op:
+                changes[index - span.first_op] += nbytes
+                changes[index - span.first_op + 1] -= nbytes
         unknown = [name for name in span.inputs if name not in names]
         calls.append(
             LayerCall(

@@ -39,7 +39,7 @@ from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, is_sharded, local_part, refuse_other_shards
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.tensors.private import gradient_hooks, tree_leaves
+from lowtide.tensors.private import gradient_hooks, num_compiled_graphs, tree_leaves
 from lowtide.tensors.snapshot import Snapshot, take
 
 _DID_NOT_FIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
@@ -78,7 +78,7 @@ def observe(
     is_sharded_model = bool(fsdp_modules(model))
     refuse_other_shards(model, "observe", allows_tensor_parallel=True)
     names = find_layers(model) if layers is None else layers
-    refuse_compiled(model, "observe", parts=True)
+    refuse_compiled(model, "observe")
     optimizer = optimizer_of(optimizer, "observe")
     _refuse_lazy(model)
 
@@ -99,9 +99,12 @@ def observe(
             recorder.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection
             stash.close()
 
+    num_graphs = num_compiled_graphs()
     try:
         # FSDP2 reduces what reaches `.grad`, and only that.
         trace, shapes = run(accumulates=is_sharded_model)
+        if num_compiled_graphs() != num_graphs:  # what compiling took is no part of a step
+            trace, shapes = run(accumulates=is_sharded_model)
     except (RuntimeError, ConfigError) as error:
         if _TRANSFORMED in str(error):
             raise ConfigError(

@@ -35,6 +35,16 @@ class Clock(Protocol):
         """The seconds of all operators, once the step is over."""
 
 
+class SpanClock(Clock, Protocol):
+    """Also times what it cannot call itself."""
+
+    def begin(self) -> Any:
+        """It begins; for `end`."""
+
+    def end(self, begun: Any) -> Any:
+        """It is over. The mark to hand to `seconds`."""
+
+
 class HostClock:
     """Wall time, less what the thread spent waiting for a processor that others had."""
 
@@ -53,6 +63,13 @@ class HostClock:
         out = func(*args, **kwargs)
         wall = time.perf_counter() - start
         return out, min(wall, self._thread_time() - busy)
+
+    def begin(self) -> tuple[float, float]:
+        return self._thread_time(), time.perf_counter()
+
+    def end(self, begun: tuple[float, float]) -> float:
+        wall = time.perf_counter() - begun[1]
+        return min(wall, self._thread_time() - begun[0])
 
     def seconds(self, mark: float, call: Call) -> float:
         return max(0.0, mark - self._overhead)
@@ -99,6 +116,12 @@ class DeviceClock:
         start = self._timer.mark()
         out = func(*args, **kwargs)
         return out, (start, self._timer.mark())
+
+    def begin(self) -> Any:
+        return self._timer.mark()
+
+    def end(self, begun: Any) -> Any:
+        return begun, self._timer.mark()
 
     def seconds(self, mark: Any, call: Call) -> Any:
         return mark

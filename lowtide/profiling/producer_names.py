@@ -88,6 +88,11 @@ def refuse_misled(func: Any, args: tuple) -> None:
 class Recorder(TorchDispatchMode):
     """Names storages by their producer while it is active. Keys are storage addresses: valid while storages live."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch notes that some mode is on beside the stack of modes, and compiles anew for it."""
+        return True
+
     def __init__(self, parameter_keys: set[int]) -> None:
         super().__init__()
         self.names: dict[int, str] = {}

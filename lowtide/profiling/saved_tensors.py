@@ -23,10 +23,20 @@ from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node
 from lowtide.profiling.storages import Storages
 from lowtide.recipes.graph import Storage
-from lowtide.tensors.compiled import refuse_compiled_part
+from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
 from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
 from lowtide.tensors.private import base_of, next_sequence_number
 from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
+
+
+class CompiledCall(Protocol):
+    """The call of a compiled part that is under way."""
+
+    def made(self, tensor: torch.Tensor) -> Storage:
+        """It saves a tensor that nobody has seen."""
+
+    def brought(self, nbytes: int) -> None:
+        """A parked storage came back for it."""
 
 
 class StepRecord(Protocol):
@@ -37,6 +47,9 @@ class StepRecord(Protocol):
     named: dict[int, str]
     is_inside: bool
     start_sequence: int
+
+    @property
+    def compiled(self) -> CompiledCall | None: ...
 
     @property
     def num_ops(self) -> int: ...
@@ -80,8 +93,11 @@ class _Parked:
             self.back = self.saves.bring_back(self)
             if self.node.codec is None:
                 self.node.codec = self.saves.codec_of(self.back, self.node.dtype)
+            if self.recorder.compiled is not None:
+                self.recorder.compiled.brought(self.back.nbytes())
         return self.back
 
+    @never_compiled
     def __del__(self) -> None:
         self.node.release = max(self.node.release, self.recorder.num_ops)
 
@@ -133,7 +149,10 @@ class SavedTensorRecorder:
         with self._recorder.silently():
             tensor = arrived(saved)
             record = self._recorder.storages.find(tensor) if is_plain_or_fake(tensor) else None
-            refuse_compiled_part(self._recorder.path)
+            if self._recorder.compiled is None:
+                refuse_compiled_part(self._recorder.path)
+            elif record is None and is_plain_or_fake(tensor) and not isinstance(base_of(tensor), nn.Parameter):
+                record = self._recorder.compiled.made(tensor)
             if not self._recorder.is_inside or not self.is_activation(saved, record):
                 return self._stay(saved, record)
             if record is None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import nn
 
 from lowtide.core.recipe import Anchor
 from lowtide.errors import ConfigError
+from lowtide.profiling.compiled_calls import CompiledCall, run_compiled
 from lowtide.profiling.op_timer import Clock
 from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name, refuse_misled
 from lowtide.profiling.saved_tensors import CodecOf, SavedTensorRecorder, is_parameter
@@ -35,6 +37,7 @@ from lowtide.profiling.step_record import Node, Span, Trace
 from lowtide.profiling.storages import NOWHERE, Storages, value_of
 from lowtide.recipes.graph import Call, Storage, Value
 from lowtide.recipes.operators import has_statistics, writes_unsaid, written_values
+from lowtide.tensors.compiled import calls_wrapped, compiled_parts
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import (
@@ -75,7 +78,7 @@ class StepRecorder(Recorder):
         self._is_autocast = False
         self.device = device
         self.storages = Storages(device, lambda: self.num_ops)
-        self._clock = clock
+        self.clock = clock
         self.saves = SavedTensorRecorder(self, stash, codec_of)
         self._layers = frozenset(layers)
         self._calls: list[Call] = []
@@ -103,6 +106,10 @@ class StepRecorder(Recorder):
         self._sequence_starts: list[int] = []
         self._sequence_names: list[str] = []
         self._path = [OUTSIDE]
+        self.compiled: CompiledCall | None = None
+        """The call of a compiled part that is under way."""
+        self.temporary: list[tuple[int, int]] = []
+        """(operator, bytes) of compiled parts, as in `Trace`."""
         self.batch = ""
         """Shapes and dtypes of what the model was called with."""
 
@@ -143,8 +150,8 @@ class StepRecorder(Recorder):
         call = Call(
             index=index,
             func=func,
-            args=tuple(self._frozen(arg) for arg in args),
-            kwargs={key: self._frozen(arg) for key, arg in kwargs.items()},
+            args=tuple(self.frozen(arg) for arg in args),
+            kwargs={key: self.frozen(arg) for key, arg in kwargs.items()},
             outputs=(),
             name="",
             seconds=0.0,
@@ -156,14 +163,14 @@ class StepRecorder(Recorder):
         ):
             self._save_what_it_writes(call, self.about_to_write)
         try:
-            out, mark = self._clock.run(func, args, kwargs)
+            out, mark = self.clock.run(func, args, kwargs)
         except Exception:
             self.failed_at = self.failed_at or f"{func.overloadpacket} in {self._path[-1] or 'the model'}"
             raise
         self._note_call(call, out)
         if self._holds_casts and self._is_autocast and self._num_forward_ops is None:
             self._hold_cast(func, args, out)
-        self._marks.append(self._clock.seconds(mark, call))
+        self._marks.append(self.clock.seconds(mark, call))
         self._op_names.append(call.name)
         return out
 
@@ -196,7 +203,7 @@ class StepRecorder(Recorder):
         for storage in written:
             storage.num_writes += 1
             storage.last_write = call.index
-        call.outputs = tuple(self._output(leaf, call) for leaf in leaves)
+        call.outputs = tuple(self.output(leaf, call) for leaf in leaves)
         outputs = {value.storage.index: value.storage for value in call.outputs if value is not None and _is(value)}
         fresh = [s for s in outputs.values() if schema_of(call.func).is_mutable or s.index not in inputs]
         if self._num_forward_ops is not None:
@@ -229,13 +236,13 @@ class StepRecorder(Recorder):
         path = self._path[-1]
         return f"{path}.{op}" if path else op
 
-    def _frozen(self, arg: Any) -> Any:
+    def frozen(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
             return value_of(arg, self._input_record(arg))
         if isinstance(arg, list | tuple):
-            return type(arg)(self._frozen(part) for part in arg)
+            return type(arg)(self.frozen(part) for part in arg)
         if isinstance(arg, dict):
-            return {key: self._frozen(part) for key, part in arg.items()}
+            return {key: self.frozen(part) for key, part in arg.items()}
         return arg
 
     def _input_record(self, tensor: torch.Tensor) -> Storage:
@@ -248,7 +255,7 @@ class StepRecorder(Recorder):
             self.storages.register_parts(tensor, kind)
         return NOWHERE
 
-    def _output(self, leaf: Any, call: Call) -> Value | None:
+    def output(self, leaf: Any, call: Call) -> Value | None:
         if not isinstance(leaf, torch.Tensor):
             return None
         if not is_plain_or_fake(leaf):
@@ -260,6 +267,24 @@ class StepRecorder(Recorder):
         else:
             record.nbytes = max(record.nbytes, leaf.untyped_storage().nbytes())
         return value_of(leaf, record)
+
+    def next_name(self, op: str) -> str:
+        """The name of what the next `op` of the module that is running makes."""
+        return self._name(op)
+
+    def note_compiled(self, call: Call, mark: Any, sequence: int) -> None:
+        """A compiled part has run, forward or backward, as one operator. `sequence`: autograd's number of it."""
+        if self.is_backward:
+            is_known = self.start_sequence <= sequence < self._end_sequence
+            self._op_sequences.append(sequence if is_known else self._op_sequences[-1])
+        else:
+            self._op_sequences.append(-1)
+            self._calls.append(call)
+            if not self._sequence_starts or sequence > self._sequence_starts[-1]:
+                self._sequence_starts.append(sequence)
+                self._sequence_names.append(call.name)
+        self._marks.append(mark)
+        self._op_names.append(call.name)
 
     # -- autograd's numbers ----------------------------------------------------------------------------------------
 
@@ -285,18 +310,20 @@ class StepRecorder(Recorder):
     @contextlib.contextmanager
     def following(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
         """Know which module runs, and what goes into and comes out of it."""
-        hooks = []
+        hooks: list[Any] = []
+        compiled = compiled_parts(model)
         for name, module in modules_to_follow(model, prefix):
             first = not is_fsdp(module)
-            hooks.append(module.register_forward_pre_hook(self._entry(name), prepend=first, with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._exit(name), always_call=True))
+            hooks.append(module.register_forward_pre_hook(self.entry(name), prepend=first, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self.exit(name), always_call=True))
         try:
-            yield
+            with calls_wrapped(compiled, functools.partial(run_compiled, self)):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _entry(self, name: str) -> Callable:
+    def entry(self, name: str) -> Callable:
         def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not name and self._num_forward_ops is None:
                 self._enter_root(args, kwargs)
@@ -315,7 +342,7 @@ class StepRecorder(Recorder):
 
         return enter
 
-    def _exit(self, name: str) -> Callable:
+    def exit(self, name: str) -> Callable:
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
             self._catch(name, "output", output)
             if len(self._path) > 1:
@@ -440,7 +467,7 @@ class StepRecorder(Recorder):
         return Trace(
             calls=self._calls,
             op_names=self._op_names,
-            op_seconds=self._clock.settle(self._marks),
+            op_seconds=self.clock.settle(self._marks),
             op_sequences=self._op_sequences,
             num_forward_ops=self._num_forward_ops,
             storages=self.storages.records,
@@ -453,6 +480,7 @@ class StepRecorder(Recorder):
             hidden=[record for record in self._hidden if record.index not in self.storages.off_device],
             spans=self._spans,
             start_sequence=self.start_sequence,
+            temporary=self.temporary,
             gathered=[span for entry in self.storages.gathered for span in entry.spans],
         )
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lowtide.recipes.graph import Storage, Value
+from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.live_bytes import plain_parts
 from lowtide.tensors.private import storage_key, version_of
@@ -94,6 +95,7 @@ class Storages:
         """Call `when_dead` once the bytes of `storage` are freed."""
         key = storage_key(storage)
 
+        @never_compiled
         def gone(ref: weakref.ref) -> None:
             entry = self._live.get(key)
             if entry is not None and entry[0] is ref:

@@ -95,8 +95,13 @@ class OperatorLog(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch wraps each call, for 1 us. Nothing compiles here: compiled models are refused.
+        # Else torch wraps each call, for 1 us. Nothing compiles here: compiled parts run without this mode.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch notes that some mode is on beside the stack of modes, and compiles anew for it."""
+        return True
 
     def __init__(self, kinds: frozenset) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.tensors.private import (
     AROUND_COMPILED,
+    COMPILED_CALL,
     COMPILED_NODE,
     COMPILER_MODULE,
     dispatch_modes,
@@ -41,6 +42,8 @@ from lowtide.tensors.private import (
 
 _WHY = "compiled code has no eager forward to follow"
 _F = TypeVar("_F", bound=Callable[..., Any])
+Around = Callable[[tuple[str, nn.Module], Callable[..., Any], tuple, dict], Any]
+"""Gets a compiled part (name, module), its call, and what it was called with."""
 
 
 def not_traced(function: _F) -> _F:
@@ -114,6 +117,35 @@ def _is_compiled(value: Any) -> bool:
 # -- around a compiled part --------------------------------------------------------------------------------------------
 
 
+class _Around:
+    """Stands in a compiled module's instance dictionary in place of its compiled call."""
+
+    def __init__(self, name: str, module: nn.Module, call: Callable[..., Any], around: Around) -> None:
+        self._name, self._module, self._around = name, module, around
+        self.__wrapped__ = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around((self._name, self._module), self.__wrapped__, args, kwargs)
+
+
+@contextlib.contextmanager
+def calls_wrapped(parts: Mapping[str, nn.Module], around: Around) -> Iterator[None]:
+    """Inside, each call of a compiled part goes through `around`, outside of what is compiled."""
+    before = []
+    for name, module in parts.items():
+        slot = COMPILED_CALL if is_compiled_module(module) else "forward"
+        before.append((vars(module), slot, vars(module).get(slot)))
+        vars(module)[slot] = _Around(name, module, getattr(module, slot), around)
+    try:
+        yield
+    finally:
+        for attributes, slot, value in before:
+            if value is None:
+                del attributes[slot]
+            else:
+                attributes[slot] = value
+
+
 @contextlib.contextmanager
 def without(modes: Collection[Any]) -> Iterator[None]:
     """Inside, these dispatch modes see nothing. One of somebody else's that was entered since keeps all as they are:
@@ -131,8 +163,14 @@ def without(modes: Collection[Any]) -> Iterator[None]:
 
 
 def graphs_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) -> list[type]:
-    """The compiled graphs that gave `outputs`, as classes of autograd's nodes, in the order of a walk that begins at
-    the outputs and does not go past the nodes `stops`. Two runs of the same graphs have equal lists.
+    """The compiled graphs that gave `outputs`, as classes of autograd's nodes. Two runs of the same graphs have equal
+    lists. `stops` is that of `nodes_between`."""
+    return [type(node) for node in nodes_between(outputs, stops)]
+
+
+def nodes_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) -> list[Any]:
+    """Autograd's nodes of the compiled graphs that gave `outputs`, in the order of a walk that begins at the outputs
+    and does not go past the nodes `stops`.
 
     Cost: about 1 us a node.
     """
@@ -146,7 +184,7 @@ def graphs_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) ->
         seen.add(id(node))
         kept.append(node)  # an object made for this walk alone would give its identity to the next one
         if type(node).__name__ == COMPILED_NODE:
-            found.append(type(node))
+            found.append(node)
         pending += [node for node, _ in node.next_functions]
     return found
 

@@ -41,6 +41,11 @@ class LiveBytes(TorchDispatchMode):
     Only storages on `device_type` count; without it, the type of the model's first parameter ('cpu' without a model).
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled while they are counted: torch would leave them as they are."""
+        return True
+
     def __init__(
         self,
         *,
@@ -59,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
         self._now_bytes = 0
         self._live: dict[int, tuple[weakref.ref, int]] = {}
         # Filled by finalizers, which may run in any thread and at any point: they only append.
-        self._dead: deque[tuple[int, Any]] = deque()
+        self._dead: deque[weakref.KeyedRef] = deque()
         # Emptied and filled without an operator, so they are looked at with each one.
         self._resized = [] if model is None else gathered_storages(model)
         if model is not None:
@@ -84,8 +89,8 @@ class LiveBytes(TorchDispatchMode):
                 self._live[key] = (known[0], nbytes)
                 self._now_bytes += nbytes - known[1]
         else:
-            dead = self._dead
-            self._live[key] = (weakref.ref(storage, lambda ref: dead.append((key, ref))), nbytes)
+            # Called by C code alone: a function of ours might be called where a compiler looks at functions.
+            self._live[key] = (weakref.KeyedRef(storage, self._dead.append, key), nbytes)
             self._now_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._now_bytes)
 
@@ -103,9 +108,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _settle(self) -> None:
         while self._dead:
-            key, ref = self._dead.popleft()
-            if key in self._live and self._live[key][0] is ref:
-                self._now_bytes -= self._live.pop(key)[1]
+            ref = self._dead.popleft()
+            if ref.key in self._live and self._live[ref.key][0] is ref:
+                self._now_bytes -= self._live.pop(ref.key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for storage in self._resized:

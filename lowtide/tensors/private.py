@@ -395,6 +395,28 @@ def num_compiled_graphs() -> int:
     return 0 if found is None else int(found.counters["stats"]["unique_graphs"])
 
 
+find("torch.autograd._enable_profiler_legacy")
+find("torch.autograd._disable_profiler_legacy")
+
+
+def begin_counting_allocations() -> bool:
+    """Have each allocation of this process noted until `end_counting_allocations`; False, and nothing is noted, while
+    some profiler is on already. Torch's public profiler tells sums for operators, not what came after what."""
+    if torch.autograd._profiler_enabled():
+        return False
+    states, config = torch.autograd.ProfilerState, torch.autograd.ProfilerConfig
+    experimental = torch._C._profiler._ExperimentalConfig()
+    torch.autograd._enable_profiler_legacy(config(states.CPU, False, True, False, False, False, experimental))
+    return True
+
+
+def end_counting_allocations(device_type: str) -> list[list[int]]:
+    """Of each thread, the bytes of its allocations on `device_type` in their order; what was freed is negative."""
+    read = "cpu_memory_usage" if device_type == "cpu" else "device_memory_usage"
+    threads: Any = torch.autograd._disable_profiler_legacy()
+    return [[getattr(each, read)() for each in events if each.kind() == "memory_alloc"] for events in threads]
+
+
 COMPILED_NODE = "CompiledFunctionBackward"
 """Name of the class of autograd's node for a compiled graph. Each graph has a class of its own."""
 

@@ -585,6 +585,16 @@ def test_a_compiled_module_is_told_from_its_wrapper_and_each_graph_has_a_node_of
     assert private.num_compiled_graphs() == before + 2
 
 
+def test_allocations_are_noted_in_their_order() -> None:
+    assert private.begin_counting_allocations()
+    assert not private.begin_counting_allocations()
+    one = torch.empty(1000)
+    two = torch.empty(2000)
+    del one, two
+    threads = private.end_counting_allocations("cpu")
+    assert [4000, 8000, -4000, -8000] in threads
+
+
 def test_the_call_of_a_compiled_module_can_be_wrapped() -> None:
     module = nn.Linear(2, 2)
     module.compile(backend="eager")

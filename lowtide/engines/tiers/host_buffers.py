@@ -27,6 +27,8 @@ from pathlib import Path
 
 import torch
 
+from lowtide.tensors.compiled import never_compiled
+
 MMAP_THRESHOLD_BYTES = 32 << 20
 """Blocks at least this large get a mapping of their own. The most that glibc accepts: recycle all that can be."""
 TRIM_THRESHOLD_BYTES = 64 << 20
@@ -241,6 +243,7 @@ class BufferPool:
                     return self._idle.pop(key)
         return None
 
+    @never_compiled
     def _give_back(self, mapping: mmap.mmap) -> None:
         """Runs in any thread at any time, even inside this pool's own locked sections: never blocks on the lock."""
         self._returned.append(mapping)

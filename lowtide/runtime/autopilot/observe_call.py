@@ -173,13 +173,25 @@ def _input_gradients_set_aside(inputs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_cache_left_alone() -> Iterator[None]:
-    """Casts of weights that the observed step made would serve the real one, which then would not make its own."""
+    """Casts of weights that the observed step made would serve the real one, which then would not make its own.
+
+    Only where the caller's autocast is on: one that the model enters forgets its casts when it leaves. A compiled part
+    would be compiled anew for this switch.
+    """
     is_enabled = torch.is_autocast_cache_enabled()
+    if not any(torch.is_autocast_enabled(kind) for kind in _device_types() if torch.amp.is_autocast_available(kind)):
+        yield
+        return
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(is_enabled)
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def _loss_or_all(output: Any) -> Any:

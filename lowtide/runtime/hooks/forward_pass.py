@@ -140,6 +140,8 @@ class ForwardPass:
 
     def run_compiled(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
         """A compiled part of the model: nobody watches its operators, only what it saves passes by here."""
+        if self.departures.is_any:
+            self.departures.keep_time(ahead=1)
         outer, self._is_compiled = self._is_compiled, True
         modes = [] if self.log is None else [self.log]
         try:

@@ -49,9 +49,12 @@ class Departures:
         self._pending_sequence = sequence
         self.is_any = True
 
-    def keep_time(self) -> None:
-        """Start the copies of what was saved before this operator, and wait for those whose deadline has come."""
-        sequence = next_sequence_number()
+    def keep_time(self, *, ahead: int = 0) -> None:
+        """Start the copies of what was saved before this operator, and wait for those whose deadline has come.
+
+        `ahead`: 1 where the operator has no number yet. A compiled part saves at its end, and by then it has computed.
+        """
+        sequence = next_sequence_number() + ahead
         if self._pending and sequence != self._pending_sequence:
             self._send_pending()
         while self._deadlines and self._deadlines[0][0] <= sequence:

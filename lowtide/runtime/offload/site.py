@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.engines.base import Engine, Event, Slot
 from lowtide.runtime.saved.stats import Ledger
+from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import Part
 from lowtide.tensors.private import storage_at, storage_key
 
@@ -105,6 +106,7 @@ class _Farewell:
     def __init__(self, scheduler: Carrier) -> None:
         self.scheduler = scheduler
 
+    @never_compiled
     def __del__(self) -> None:
         self.scheduler.after_close()
 
