@@ -51,6 +51,8 @@ class TabledPlan(Protocol):
     @property
     def raced(self) -> str: ...
     @property
+    def audited_peak_bytes(self) -> int | None: ...
+    @property
     def is_solved(self) -> bool: ...
     @property
     def does_nothing(self) -> bool: ...
@@ -354,9 +356,11 @@ def promise_lines(plan: TabledPlan) -> list[str]:
     """Peak and time of a solved plan, and how sure they are. The first line carries on after the plan's name."""
     predicted = plan.predicted
     assert predicted is not None
+    audited = "" if plan.audited_peak_bytes is None else f", audited {format_bytes(plan.audited_peak_bytes)}"
     budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
+    plain = format_bytes(predicted.plain_peak_bytes)
     return [
-        f"peak {format_bytes(predicted.peak_bytes)}{budget}; everything kept {format_bytes(predicted.plain_peak_bytes)}"
+        f"peak {format_bytes(predicted.peak_bytes)}{audited}{budget}; everything kept {plain}"
         f", floor {format_bytes(predicted.floor_bytes)}",
         _time_line(predicted),
         f"certainty: {predicted.certainty}",

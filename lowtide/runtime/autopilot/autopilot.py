@@ -63,9 +63,11 @@ from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBuc
 from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
 from lowtide.runtime.autopilot.race import LATE_STEPS, Pace, Race, not_in_force, of_slowest_rank
 from lowtide.runtime.autopilot.step_clock import StepClock
+from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
+from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import refuse_capture
 from lowtide.runtime.session.forward_patch import ForwardPatch
 from lowtide.runtime.session.optimizer_state import PlacedState
@@ -158,6 +160,8 @@ class Autopilot:
         """Of the planned steps that are to be reviewed."""
         self._steps = StepClock(engine, self._trained)
         """Of the steps of plans that race, or have won."""
+        self._audit: Audit | None = None
+        """The last one that was asked for."""
         self._threads: set[int] = set()
         """Those that have come with a forward pass."""
         self._rollback = Rollback(
@@ -220,12 +224,46 @@ class Autopilot:
         whys = [event.why for event in self.events if not event.why.startswith(_RACE)]
         return sum(why not in _NOT_CORRECTIONS for why in whys)
 
+    @property
+    def _is_audited(self) -> bool:
+        return self._audit is not None and self._audit.is_open
+
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
         with self._lock:
             if self._state.key is not None and self.tide is not None:
                 self._review(self._state.key)
                 self._restart_stats(self.tide)
+
+    def audit(self) -> Audit:
+        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
+        bytes, and `plan.audited_peak_bytes` has it afterwards. See `Tide.audit`.
+
+        The plan in force stays inside: steps that are counted operator by operator say nothing about time, so they are
+        neither compared nor raced. Where a batch of another shape brings another plan, its peak counts too.
+
+        Raises ConfigError, when it is entered, where no plan is in force (before the first step, after `remove`).
+        """
+
+        def scheduler() -> OffloadScheduler:
+            if self.tide is None or self.phase is Phase.REMOVED:
+                raise ConfigError("audit: no plan is in force; run a step first")
+            return self.tide._scheduler
+
+        def done(peak_bytes: int | None) -> None:
+            with self._lock:
+                if self.tide is not None and peak_bytes is not None and self._num_forwards != before:
+                    self.tide.audited_peak_bytes = peak_bytes
+                if self.tide is not None and self.phase is Phase.COMPARED:
+                    # The next comparison is of steps that nobody watched.
+                    self._restart_stats(self.tide)
+                    self._clock.seconds.clear()
+
+        if self._is_audited:
+            raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
+        before = self._num_forwards
+        self._audit = Audit(self.model, self._optimizer, self.engine.device_type, scheduler=scheduler, done=done)
+        return self._audit
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
         """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
@@ -328,12 +366,12 @@ class Autopilot:
             return
         if key is None:
             key = self._largest_for(shape)
-        if self._state.key is not None:
+        if self._state.key is not None and not self._is_audited:
             self._review(self._state.key)  # also where shapes take turns, and none comes twice in a row
         if key != self._state.key:
             self._use(key)
         self._was_smaller |= key != shape
-        if self.source.races:
+        if self.source.races and not self._is_audited:
             self._race(key)
             self._steps.start(self._timed(key) if key == shape else None)
 
@@ -576,6 +614,9 @@ class Autopilot:
         self._enter(phase if shape.contest is None else Phase.RACING, key, shape.tide)
         self._was_smaller = False
         self._clock.seconds.clear()
+        if self._is_audited:
+            assert self._audit is not None
+            self._audit.follow()
 
     def _tell(self, shape: CachedPlan, why: str, seconds: float) -> None:
         event = PlanEvent(

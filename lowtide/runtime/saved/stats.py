@@ -40,7 +40,8 @@ class Stats:
     aliased_bytes: int
     """Swapped bytes that something else (a cache, a returned output) kept on the device: swapping freed nothing."""
     peak_device_bytes: int
-    """Peak on the device: the allocator's own on an accelerator, else model state plus the ledger of activations."""
+    """Peak on the device: the allocator's own on an accelerator, else model state plus the ledger of activations, which
+    has no temporaries (`tide.audit()` has them)."""
     stall_seconds: float
     """Time that compute waited for copies."""
     num_divergences: int
