@@ -48,6 +48,11 @@ def cross_entropy(
     """See `lowtide.cross_entropy`."""
     check(logits, labels, reduction)
     check_factors(label_smoothing, z_loss)
+    if (first_word is not None and group is None) or (group is not None and is_distributed(logits)):
+        raise ConfigError(
+            "lowtide.cross_entropy: group and first_word say where the plain part of a rank belongs: first_word goes "
+            "with group, and a DTensor knows both; leave them out"
+        )
     if group is not None or is_distributed(logits):
         if weight is not None or label_smoothing or z_loss:
             raise ConfigError(

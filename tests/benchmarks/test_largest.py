@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.largest import find_largest
+from benchmarks.largest import find_largest, table
 
 
 def walk(peak_at: Callable[[int], int | None], budget_bytes: int, most: int) -> int:
@@ -41,3 +41,25 @@ def test_a_line_takes_few_tries_and_closeness_fewer() -> None:
     near, fewer = find_largest(lambda size: size * size, budget_bytes=90_000, start=8, most=1000, closeness=0.1)
     assert 270 <= near <= 300
     assert len(fewer) <= 10
+
+
+def test_an_optimizer_of_rate_0_changes_no_weight_and_its_state_is_there() -> None:
+    from benchmarks import subjects
+    from benchmarks.worker import compare, take_gradients
+
+    plain, stepped = (subjects.build("gpt2", subjects.shape("gpt2", "tiny")) for _ in range(2))
+    stepped.add_optimizer()
+    for _ in range(2):
+        want, got = (take_gradients(each, each.step()) for each in (plain, stepped))
+        assert compare(want, got)["is_equal"]
+    assert len(stepped.optimizer.state) == len(list(stepped.model.parameters()))
+
+
+def test_the_table_says_whether_the_loss_was_sliced_and_what_was_moved() -> None:
+    row = {"model": "llama", "measure": "batch", "title": "plain", "error": None, "is_equal": True, "size": 4}
+    row |= {"ratio_median": 1.0, "peak_bytes": 2**30, "budget_bytes": 2**30, "seconds": 1.0}
+    ours = row | {"title": "lowtide", "size": 6, "ratio_median": 1.5, "loss": "sliced", "state_bytes_moved": 14 * 2**20}
+    header, _, plain, lowtide = table([row, ours]).splitlines()
+    assert header.endswith("equal  loss    moved MiB")
+    assert plain.split()[-2:] == ["1.00", "yes"]
+    assert lowtide.split()[-3:] == ["yes", "sliced", "14"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import rows_of_slice, saves_memory, sliced_cross_entropy
+from lowtide.loss.cross_entropy import rows_of_slice, saves_memory, sliced_cross_entropy, without_autocast
 from tests.zoo import same_bits
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -178,6 +178,17 @@ def test_habits_change_no_bit(habit: str) -> None:
         assert same_bits(gradients(F.cross_entropy), gradients(sliced_cross_entropy))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_kernels_run_without_autocast_and_its_cache_stays() -> None:
+    """On the CPU autocast leaves log_softmax alone; on CUDA it would cast what comes in."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with without_autocast("cpu"):
+            assert not torch.is_autocast_enabled("cpu")
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert torch.is_autocast_enabled("cpu")
+    with without_autocast("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("word", [5, -1])

@@ -133,6 +133,12 @@ def _told(action: Any) -> str:
     return "nothing"
 
 
+_BELONGS = (
+    "ConfigError: lowtide.cross_entropy: group and first_word say where the plain part of a rank belongs: first_word "
+    "goes with group, and a DTensor knows both; leave them out"
+)
+
+
 def mistakes(rank: int) -> list[tuple[str, str]]:
     """What was said, and what should have been, where that is something else."""
     group, target = dist.group.WORLD, torch.zeros(4, dtype=torch.int64)
@@ -155,6 +161,8 @@ def mistakes(rank: int) -> list[tuple[str, str]]:
             "ConfigError: lowtide.cross_entropy: a DTensor must be sharded over its words on a mesh of one dimension, "
             "not (Shard(dim=0),) on 1; give its local part, and group="
         ),
+        _told(lambda: lowtide.cross_entropy(spread, target, group=group)): _BELONGS,
+        _told(lambda: lowtide.cross_entropy(torch.zeros(4, 3), target, first_word=3)): _BELONGS,
         _told(lambda: lowtide.cross_entropy(spread, target + 6)): "IndexError: Target 6 is out of bounds.",
     }
     return [(said, wanted) for said, wanted in told.items() if said != wanted]
