@@ -322,10 +322,10 @@ def test_without_a_race_the_plan_is_the_solvers() -> None:
         assert tide.phase is Phase.SETTLED and tide.plan is not None and not tide.plan.raced
 
 
-@pytest.mark.parametrize("share", [2.0, 0.05])
-def test_one_plan_is_no_race(share: float) -> None:
-    """Everything fits; or too little for any other plan."""
-    model, tide = racing(Dice(1), share=share)
+@pytest.mark.parametrize(("share", "rules"), [(2.0, {}), (0.05, {"recompute": "none"})])
+def test_one_plan_is_no_race(share: float, rules: dict[str, str]) -> None:
+    """Everything fits; or so little, under a rule, that there is no other plan."""
+    model, tide = racing(Dice(1), share=share, **rules)
     with tide:
         for _ in range(8):
             step(model, rows())
