@@ -80,7 +80,7 @@ def test_two_plans_that_copy_unlike_amounts_show_speed_and_price(pace: float) ->
 def test_where_nothing_can_be_told_apart_nothing_is_learned() -> None:
     assert learned_link([(MOVING, 9.0)], LINK) is None
     alike = plan_of(10**8, 99 * 10**6)
-    assert learned_link([(MOVING, 9.0), (alike, 2.0)], LINK) is None
+    assert learned_link([(MOVING, 2.0), (alike, 2.05)], LINK) is None
     assert learned_link([(MOVING, 900.0), (plan_of(10**7, recompute_seconds=5.0), 0.1)], LINK) is None  # pace below 0
     assert learned_link([(STILL, 9.0), (plan_of(), 2.0)], LINK) is None
     assert learned_link([(MOVING, 9.0), (STILL, None)], LINK) is None
