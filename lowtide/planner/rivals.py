@@ -1,11 +1,11 @@
 """Other plans for the same budget, to be tried beside the solver's on real steps.
 
-What: `rivals_of` makes at most two: the best one that swaps nothing (where the solver's plan swaps), and the fewest
-layers that have to run again as a whole when everything else is kept, which is what anybody gets with a line of
-checkpointing. Each fits the budget as the solver counts bytes.
+What: `rivals_of` makes at most two: the best one that swaps nothing (where the solver's plan swaps; where none fits,
+one that is solved as if copies were dear), and the fewest layers that have to run again as a whole when everything else
+is kept, which is what anybody gets with a line of checkpointing. Each fits the budget as the solver counts bytes.
 
 Why these: where a plan is slower than promised, the price of the link or that of many small recipes was wrong. One has
-no link in it, the other neither.
+no link in it, or little, the other neither.
 
 Cost: the solver's for each, and for the fewest layers one easy problem for each halving of their number, until
 `seconds_each` are over. Not covered: rules about swapping or recomputing, which leave nothing to vary;
@@ -24,21 +24,26 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again
+from lowtide.timeline.step import Link
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
 
 NO_SWAP = "no swap"
+LESS_SWAP = "less swap"
 FEWEST = "fewest layers"
+_DEAR = 2.0
+"""Seconds of compute lost for each second of copying, as that plan has it. Measured for gpt2 on the host: about 1."""
 
 Planner = Callable[..., Plan]
 """`plan_profile` of one profile, link and budget: called with the config, and with what differs."""
 
 
 def rivals_of(
-    plan: Plan, config: MemoryConfig, profile: Profile, make: Planner, *, seconds_each: float = 3.0
+    plan: Plan, config: MemoryConfig, profile: Profile, make: Planner, link: Link, *, seconds_each: float = 3.0
 ) -> Iterator[tuple[str, Plan]]:
-    """Names and plans, beside the solver's `plan` (and maybe equal to it). `config` has the rules for it."""
+    """Names and plans, beside the solver's `plan` (and maybe equal to it). `config` has the rules for it, and `link` is
+    the one that it was made for."""
     if all(site.fate is Fate.KEEP for site in plan.sites):
         return  # nothing is faster
     limits = {"time_limit_seconds": seconds_each, "with_ways_out": False}
@@ -46,6 +51,11 @@ def rivals_of(
         found = _made(lambda: make(dataclasses.replace(config, swap="none"), **limits))
         if found is not None:
             yield NO_SWAP, found
+        elif link.compute_share < _DEAR and config.recomputes_freely:
+            dear = dataclasses.replace(link, compute_share=_DEAR)
+            found = _made(lambda: make(config, link=dear, **limits))
+            if found is not None and _swapped_bytes(found) < _swapped_bytes(plan):
+                yield LESS_SWAP, found
     has_no_swap_rule = config.swaps_freely or config.swap == "none"
     if has_no_swap_rule and config.recomputes_freely and not profile.num_collectives:
         whole = dataclasses.replace(config, swap="none", recompute="none")
@@ -82,3 +92,7 @@ def _made(make: Callable[[], Plan]) -> Plan | None:
 
 def _swaps(plan: Plan) -> bool:
     return any(site.fate is Fate.SWAP for site in plan.sites)
+
+
+def _swapped_bytes(plan: Plan) -> int:
+    return sum(site.nbytes for site in plan.sites if site.fate is Fate.SWAP)

@@ -69,8 +69,19 @@ def test_a_price_is_never_negative_and_has_a_limit() -> None:
     assert slow is not None and slow.compute_share == MOST_SHARE
 
 
+@pytest.mark.parametrize("pace", [0.5, 2.0])
+def test_two_plans_that_copy_unlike_amounts_show_speed_and_price(pace: float) -> None:
+    few = plan_of(2 * 10**7, recompute_seconds=RECOMPUTE)
+    seconds = pace * (PLAIN + 1.5 * copy_seconds(MOVING, LINK)), pace * (1.3 + 1.5 * copy_seconds(few, LINK))
+    found = learned_link([(MOVING, seconds[0]), (few, seconds[1])], LINK)
+    assert found is not None and found.compute_share == pytest.approx(1.5)
+
+
 def test_where_nothing_can_be_told_apart_nothing_is_learned() -> None:
-    assert learned_link([(MOVING, 9.0), (plan_of(10**6), 2.0)], LINK) is None
+    assert learned_link([(MOVING, 9.0)], LINK) is None
+    alike = plan_of(10**8, 99 * 10**6)
+    assert learned_link([(MOVING, 2.0), (alike, 2.05)], LINK) is None
+    assert learned_link([(MOVING, 900.0), (plan_of(10**7, recompute_seconds=5.0), 0.1)], LINK) is None  # pace below 0
     assert learned_link([(STILL, 9.0), (plan_of(), 2.0)], LINK) is None
     assert learned_link([(MOVING, 9.0), (STILL, None)], LINK) is None
     assert learned_link([(MOVING, None), (STILL, 1.3)], LINK) is None

@@ -14,7 +14,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.rivals import FEWEST, NO_SWAP, rivals_of
+from lowtide.planner.rivals import FEWEST, LESS_SWAP, NO_SWAP, rivals_of
 from lowtide.timeline.step import Link
 from tests.runtime.autopilot.test_race_of_plans import priced
 
@@ -23,7 +23,7 @@ LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1
 
 @pytest.fixture
 def profile() -> Profile:
-    return priced()[0]
+    return priced(0.7)[0]
 
 
 def config_for(profile: Profile, share: float, **more: Any) -> MemoryConfig:
@@ -38,7 +38,7 @@ def config_for(profile: Profile, share: float, **more: Any) -> MemoryConfig:
 def planned(profile: Profile, config: MemoryConfig) -> tuple[Plan, dict[str, Plan]]:
     make = functools.partial(plan_profile, profile, link=LINK)
     plan = make(config)
-    return plan, dict(rivals_of(plan, config, profile, make))
+    return plan, dict(rivals_of(plan, config, profile, make, LINK))
 
 
 def fates(plan: Plan) -> set[Fate]:
@@ -70,6 +70,21 @@ def test_each_rival_fits_and_is_what_its_name_says(profile: Profile) -> None:
 def test_where_no_number_of_layers_fits_there_is_no_such_plan(profile: Profile) -> None:
     plan, rivals = planned(profile, config_for(profile, 0.1))
     assert FEWEST not in rivals and not plan.does_nothing
+
+
+def test_where_some_swapping_is_needed_a_plan_with_less_of_it_races(profile: Profile) -> None:
+    config = config_for(profile, 0.35)
+    plan, rivals = planned(profile, config)
+    assert list(rivals) == [LESS_SWAP]
+    less, solvers = ([site.nbytes for site in one.sites if site.fate is Fate.SWAP] for one in (rivals[LESS_SWAP], plan))
+    assert 0 < sum(less) < 0.7 * sum(solvers)
+    assert rivals[LESS_SWAP].predicted is not None and config.budget is not None
+    assert rivals[LESS_SWAP].predicted.peak_bytes <= config.budget
+    # A plan that is made for dear copies has no such rival, nor has one that swaps no more than that.
+    slow = dataclasses.replace(LINK, out_bytes_per_second=5e8, in_bytes_per_second=5e8, compute_share=0.5)
+    for link in (dataclasses.replace(LINK, compute_share=2.0), slow):
+        make = functools.partial(plan_profile, profile, link=link)
+        assert not dict(rivals_of(make(config), config, profile, make, link))
 
 
 @pytest.mark.parametrize(

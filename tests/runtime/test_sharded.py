@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.profiling.observe_step import observe
@@ -357,6 +359,48 @@ def accumulates(rank: int, way: str) -> dict[str, Any]:
         return {**found, "peak": max(peaks), "bits": bits, "budget": budget}
 
 
+class Dice(VirtualEngine):
+    """Steps take as long as the seed says."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._times = random.Random(seed)
+        self._now = 0.0
+
+    def mark_time(self) -> float:  # type: ignore[override]
+        self._now += self._times.expovariate(1.0)
+        return self._now
+
+    def seconds_between(self, start: float, end: float) -> float:  # type: ignore[override]
+        return end - start
+
+
+def races(rank: int, way: str, engine: str) -> dict[str, Any]:
+    """Plans take turns, and on each rank others are fast; parameters are trained meanwhile."""
+    truth, model = net(way), net(way)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (truth, model)]
+    with lowtide.optimize(net(way), budget="1GiB", memory={"min_bytes": 1}, engine="virtual:0") as tide:
+        step(tide.model, rank)
+        floor, plain = tide.profile.state.parameters, tide.plan.predicted.plain_peak_bytes
+    how: Any = {"memory": {"min_bytes": 1}, "engine": Dice(rank) if engine == "dice" else engine}
+    bits, digests, said = [], [], []
+    with lowtide.optimize(model, budget=int(floor + 0.7 * (plain - floor)), say=said.append, **how) as tide:
+        for number in range(32):
+            found = []
+            for one, optimizer in zip((truth, model), optimizers, strict=True):
+                loss = one(tokens(100 * rank + number))
+                loss.backward()
+                found.append([loss.detach(), *gradients(one)])
+                optimizer.step()
+                optimizer.zero_grad()
+            bits.append(same(*found))
+            digests.append(tide.tide.plan.digest())
+        misses = (tide.stats.num_divergences, tide.stats.num_unplanned)
+        raced = [event.why for event in tide.events if event.why.startswith("race: ")]
+        trained = [same(*([local(p.detach()) for p in one.parameters()] for one in (truth, model)))]
+    return {"bits": bits + trained, "digests": digests, "raced": raced, "misses": misses, "said": said}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "layers": {"recompute_config": {"recompute": [3]}},
     "ops": {"recompute_config": {"select_recompute": [r"mlp\.act_fn", r"mlp\.gate_proj"]}},
@@ -467,6 +511,7 @@ def inside(model: nn.Module, call: Callable[[], Any]) -> None:
         hook.remove()
 
 
+RACES = [("layers", "dice"), ("nested", "host")]
 GATHERING = ("layers", "gathered until backward", "no root")
 
 
@@ -489,6 +534,23 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
     given = two_ranks.run(__name__, JOBS, tmp_path_factory.mktemp("ranks"), seconds=300)
     named = [(name, {k: v for k, v in arguments.items() if k != "shares"}) for name, arguments in JOBS]
     return {key(name, **arguments): both for (name, arguments), both in zip(named, given, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    jobs: list[two_ranks.Job] = [("races", {"way": way, "engine": engine}) for way, engine in RACES]
+    return two_ranks.run(__name__, jobs, tmp_path_factory.mktemp("raced"), seconds=300)
+
+
+@pytest.mark.parametrize("number", range(len(RACES)))
+def test_sharded_plans_race_and_ranks_agree(raced: list[tuple[Any, ...]], number: int) -> None:
+    first, second = raced[number]
+    assert all(first["bits"]) and all(second["bits"]), (first["bits"], second["bits"])
+    assert first["digests"] == second["digests"]
+    assert first["raced"] == second["raced"]
+    assert first["misses"] == second["misses"] == (0, 0)
+    assert len(first["raced"]) == 1, first["said"]
+    assert len(set(first["digests"])) >= 2
 
 
 def key(name: str, way: str = "", config: str = "", reshards: bool = True, flag: bool | None = None) -> str:

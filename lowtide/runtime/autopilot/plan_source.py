@@ -143,7 +143,7 @@ class BudgetSource:
             how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients, **limits}
             return self._plan(steady, facts, config, log_seconds=LOG_SECONDS, **how)
 
-        return dict(rivals_of(plan, config, steady, make))
+        return dict(rivals_of(plan, config, steady, make, facts.link))
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """As it is: a solved plan has no process group in it."""

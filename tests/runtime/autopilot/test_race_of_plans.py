@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import threading
 import warnings
@@ -313,6 +314,35 @@ def test_every_plan_of_a_race_fits_the_budget() -> None:
     assert len(names) == len(contest.entrants) >= 2
 
 
+class Heap(Dice):
+    """A step pays for what another plan left behind."""
+
+    forgotten: list[str]
+
+    def forget_free_memory(self) -> bool:
+        self.forgotten.append("")
+        return True
+
+
+def test_where_a_step_pays_for_another_plans_a_turn_is_two_steps() -> None:
+    engine = Heap(2)
+    engine.forgotten = []
+    model, tide = racing(engine)
+    order: list[str] = []
+    with tide:
+        for _ in range(34):
+            step(model, rows())
+            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            if contest is not None:
+                order.append(contest.in_force.name)
+        assert tide.phase is Phase.SETTLED
+    num_changes = sum(one != other for one, other in itertools.pairwise(order))
+    assert order and all(order[at] == order[at + 1] for at in range(0, len(order) - 1, 2))
+    # Once before the first turn, and at each change; at the end only where another plan stays.
+    assert 1 + num_changes <= len(engine.forgotten) <= 2 + num_changes
+    assert not engine.violations
+
+
 def test_without_a_race_the_plan_is_the_solvers() -> None:
     model, tide = racing(Dice(1), race=False)
     with tide:
@@ -322,10 +352,10 @@ def test_without_a_race_the_plan_is_the_solvers() -> None:
         assert tide.phase is Phase.SETTLED and tide.plan is not None and not tide.plan.raced
 
 
-@pytest.mark.parametrize("share", [2.0, 0.05])
-def test_one_plan_is_no_race(share: float) -> None:
-    """Everything fits; or too little for any other plan."""
-    model, tide = racing(Dice(1), share=share)
+@pytest.mark.parametrize(("share", "rules"), [(2.0, {}), (0.05, {"recompute": "none"})])
+def test_one_plan_is_no_race(share: float, rules: dict[str, str]) -> None:
+    """Everything fits; or so little, under a rule, that there is no other plan."""
+    model, tide = racing(Dice(1), share=share, **rules)
     with tide:
         for _ in range(8):
             step(model, rows())
