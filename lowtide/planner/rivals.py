@@ -44,7 +44,7 @@ def rivals_of(
 ) -> Iterator[tuple[str, Plan]]:
     """Names and plans, beside the solver's `plan` (and maybe equal to it). `config` has the rules for it, and `link` is
     the one that it was made for."""
-    if all(site.fate is Fate.KEEP for site in plan.sites):
+    if all(site.fate is Fate.KEEP and site.codec is None for site in plan.sites):
         return  # nothing is faster
     limits = {"time_limit_seconds": seconds_each, "with_ways_out": False}
     if config.swaps_freely and _swaps(plan):

@@ -51,9 +51,13 @@ def test_the_plain_step_is_that_without_codecs() -> None:
     assert plain_bytes(profile) == plain_bytes(decoder_profile())
 
 
-def test_the_lifetimes_of_a_site_that_is_stored_smaller() -> None:
+@pytest.mark.parametrize("is_let_go_early", [False, True])
+def test_the_lifetimes_of_a_site_that_is_stored_smaller(is_let_go_early: bool) -> None:
     """Worked out by hand: the form comes when the next operator has saved, and is there until the site was made."""
     profile = coded(num_layers=1)
+    if is_let_go_early:  # by everything else, before the runtime can encode it
+        nodes = (node if node.codec is None else dataclasses.replace(node, dies=node.saved) for node in profile.nodes)
+        profile = dataclasses.replace(profile, nodes=tuple(nodes))
     problem = problem_of(profile, NO_RECIPES)
     items = {item.name: (index, item) for index, item in enumerate(problem.step.items)}
     site = next(node for node in profile.nodes if node.name == SDPA.format(0))
