@@ -179,13 +179,14 @@ class Profile:
         seconds = tuple(seconds * share for seconds in self.op_seconds)
         return dataclasses.replace(self, op_seconds=seconds, nodes=tuple(_faster(node, share) for node in self.nodes))
 
-    def without_sizes(self) -> Profile:
-        """The same step without the recipes that hold for its shapes only."""
+    def without_sizes(self, *, is_proven: bool) -> Profile:
+        """The same step without the recipes that hold for its shapes only. `is_proven`: each forward pass is compared
+        with its recipes, operator by operator, so most of them can follow its sizes."""
 
         def free(node: Site) -> Site:
             if node.collective_recipe is not None and not node.collective_recipe.is_shape_free:
                 return dataclasses.replace(node, collective_recipe=None)
-            if node.recipe is None or node.recipe.is_shape_free:
+            if node.recipe is None or node.recipe.serves_all(is_proven=is_proven):
                 return node
             return dataclasses.replace(node, recipe=None, why_no_recipe="holds for one shape only")
 

@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+# Steps that look at bytes in another dtype.
+_REINTERPRETS = frozenset({"aten.view.dtype", "aten.view_as_real.default", "aten.view_as_complex.default"})
 # Functional collectives, and what waits for them.
 _COLLECTIVES, _WAIT = "_c10d_functional.", "_c10d_functional.wait_tensor."
 
@@ -72,6 +74,15 @@ class Recipe:
     def nodes(self) -> tuple[str, ...]:
         """Names of the nodes it reads."""
         return tuple(dict.fromkeys(entry.name for entry in self.inputs if entry.kind == "node"))
+
+    @property
+    def can_follow_sizes(self) -> bool:
+        """Whether a forward pass of other shapes that is compared with it can say in which sizes (recipes/bind.py)."""
+        return not any(step.op in _REINTERPRETS for step in self.steps) and not self.collectives
+
+    def serves_all(self, *, is_proven: bool) -> bool:
+        """Whether it holds for other shapes, too; `is_proven`: every forward pass is compared with it."""
+        return self.is_shape_free or (is_proven and self.can_follow_sizes)
 
     @property
     def collectives(self) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ later ones, in the order in which that happened. No recipe starts from a node, p
 into after it was saved or read: later it holds other bytes than those that were read.
 
 Shapes: views are not run again; a tensor is described by its size, stride and offset at a storage (one `as_strided`
-where an operator of the recipe made it). So most recipes hold for the shapes that were observed. `is_shape_free` marks
-those in which no such number is written.
+where an operator of the recipe made it). So most recipes hold for the shapes that were observed, and bind.py
+gives them others. `is_shape_free` marks those in which no such number is written.
 
 Collectives: a recipe holds none, for all ranks of the group would have to run it, as often and in the same order.
 `build_collective_recipes` makes those that do hold one, for rules that name them (mindformers/plan.py). Only functional
@@ -323,7 +323,7 @@ class _Builder:
             return self._reference(arg)
         if isinstance(arg, (list, tuple)):
             return [self._encode(item) for item in arg]
-        return _encode_constant(arg)
+        return encode_constant(arg)
 
     def _reference(self, value: Value) -> dict[str, int]:
         start = self._start(value)
@@ -357,7 +357,7 @@ class _Builder:
         if call is None:
             raise _NoRecipeError("reinterpreted bytes")
         source = self._view(call.args[0])
-        self.steps.append(RecipeStep(op=str(call.func), args=(source, *map(_encode_constant, call.args[1:]))))
+        self.steps.append(RecipeStep(op=str(call.func), args=(source, *map(encode_constant, call.args[1:]))))
 
     def _transient_bytes(self, order: Sequence[Call]) -> int:
         """Most bytes at once: each storage from the operator that makes it to the last that reads it."""
@@ -384,13 +384,14 @@ def _geometry(value: Value) -> Geometry:
     return Geometry(size=value.size, stride=value.stride, offset=value.offset, dtype=_name(value.dtype))
 
 
-def _encode_constant(arg: Any) -> Any:
+def encode_constant(arg: Any) -> Any:
+    """An argument that is no tensor, as a recipe writes it (core/recipe.py)."""
     if isinstance(arg, float) and not math.isfinite(arg):
         return {"float": str(arg)}
     if arg is None or type(arg) in (bool, int, float, str):
         return arg
     if isinstance(arg, (list, tuple)):
-        return [_encode_constant(item) for item in arg]
+        return [encode_constant(item) for item in arg]
     if isinstance(arg, torch.device):
         return {"device": arg.type}
     for kind, key in ((torch.dtype, "dtype"), (torch.layout, "layout"), (torch.memory_format, "memory_format")):

@@ -202,14 +202,14 @@ def _written_positions(func: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class Given:
     """A tensor among a step's arguments: the `index`-th that the recipe starts from."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class Made:
     """A tensor that an earlier step made."""
 
     step: int
@@ -231,6 +231,18 @@ class _Step:
     """Some of its arguments are no input of a recipe."""
 
 
+class Repeated(NamedTuple):
+    """A step of a recipe, and the operator of a forward pass that did the same."""
+
+    place: int
+    """Of the step."""
+    planned: tuple[list[Any], dict[str, Any]]
+    """Its arguments; a tensor is a `Given` or a `Made`."""
+    ran: tuple[Sequence[Any], dict[str, Any]]
+    """What the operator got in their places; a tensor is a `Seen`."""
+    outputs: list[Seen | None]
+
+
 @dataclass(slots=True)
 class Proof:
     """A recipe, made ready to be compared with what ran."""
@@ -238,10 +250,10 @@ class Proof:
     kinds: frozenset = frozenset()
     """Operators that the log must note for it."""
     _steps: list[_Step] = field(default_factory=list)
-    _views: dict[int, tuple[_Made, RecipeView]] = field(default_factory=dict)
+    _views: dict[int, tuple[Made, RecipeView]] = field(default_factory=dict)
     _writers: dict[tuple[int, int], list[tuple[int, Shape | None]]] = field(default_factory=dict)
     """By step and output: the steps that write to it in place, and where, if that is known."""
-    _target: _Made | None = None
+    _target: Made | None = None
 
     def mismatch(self, log: OperatorLog, site: Start, starts: Sequence[Start]) -> str:
         """Where this forward pass parts from the recipe, in words; empty where it does not.
@@ -250,6 +262,13 @@ class Proof:
         """
         assert self._target is not None
         return _Comparison(self, log, starts).run(self._target, site)
+
+    def repeated(self, log: OperatorLog, site: Start, starts: Sequence[Start]) -> str | list[Repeated]:
+        """As `mismatch`, but numbers and shapes may be others than in the recipe. Where nothing else differs: the steps
+        with what this forward pass gave each of them, without those that only look in another way."""
+        assert self._target is not None
+        comparison = _Comparison(self, log, starts, follows_sizes=True)
+        return comparison.run(self._target, site) or comparison.repeated()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,26 +293,26 @@ def proof_of(recipe: Recipe) -> Proof:
         proof._steps.append(compiled)
         if step.op == WAIT or _is_view(func):
             base = args[0]
-            assert isinstance(base, _Made), "a recipe looks in another way only at what it made"
+            assert isinstance(base, Made), "a recipe looks in another way only at what it made"
             view = RecipeView(func, tuple(args[1:]), step.op == _AS_STRIDED, step.op == WAIT)
             proof._views[index] = (base, view)
         else:
             for position in _written_positions(func):
                 base = args[position] if position < len(args) else None
-                if isinstance(base, _Made):
+                if isinstance(base, Made):
                     proof._writers.setdefault((base.step, base.output), []).append((index, _region(proof, base.views)))
     proof._target = _target_of(proof, recipe)
     proof.kinds = frozenset(step.func for i, step in enumerate(proof._steps) if i not in proof._views)
     return proof
 
 
-def _target_of(proof: Proof, recipe: Recipe) -> _Made:
+def _target_of(proof: Proof, recipe: Recipe) -> Made:
     last = len(recipe.steps) - 1
     written = _written_positions(proof._steps[last].func) if last not in proof._views else ()
     if written:
         base = proof._steps[last].args[written[0]]
-        assert isinstance(base, _Made)
-        return _Made(base.step, base.output, last, last)
+        assert isinstance(base, Made)
+        return Made(base.step, base.output, last, last)
     return _made(proof, last, recipe.output)
 
 
@@ -301,13 +320,13 @@ def _template(proof: Proof, arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_template(proof, part) for part in arg]
     if isinstance(arg, dict) and "input" in arg:
-        return _Given(arg["input"])
+        return Given(arg["input"])
     if isinstance(arg, dict) and "step" in arg:
         return _made(proof, arg["step"], arg["output"])
     return arg
 
 
-def _made(proof: Proof, step: int, output: int) -> _Made:
+def _made(proof: Proof, step: int, output: int) -> Made:
     views: tuple[int, ...] = ()
     if step in proof._views:
         base, view = proof._views[step]
@@ -319,7 +338,7 @@ def _made(proof: Proof, step: int, output: int) -> _Made:
         maker = index
         if look is None or where is None or may_overlap(where, look):
             maker_here = index
-    return _Made(step, output, maker, maker_here, views)
+    return Made(step, output, maker, maker_here, views)
 
 
 def _region(proof: Proof, views: Sequence[int]) -> Shape | None:
@@ -339,24 +358,36 @@ def _is_view(func: Any) -> bool:
 class _Comparison:
     """One recipe against one forward pass."""
 
-    def __init__(self, proof: Proof, log: OperatorLog, starts: Sequence[Start]) -> None:
+    def __init__(self, proof: Proof, log: OperatorLog, starts: Sequence[Start], *, follows_sizes: bool = False) -> None:
+        self._follows_sizes = follows_sizes
         self._proof = proof
         self._log = log
         self._starts = starts
         self._matched: dict[int, Ran] = {}
         self._waiting: list[int] = []
 
-    def run(self, target: _Made, site: Start) -> str:
+    def run(self, target: Made, site: Start) -> str:
         found = self._meet(target, site.key, site.version, None)
         while self._waiting and not found:
             index = self._waiting.pop()
             found = self._compare_step(self._proof._steps[index], self._matched[index])
         return found
 
+    def repeated(self) -> str | list[Repeated]:
+        """The steps beside what ran, after `run` found no difference."""
+        found = []
+        for index, step in enumerate(self._proof._steps):
+            if index not in self._proof._views:
+                ran = self._matched.get(index)
+                if ran is None:
+                    return f"{step.func} was not found again"
+                found.append(Repeated(index, (step.args, step.kwargs), (_args(step, ran), ran.kwargs), ran.outputs))
+        return found
+
     def _compare_step(self, step: _Step, ran: Ran) -> str:
         if ran.func is not step.func:
             return f"{ran.func} ran in place of {step.func}"
-        args = pure_args(ran) if step.has_statistics else ran.args  # type: ignore[arg-type]
+        args = _args(step, ran)
         if len(args) != len(step.args) or ran.kwargs.keys() != step.kwargs.keys():
             return f"{step.func} got other arguments"
         for planned, actual in zip(step.args, args, strict=True):
@@ -370,28 +401,31 @@ class _Comparison:
         return ""
 
     def _compare(self, planned: Any, actual: Any) -> str:
-        if isinstance(planned, (_Given, _Made)):
+        if self._follows_sizes and is_size(planned) and is_size(actual, planned):
+            return ""
+        if isinstance(planned, (Given, Made)):
             if not isinstance(actual, Seen):
                 return "read something that is not a plain tensor"
-            return self._given(planned, actual) if isinstance(planned, _Given) else self._made(planned, actual)
+            return self._given(planned, actual) if isinstance(planned, Given) else self._made(planned, actual)
         if isinstance(planned, list):
             if not isinstance(actual, (list, tuple)) or len(actual) != len(planned):
                 return f"got {_shown(actual)} in place of {_shown(planned)}"
             return next(filter(None, (self._compare(*pair) for pair in zip(planned, actual, strict=True))), "")
         return "" if is_same_constant(planned, actual) else f"got {_shown(actual)} in place of {_shown(planned)}"
 
-    def _given(self, planned: _Given, actual: Seen) -> str:
+    def _given(self, planned: Given, actual: Seen) -> str:
         start = self._starts[planned.index]
         if actual.key != start.key:
             return f"read another tensor than '{start.name}'"
         if actual.version != start.version:
             return f"read '{start.name}' before or after it was written to"
-        return "" if actual.shape == start.shape else f"read '{start.name}' in another shape"
+        is_same = self._follows_sizes or actual.shape == start.shape
+        return "" if is_same else f"read '{start.name}' in another shape"
 
-    def _made(self, planned: _Made, actual: Seen) -> str:
+    def _made(self, planned: Made, actual: Seen) -> str:
         return self._meet(planned, actual.key, actual.version, actual)
 
-    def _meet(self, planned: _Made, key: int, version: int, actual: Seen | None) -> str:
+    def _meet(self, planned: Made, key: int, version: int, actual: Seen | None) -> str:
         first = self._log.creator(key)
         maker = self._log.maker(key, version, None if actual is None else actual.shape)
         # A part with a counter of its own knows nothing of what was written to the others.
@@ -402,7 +436,10 @@ class _Comparison:
         output = first.outputs[planned.output] if planned.output < len(first.outputs) else None
         if output is None or output.key != key:
             return f"read another output of {self._proof._steps[planned.step].func}"
-        if actual is not None and actual.shape != self._look(planned.views, output.shape):
+        if self._follows_sizes:
+            if self._log.is_in_parts(key):
+                return "wrote to parts of a storage, in other sizes"
+        elif actual is not None and actual.shape != self._look(planned.views, output.shape):
             return f"read the result of {self._proof._steps[planned.step].func} in another shape"
         return self._pair(planned.step, first) or self._pair(wanted_index, maker)
 
@@ -426,6 +463,17 @@ class _Comparison:
             self._waiting.append(index)
             return ""
         return "" if known is ran else f"read the result of another {ran.func} than the recipe"
+
+
+def _args(step: _Step, ran: Ran) -> Sequence[Any]:
+    return pure_args(ran) if step.has_statistics else ran.args  # type: ignore[arg-type]
+
+
+def is_size(value: Any, like: Any = None) -> bool:
+    """Whether an argument is a number, or a list of whole ones; of the type of `like`, if that is given."""
+    if isinstance(value, (list, tuple)):
+        return (like is None or isinstance(like, (list, tuple))) and all(type(part) is int for part in value)
+    return type(value) in (int, float) and (like is None or type(like) is type(value))
 
 
 def _reinterpreted(func: Any, args: Sequence[Any], look: Shape) -> Shape:

@@ -14,7 +14,7 @@ budget: then plans are carried out as they are, and of the above only observe, p
 
 Gradients: once a forward pass finds some (micro-batches accumulate), plans count them from the start of a pass on.
 Shapes: a plan is made for the shapes of a batch, and serves smaller ones too (shapes.py). As soon as it does, it is
-made again without recipes in which sizes are written. Plans of other shapes are put aside and taken up as they were.
+made again without recipes that hold for one shape only. Plans of other shapes are put aside and taken up as they were.
 Ranks: all use the smallest budget, and the first one's plan as long as all have the same shapes and come to each
 decision together; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks or, where
 the model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
@@ -385,6 +385,7 @@ class Autopilot:
     def _let_serve_smaller(self, key: ShapeBucket) -> bool:
         """Plan anew without recipes that hold for one shape only; False where that does not fit."""
         shape = self._shapes[key]
+        free = shape.profile.without_sizes(is_proven=shape.plan.check == "full")
         if not self._has_budget:
             return not shape.has_sizes  # no plan is changed for the sake of other shapes
         if shape.serves_smaller:
@@ -392,12 +393,12 @@ class Autopilot:
         if shape.has_sizes:
             start = time.perf_counter()
             try:
-                plan = self._plan_again(shape, is_joint=self._decide("vary"), profile=shape.profile.without_sizes())
+                plan = self._plan_again(shape, is_joint=self._decide("vary"), profile=free)
             except BudgetError:
                 return False
             self._replace(shape, plan)
             self._use(key, why=_VARIES, seconds=time.perf_counter() - start)
-        shape.profile = shape.profile.without_sizes()
+        shape.profile = free
         shape.rivals = shape.before = None  # they may have recipes with sizes
         shape.serves_smaller = True
         return True
@@ -480,7 +481,7 @@ class Autopilot:
     def _learned(self, profile: Profile, *, is_joint: bool) -> CachedPlan:
         """A plan for what was just observed; one that serves smaller shapes too, if others do already."""
         if any(known.serves_smaller for known in self._shapes):
-            free = profile.without_sizes()
+            free = profile.without_sizes(is_proven=all(known.plan.check == "full" for known in self._shapes))
             with contextlib.suppress(BudgetError):
                 plan = self._agreed_plan(free, self._consensus.budget_bytes, is_joint=is_joint)
                 return CachedPlan(profile=free, plan=plan, serves_smaller=True)

@@ -37,7 +37,7 @@ class CachedPlan:
     tide: Tide | None = None
     """The plan at work, or put aside; None if it never was."""
     serves_smaller: bool = False
-    """No recipe of the plan has a size in it."""
+    """No recipe of the plan holds for one shape only."""
     num_reviews: int = 0
     """How many planned steps were compared with their prediction."""
     unforeseen_bytes: int = 0
@@ -60,8 +60,8 @@ class CachedPlan:
     def has_sizes(self) -> bool:
         """Whether a recipe of the plan, or of one that it races with, holds for these shapes only."""
         plans = [self.plan] if self.contest is None else [entrant.plan for entrant in self.contest.entrants]
-        sites = (site for plan in plans for site in plan.sites)
-        return any(site.recipe is not None and not site.recipe.is_shape_free for site in sites)
+        recipes = ((site.recipe, plan.check == "full") for plan in plans for site in plan.sites)
+        return any(recipe is not None and not recipe.serves_all(is_proven=full) for recipe, full in recipes)
 
     def retire(self) -> None:
         """Its plan is not used again, and no race that it is in goes on."""

@@ -8,7 +8,8 @@ that its recipe starts from. As soon as all of them are there, the recomputed so
 When a recipe is trusted: never because it was right once. Nodes are found by position, and at a position there can be
 another tensor than last time, or one computed from another weight or with another number. So a recomputed source drops
 its tensor only if, in this very forward pass,
-- the node, and what its recipe starts from, have the shapes that the recipe is for, and
+- the node, and what its recipe starts from, have the shapes that the recipe is for (or `recipes/bind.py` takes the
+  shapes from the operators of this very pass), and
 - `recipes/proof.py` finds that the operators that made it are the recipe's, with the same numbers and operands. Where a
   plan says `check: sampled`, it does so in the first forward; in later ones the autograd graph behind the node must be
   the same (types of its operators, the numbers that they saved, their parameters).
@@ -38,6 +39,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.recipe import Recipe
+from lowtide.recipes.bind import bound
+from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.encoded import store_smaller
@@ -51,6 +55,7 @@ from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import next_sequence_number, saved_attributes
 from lowtide.tensors.ranks import true_on_all
+from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
 
 # How far the graph behind a node is compared. Recipes are short.
@@ -169,13 +174,11 @@ class RecipeGraph:
         if links is None:
             self._stay(source)
             return
-        if not self._holds(node, source, links):
-            self._stay(source)
-            return
         source.drop(links)
         self.counters.recomputed_bytes += source.nbytes
 
     def _links(self, node: Node, source: RecomputedSource) -> tuple[Link | StateLink, ...] | None:
+        """What the source is recomputed from, as this forward pass has shown it; None where it must stay."""
         recipe = node.decision.recipe
         assert recipe is not None
         pairs = [(entry, entry.node, self._sources[entry.name]) for entry in node.inputs if entry.node]
@@ -187,10 +190,33 @@ class RecipeGraph:
                 entry.follows = entry.shape == other.shape or not node.has_planned_shape
         is_same = source.shape == node.shape and all(other.shape == above.shape for _, above, other in pairs)
         is_literal = is_same and node.has_planned_shape
-        if not is_literal and not (recipe.is_shape_free and all(entry.follows for entry, _, _ in pairs)):
+        follows = not is_literal and self.log is not None and recipe.can_follow_sizes
+        if not (is_literal or follows or (recipe.is_shape_free and all(entry.follows for entry, _, _ in pairs))):
             return None
-        links = [self._link_to(entry, is_literal) for entry in node.inputs]
-        return None if None in links else tuple(links)  # type: ignore[arg-type]
+        links = [link for entry in node.inputs if (link := self._link_to(entry, is_literal)) is not None]
+        if len(links) < len(node.inputs):
+            return None
+        if follows:
+            return self._links_in_these_sizes(node, source, recipe, links)
+        return tuple(links) if self._holds(node, source, tuple(links)) else None
+
+    def _links_in_these_sizes(
+        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[Link | StateLink]
+    ) -> tuple[Link | StateLink, ...] | None:
+        """For other shapes than the recipe's: the links of the recipe as this very forward pass did it, which the
+        source then runs. None where the pass did something else."""
+        assert self.log is not None and node.proof is not None
+        found = bound(recipe, node.proof, self.log, source.start(), [link.start() for link in given])
+        if isinstance(found, str):
+            node.has_failed, node.why_failed = True, found
+            return None
+        known = node.bound
+        if known is None or known[0] != found:
+            known = node.bound = (found, compile_recipe(found))
+        source.program = known[1]
+        by_name = {(entry.kind, entry.name): link for entry, link in zip(recipe.inputs, given, strict=True)}
+        shapes = [(by_name[entry.kind, entry.name], Shape.from_geometry(entry.geometry)) for entry in found.inputs]
+        return tuple(link.seen_as(shape) for link, shape in shapes)
 
     def _link_to(self, entry: Input, is_literal: bool) -> Link | StateLink | None:
         if entry.node is None:

@@ -49,6 +49,10 @@ class Link:
     def start(self) -> Start:
         return self.source.start(self.name, self.shape)
 
+    def seen_as(self, shape: Shape) -> Link:
+        """The same source in another shape."""
+        return Link(self.name, self.source, shape)
+
     def is_intact(self) -> bool:
         return self.source.is_intact()
 
@@ -80,6 +84,10 @@ class StateLink:
 
     def start(self) -> Start:
         return Start(self.name, storage_key(self.tensor.untyped_storage()), version_of(self.tensor), self.shape)
+
+    def seen_as(self, shape: Shape) -> StateLink:
+        """The same tensor in another shape."""
+        return StateLink(self.name, self.tensor, shape, self.counter)
 
     def is_intact(self) -> bool:
         return version_of(self.counter) == self.version

@@ -13,8 +13,9 @@ from torch import nn
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.recipe import RecipeInput
+from lowtide.core.recipe import Recipe, RecipeInput
 from lowtide.errors import ConfigError
+from lowtide.recipes.execute import Program, compile_recipe
 from lowtide.recipes.proof import Proof, proof_of
 from lowtide.tensors.private import own_buffers, own_parameters
 from lowtide.tensors.view import Shape
@@ -47,6 +48,8 @@ class Node:
     was_agreed: bool = False
     """All ranks of these groups have exchanged whether its recipe holds on them."""
     was_seen: bool = False
+    bound: tuple[Recipe, Program] | None = None
+    """Its recipe in the last sizes that were not the plan's, and ready to run."""
 
     @property
     def name(self) -> str:
@@ -86,8 +89,6 @@ def nodes_of(plan: Plan, model: nn.Module) -> dict[str, Node]:
         recipe = node.decision.recipe
         if node.decision.fate is not Fate.RECOMPUTE or recipe is None:
             continue
-        from lowtide.recipes.execute import compile_recipe
-
         node.program, node.proof = compile_recipe(recipe), proof_of(recipe)
         node.inputs = tuple(_looked_up(entry, node, nodes, modules) for entry in recipe.inputs)
         # Plans list nodes in the order in which they are made, and recipes start from earlier ones.
