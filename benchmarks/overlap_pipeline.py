@@ -30,7 +30,9 @@ from lowtide.pipeline.overlap_figures import (
     ChunkTimes,
     Link,
     hidden_share,
+    hidden_share_by_phase,
     pair_ceiling,
+    phases_of_dualpipev,
     predict_step,
     seconds_of,
 )
@@ -68,19 +70,40 @@ def on_rank(rank: int, num_ranks: int, exchange_seconds: float, args: Mapping[st
     batch = [torch.randn(_ROWS, WIDTH, requires_grad=True) for _ in range(args["micro_batches"])]
     link = Link(latency_seconds=exchange_seconds, bytes_per_second=float("inf"))
 
+    class Timed:
+        """A transport that knows how long this rank waited for other stages."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.waited_seconds = inner, 0.0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def read(self, result: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return self.inner.read(result)
+            finally:
+                self.waited_seconds += time.perf_counter() - began
+
     def step_of(mode: str) -> Callable[[], Row]:
         stamps, deadline = Stamps(), DeadlineLink(link, 1)
         overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps)
         run_pair = overlap.run_pair if mode == "overlapped" else _in_series(overlap.run_pair)
         pipeline = Pipeline(schedule, stages, loss=nn.functional.mse_loss if has_ends else None, run_pair=run_pair)
+        timed: Any = Timed(pipeline.transport)
+        pipeline.transport = timed
 
         def step() -> Row:
             dist.barrier()
+            timed.waited_seconds = 0.0
             began = time.perf_counter()
             stamps.events.clear()
             pipeline.step(batch if has_ends else None, [each.detach() for each in batch] if has_ends else None)
             dist.barrier()
-            return {"seconds": time.perf_counter() - began, "took": seconds_of(stamps.events, began)}
+            seconds = time.perf_counter() - began
+            took = seconds_of(stamps.events, began)
+            return {"seconds": seconds, "took": took, "stage_wait_seconds": timed.waited_seconds}
 
         return step
 
@@ -130,8 +153,22 @@ def row_of(rounds: Mapping[str, list[Row]], num_ranks: int, exchange_seconds: fl
         "off_ceiling_by_points": 100 * (measured - ceiling),
         **fastest,
         "predicted_seconds": step.overlapped_seconds,
+        **_apart(min(rounds["overlapped"], key=lambda each: each["seconds"]), num_ranks, exchange_seconds, args),
         "speed_up": fastest["serial_seconds"] / fastest["overlapped_seconds"],
         "largest_speed_up": fastest["serial_seconds"] / fastest["without_seconds"],
+    }
+
+
+def _apart(row: Row, num_ranks: int, exchange_seconds: float, args: Mapping[str, Any]) -> Row:
+    """Of rank 0: waits for other stages and for rows apart, and what share of the exchanges each phase hides."""
+    shares = hidden_share_by_phase(
+        phases_of_dualpipev(num_ranks, args["micro_batches"], 0), row["took"], exchange_seconds
+    )
+    waited = sum(seconds for event, seconds in row["took"] if event.kind == "wait")
+    return {
+        "stage_wait_seconds": row["stage_wait_seconds"],
+        "exchange_wait_seconds": waited,
+        **{f"phase_{phase}_hidden_share": share for phase, share in shares.items()},
     }
 
 

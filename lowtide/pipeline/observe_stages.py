@@ -72,7 +72,7 @@ def observe_stages(
             output = _Output()
             profile = _observe_stage(pipeline, stage, (args, kwargs), output, target)
             found[stage] = StageChunk(
-                profile=profile if is_steady else profile.without_sizes(),
+                profile=profile if is_steady else profile.without_sizes(is_proven=False),
                 input_bytes=_bytes_of(args) if stage else 0,
                 output_bytes=0 if is_last else _bytes_of(output.tensors),
                 input_gradient_bytes=_bytes_of(args, with_gradient=True) if stage else 0,

@@ -8,6 +8,7 @@ durations of segments and a link, and so predicts a step. Three figures say whic
 - `Replayed.hidden_share` (R_wait): of the time that the link was busy, how much nobody waited for.
 - `traced_share` (R_trace): of the time that the link was busy, how much ran while something computed. What profilers
   show; any compute counts, needed or slowed down.
+`hidden_share_by_phase` says R_wait for each of the eight phases of DualPipeV.
 None may be compared with another, nor said without the ceiling: `pair_ceiling` for W ranks and M micro-batches.
 `predict_step` puts both together: pairs as the replay prices them, in a schedule on a clock.
 
@@ -123,6 +124,41 @@ def seconds_of(stamped: Sequence[tuple[float, Event]], began_seconds: float) -> 
             found.append((event, now - last))
             last = now
     return found
+
+
+def phases_of_dualpipev(num_ranks: int, num_micro_batches: int, rank: int) -> tuple[int, ...]:
+    """Of each forward, backward and pair of a rank, in order, the phase of the schedule that it is in, from 1 to 8: the
+    loops of `generators.dualpipev`. Weight gradients that come by themselves are left out."""
+    left, own = num_ranks - rank - 1, rank + 1
+    # The main part begins apart on the last rank.
+    main = 2 * (num_micro_batches - 2 * num_ranks + own) + (rank == num_ranks - 1)
+    sizes = (2 * left, 2 * own, 2 * left, main, 2 * left, 2 * own, left)
+    found = [phase for phase, size in enumerate(sizes, 1) for _ in range(size)]
+    num_actions = 4 * num_micro_batches - _num_pairs(num_ranks, num_micro_batches, rank)
+    return (*found, *(8 for _ in range(num_actions - len(found))))
+
+
+def _num_pairs(num_ranks: int, num_micro_batches: int, rank: int) -> int:
+    return round(pair_ceiling(num_ranks, num_micro_batches)[rank] * 2 * num_micro_batches)
+
+
+def hidden_share_by_phase(
+    phases: Sequence[int], took: Iterable[tuple[Event, float]], exchange_seconds: float
+) -> dict[int, float]:
+    """R_wait of each phase that has exchanges: of the time that they were on their way, how much nobody waited for.
+
+    `phases`: of the actions of one step, in the order in which they ran. `took`: that step's log (`seconds_of`)."""
+    busy: dict[int, float] = {}
+    waited: dict[int, float] = {}
+    first: int | None = None
+    for event, seconds in took:
+        first = event.pair if first is None else first
+        phase = phases[event.pair - first]
+        if event.kind == "issue":
+            busy[phase] = busy.get(phase, 0.0) + exchange_seconds
+        elif event.kind == "wait":
+            waited[phase] = waited.get(phase, 0.0) + seconds
+    return {phase: 1 - waited.get(phase, 0.0) / total for phase, total in sorted(busy.items())}
 
 
 @dataclass(frozen=True, slots=True)

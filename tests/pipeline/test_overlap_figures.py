@@ -15,12 +15,15 @@ from lowtide.pipeline.overlap_figures import (
     Link,
     exposed,
     hidden_share,
+    hidden_share_by_phase,
     pair_ceiling,
+    phases_of_dualpipev,
     predict_step,
     replay,
     seconds_of,
     traced_share,
 )
+from lowtide.pipeline.schedule import Action, Kind, Pair
 
 HALVES = {"F": FORWARD, "B": BACKWARD}
 
@@ -155,3 +158,33 @@ def test_times_between_stamps() -> None:
         ("segment", 2.5),
         ("wait", 0.25),
     ]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 2), (1, 5), (2, 4), (2, 9), (4, 8), (4, 20), (8, 16)])
+def test_phases_are_the_loops_of_the_schedule(num_ranks: int, num_micro_batches: int) -> None:
+    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    for rank, row in enumerate(schedule.actions):
+        actions = [each for each in row if isinstance(each, Pair) or each.kind is not Kind.BACKWARD_WEIGHT]
+        phases = phases_of_dualpipev(num_ranks, num_micro_batches, rank)
+        assert len(phases) == len(actions)
+        words: dict[int, list[str]] = {}
+        for phase, each in zip(phases, actions, strict=True):
+            words.setdefault(phase, []).append(each.kind.value if isinstance(each, Action) else "P")
+        left, own = num_ranks - rank - 1, rank + 1
+        assert words.get(1, []) == ["F"] * 2 * left
+        assert words[2] == ["F"] * 2 * own
+        assert words.get(3, []) == ["I", "F"] * left
+        apart = rank == num_ranks - 1
+        assert words[4] == (["F", "B"] if apart else ["P"]) + ["P"] * (len(words[4]) - 1 - apart)
+        assert words.get(5, []) == ["B", "P"] * left
+        assert set(words[6]) <= {"B", "I"}
+        assert words.get(7, []) == ["I"] * left
+        assert "P" not in words.get(8, [])
+
+
+def test_waits_count_in_the_phase_of_their_pair() -> None:
+    log = [*log_of("F. F0> >F0 F.", pair=7), *log_of("B. B0> F. F0> >B0 B. >F0 F.", pair=8)]
+    took = [(event, {"wait": 0.25, "segment": 1.0, "issue": 0.0}[event.kind]) for event in log]
+    assert hidden_share_by_phase((1, 4), took, 0.5) == {1: 0.5, 4: 0.5}
+    took = [(event, seconds if event.pair == 7 else 0.0) for event, seconds in took]
+    assert hidden_share_by_phase((1, 4), took, 0.5) == {1: 0.5, 4: 1.0}
