@@ -13,6 +13,11 @@ done. Whatever real hardware may do to a careless program happens here on purpos
 
 Every breach is also listed in `violations`. The correct runtime never causes one, whatever the seed.
 
+The order of copies is proven too, whatever the bytes happened to be: each lane knows up to which entry of each lane it
+is ordered (a vector clock, moved by waits, by queries that say yes, and by what the host knew when it enqueued), and
+each byte range of a slot remembers the copies that used it. A copy that is not ordered after an earlier one of the same
+bytes, where one of the two writes, is a violation, and so is a slot that is freed under a copy.
+
 Cost: none is modelled here; this engine is about order, not time. Not covered: real stream timing, the pinned
 allocator's reuse, driver behaviour.
 """
@@ -34,6 +39,7 @@ from lowtide.tensors.private import disable_current_modes, storage_at, storage_k
 from lowtide.tensors.view import byte_view
 
 _POISON = 0xFF
+_COLUMN = {Lane.OUT: 0, Lane.IN: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class VirtualEvent:
     lane: Lane
     index: int
     tick: int
+    known: tuple[int, int] = (0, 0)
+    """The entries of `Lane.OUT` and `Lane.IN` that are done when it is complete."""
 
 
 @dataclass(slots=True)
@@ -56,10 +64,22 @@ class _Entry:
     is_racing: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A copy that uses the bytes `start .. end - 1` of a slot: the entry `index` of a lane."""
+
+    start: int
+    end: int
+    lane: Lane
+    index: int
+    is_write: bool
+
+
 class _LaneState:
-    __slots__ = ("compute_tick", "done", "queue", "total")
+    __slots__ = ("compute_tick", "done", "known", "queue", "total")
 
     def __init__(self) -> None:
+        self.known = (0, 0)
         self.queue: deque[_Entry] = deque()
         self.done = 0
         self.total = 0
@@ -94,6 +114,10 @@ class VirtualEngine:
         self._in_use = {"host": 0, "disk": 0}
         self._births: dict[int, tuple[StorageWeakRef, int]] = {}
         self._num_slots = 0
+        self._seen = (0, 0)
+        """The entries of `Lane.OUT` and `Lane.IN` that the host, and with it the compute lane, knows to be done."""
+        self._uses: dict[int, list[_Use]] = {}
+        """By the storage of a slot."""
         self.leftovers: deque = deque()
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -118,6 +142,9 @@ class VirtualEngine:
 
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
+        for use in self._uses.pop(storage_key(slot.place.untyped_storage()), ()):
+            if self._seen[_COLUMN[use.lane]] < use.index:
+                self.violations.append(f"free: not ordered after the copy {use.lane.value} of the slot")
         with disable_current_modes():
             slot.place.fill_(_POISON)  # for whoever still looks at it
         self._in_use[slot.tier] -= slot.nbytes
@@ -162,6 +189,7 @@ class VirtualEngine:
         is_racing = lane.compute_tick < self._tick
         self._tick += 1
         self._enqueue(lane, _Entry(slot=slot, storage=StorageWeakRef(source), is_out=True, is_racing=is_racing))
+        self._note_use(Lane.OUT, slot)
 
     def copy_in(self, slot: Slot, target: torch.UntypedStorage) -> None:
         assert target.nbytes() == slot.nbytes
@@ -169,28 +197,33 @@ class VirtualEngine:
         birth = self._births.pop(storage_key(target), None)
         is_racing = birth is not None and lane.compute_tick < birth[1]
         self._enqueue(lane, _Entry(slot=slot, storage=StorageWeakRef(target), is_racing=is_racing))
+        self._note_use(Lane.IN, slot)
 
     def record(self, lane: Lane) -> VirtualEvent:
         if lane is Lane.COMPUTE:
-            return VirtualEvent(lane, 0, self._tick)
+            return VirtualEvent(lane, 0, self._tick, self._seen)
         state = self._lanes[lane]
-        return VirtualEvent(lane, state.total, state.compute_tick)
+        known = list(_later(state.known, self._seen))
+        known[_COLUMN[lane]] = state.total
+        return VirtualEvent(lane, state.total, state.compute_tick, (known[0], known[1]))
 
     def wait(self, lane: Lane, event: VirtualEvent) -> float:
         if lane is Lane.COMPUTE:
             self._force(event)
+            self._seen = _later(self._seen, event.known)
             return 0.0
         state = self._lanes[lane]
+        state.known = _later(state.known, event.known)
         state.compute_tick = max(state.compute_tick, event.tick)
         self._enqueue(state, _Entry(wait_for=event))
         return 0.0
 
     def query(self, event: VirtualEvent) -> bool:
-        if self._is_done(event):
-            return True
-        if self._random.random() >= self._chance:
-            return False
-        self._force(event)
+        if not self._is_done(event):
+            if self._random.random() >= self._chance:
+                return False
+            self._force(event)
+        self._seen = _later(self._seen, event.known)
         return True
 
     def failure(self, event: VirtualEvent) -> BaseException | None:
@@ -226,6 +259,20 @@ class VirtualEngine:
     def _enqueue(self, state: _LaneState, entry: _Entry) -> None:
         state.queue.append(entry)
         state.total += 1
+        state.known = _later(state.known, self._seen)
+
+    def _note_use(self, lane: Lane, slot: Slot) -> None:
+        """The last entry of `lane` is a copy that uses `slot`: is it ordered after those before it?"""
+        state, place, is_write = self._lanes[lane], slot.place, lane is Lane.OUT
+        start = place.storage_offset()
+        use = _Use(start, start + place.numel(), lane, state.total, is_write)
+        uses = self._uses.setdefault(storage_key(place.untyped_storage()), [])
+        for other in uses:
+            overlaps = other.start < use.end and use.start < other.end
+            is_behind = other.lane is lane or state.known[_COLUMN[other.lane]] >= other.index
+            if overlaps and (is_write or other.is_write) and not is_behind:
+                self.violations.append(f"copy {lane.value}: not ordered after the copy {other.lane.value} of the slot")
+        uses.append(use)
 
     def _is_done(self, event: VirtualEvent) -> bool:
         return event.lane is Lane.COMPUTE or self._lanes[event.lane].done >= event.index
@@ -267,3 +314,8 @@ class VirtualEngine:
                 place.copy_(device_bytes)
             else:
                 device_bytes.copy_(place)
+
+
+def _later(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """Where both have got to."""
+    return max(a[0], b[0]), max(a[1], b[1])

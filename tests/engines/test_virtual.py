@@ -128,7 +128,10 @@ def test_a_slot_freed_too_early_is_reported() -> None:
     engine.copy_out(source, slot)
     engine.free(slot)
     engine.wait(Lane.COMPUTE, engine.record(Lane.OUT))
-    assert engine.violations == ["copy out: the slot was freed before the copy ran"]
+    assert engine.violations == [
+        "free: not ordered after the copy out of the slot",
+        "copy out: the slot was freed before the copy ran",
+    ]
 
 
 def test_caps_are_kept() -> None:

@@ -267,8 +267,12 @@ class _Start:
         self._counted = {} if counters is None else dataclasses.asdict(counters)
         self._has_hooks = any(gradient_hooks(p) for p in parameters.values())
         self._gradients = [_Gradient(p) for p in parameters.values() if p.requires_grad]
-        # After them: what comes back includes the hooks of these gradients.
-        self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
+        try:
+            # After them: what comes back includes the hooks of these gradients.
+            self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
+        except BaseException:
+            self._close_gradients()  # there may be no memory for the copies; nobody calls `__exit__`
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -276,10 +280,13 @@ class _Start:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for gradient in self._gradients:
-            gradient.close()
+        self._close_gradients()
         if kind is None:
             self._state.note_steady()
+
+    def _close_gradients(self) -> None:
+        for gradient in self._gradients:
+            gradient.close()
 
     def obstacle(self) -> str | None:
         """Why the micro-batch cannot be taken back, or None."""

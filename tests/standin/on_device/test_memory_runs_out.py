@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.tensors.private import gradient_hooks
 from tests import zoo
 from tests.standin import device
 from tests.standin.swaps import HERE
@@ -92,6 +93,17 @@ def check(plan: str, every: int, policy: str | int) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_some_allocation_is_refused(plan: str) -> None:
     check(plan, 60, "late")
+
+
+def test_a_step_that_could_not_even_begin_leaves_gradients_and_hooks_as_they_were() -> None:
+    rig = Rig(PLANS["part"])
+    parameters = list(rig.model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    with device.refusing(0, 1), pytest.raises(torch.OutOfMemoryError):
+        rig.step()
+    assert all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
+    assert not any(gradient_hooks(parameter) for parameter in parameters)
+    rig.tide.remove()
 
 
 @pytest.mark.extended
