@@ -66,7 +66,7 @@ def follow(
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.apply", parts=True)
-    refuse_other_shards(model, "lowtide.apply", allows_tensor_parallel=True)
+    refuse_other_shards(model, "lowtide.apply")
     optimizer = optimizer_of(optimizer, "lowtide.apply")
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)

@@ -33,6 +33,7 @@ from lowtide.tensors.private import (
     tree_leaves,
     version_of,
 )
+from lowtide.tensors.ranks import has_company
 from lowtide.tensors.wrappers import inside
 
 
@@ -142,7 +143,7 @@ def _run(recorder: StepRecord, module: nn.Module, call: Callable, args: tuple, k
         name="",
         seconds=0.0,
         is_random=False,
-        is_collective=False,
+        is_collective=has_company(),  # nobody sees whether it has any; then ranks must do the same
     )
     under_way, sequence, stops = CompiledCall(recorder, record), next_sequence_number(), [t.grad_fn for t in given]
     under_way.begin()

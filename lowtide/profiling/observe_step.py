@@ -76,7 +76,7 @@ def observe(
         raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
     is_sharded_model = bool(fsdp_modules(model))
-    refuse_other_shards(model, "observe", allows_tensor_parallel=True)
+    refuse_other_shards(model, "observe")
     names = find_layers(model) if layers is None else layers
     refuse_compiled(model, "observe")
     optimizer = optimizer_of(optimizer, "observe")

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.private import (
     AROUND_COMPILED,
     COMPILED_CALL,
@@ -212,6 +213,11 @@ def refuse_compiled(model: nn.Module, call: str, *, parts: bool = False) -> None
         )
     for name, module in model.named_modules():
         if name in compiled or lies_in(name, compiled):
+            if is_fsdp(module):
+                raise ConfigError(
+                    f"{call}: '{name}' is compiled and sharded by FSDP2, which gathers its parameters inside of what "
+                    "is compiled; compile the modules inside of a sharded one instead"
+                )
             continue
         what = f"its module '{name}'" if name else "this model"
         if isinstance(module, torch.jit.ScriptModule):

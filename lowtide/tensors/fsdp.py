@@ -62,12 +62,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def refuse_other_shards(model: nn.Module, call: str, *, allows_tensor_parallel: bool = False) -> None:
-    """Raise ConfigError if a parameter is a DTensor and is not FSDP2's alone.
-
-    `allows_tensor_parallel`: not if FSDP2 has no part in this model.
-    """
-    if allows_tensor_parallel and not fsdp_modules(model):
+def refuse_other_shards(model: nn.Module, call: str) -> None:
+    """Raise ConfigError if FSDP2 has a part in this model, and a parameter is a DTensor that is not FSDP2's alone."""
+    if not fsdp_modules(model):
         return
     inside = {id(parameter) for module in fsdp_modules(model) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
@@ -75,8 +72,7 @@ def refuse_other_shards(model: nn.Module, call: str, *, allows_tensor_parallel: 
             continue
         raise ConfigError(
             f"{call}: '{name}' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not make, or not "
-            "alone; tensor-parallel DTensors beside FSDP2, or under a budget, are not covered in this version. Use "
-            "lowtide.apply with rules"
+            "alone; tensor-parallel DTensors beside FSDP2 are not covered in this version. Use lowtide.apply with rules"
         )
 
 

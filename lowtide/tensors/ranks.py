@@ -14,7 +14,8 @@ ALONE: Final = "alone"
 """In place of a group: no other rank runs this module, as it is with the stages of a pipeline."""
 
 
-def _has_company(group: Any) -> bool:
+def has_company(group: Any = None) -> bool:
+    """Whether there are other ranks in this process group."""
     if group is ALONE:
         return False
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
@@ -22,7 +23,7 @@ def _has_company(group: Any) -> bool:
 
 def gather(value: Any, group: Any) -> list[Any]:
     """What every rank of the group brings, by rank."""
-    if not _has_company(group):
+    if not has_company(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

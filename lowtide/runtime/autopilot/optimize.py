@@ -42,7 +42,7 @@ def optimize(
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.optimize")
-    refuse_other_shards(model, "lowtide.optimize", allows_tensor_parallel=True)
+    refuse_other_shards(model, "lowtide.optimize")
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import zoo
 from torch import Tensor, nn
 from zoo import same_bits
@@ -420,28 +418,6 @@ def test_a_wrapper_of_somebody_else_stays_where_it_is_when_the_plan_changes() ->
         each.zero_grad()
         each(rows()).backward()
     assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
-
-
-@pytest.fixture
-def _group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group_of_one")
-def test_sharded_parameters_are_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_module
-
-    model = distribute_module(net(), init_device_mesh("cpu", (1,)))
-    with pytest.raises(lowtide.ConfigError) as caught:
-        lowtide.optimize(model, budget="1GiB")
-    assert str(caught.value) == (
-        "lowtide.optimize: 'layers.0.0.weight' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not "
-        "make, or not alone; tensor-parallel DTensors beside FSDP2, or under a budget, are not covered in this "
-        "version. Use lowtide.apply with rules"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
