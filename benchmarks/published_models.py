@@ -2,7 +2,7 @@
 
 What: `TitanLlama` is a Llama as torchtitan wrote it in 2024: rotation of queries and keys as a product of complex
 numbers in float32, keys and values repeated for grouped queries before attention, the loss over float32 logits.
-Others are taken from transformers (published_forecast.py). Written from the public description of each, with fake weights only.
+Others are taken from transformers (published_forecast.py). Written from the public description, with fake weights only.
 Not covered: values; nothing here is ever trained.
 """
 

@@ -3,7 +3,8 @@
 The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
-With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py).
+With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.fully_sharded`
+it is that of one of the ranks that share the parameters (plan_sharded.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli import plan_cluster
+from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.source import read_text
@@ -28,6 +29,7 @@ from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from lowtide.cli.plan_sharded import Network
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.report.budget_sweep import SweptBudget
@@ -69,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
+        rank = None
+        if settings.parallel is not None and settings.parallel.fully_sharded:
+            rank = plan_sharded.rank_of(settings, args, profile)
+            profile = rank.profile
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.report.budget_sweep import budget_sweep
         from lowtide.report.memory_curve import memory_curve
@@ -85,9 +91,14 @@ def run(args: argparse.Namespace) -> int:
 
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
+        network = None if rank is None else rank.network(plan)
     if args.out is not None:
         write(args.out, plan.to_json())
-    print(_document(plan, profile, rungs, curve) if args.json else "\n".join(_lines(plan, profile, rungs, curve)))
+    print(
+        _document(plan, profile, rungs, curve, network)
+        if args.json
+        else "\n".join(_lines(plan, profile, rungs, curve, network))
+    )
     return 0
 
 
@@ -197,11 +208,15 @@ def _stdout_kept_clean() -> Iterator[None]:
 # -- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> list[str]:
+def _lines(
+    plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None, network: Network | None
+) -> list[str]:
     from lowtide.report.budget_sweep import sweep_lines
     from lowtide.report.memory_curve import curve_lines
 
     lines = [f"{profile.model}, one step of {profile.batch}", str(plan)]
+    if network is not None:
+        lines += ["", *network.lines()]
     if profile.hidden:
         hidden_bytes = sum(entry.nbytes for entry in profile.hidden)
         lines += [
@@ -215,7 +230,9 @@ def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: 
     return lines
 
 
-def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> str:
+def _document(
+    plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None, network: Network | None
+) -> str:
     assert curve is not None
     document: dict[str, Any] = {
         "model": profile.model,
@@ -230,4 +247,6 @@ def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curv
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
         "curve": curve.thinned(_MAX_CURVE_POINTS),
     }
+    if network is not None:
+        document["network"] = dataclasses.asdict(network)
     return json.dumps(document)

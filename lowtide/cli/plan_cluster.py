@@ -36,9 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked_for(settings: RunConfig, args: argparse.Namespace) -> bool:
-    if settings.parallel is None and args.devices is None:
+    is_sharded = settings.parallel is not None and settings.parallel.fully_sharded
+    if is_sharded and args.devices is not None:
+        raise ConfigError("--devices: the ranks of a fully sharded model are 'parallel.data'; leave it out")
+    if is_sharded or (settings.parallel is None and args.devices is None):
         for option in ("cluster", "export"):
-            if getattr(args, option) is not None:
+            if getattr(args, option) is not None and not (is_sharded and option == "cluster"):
                 raise ConfigError(f"--{option}: is for a plan for a cluster; write --devices, or a section 'parallel'")
         return False
     return True

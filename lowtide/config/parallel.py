@@ -7,6 +7,7 @@ from `tensor` x `context` x `data`. Only `lowtide plan` reads this section.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,9 @@ class ParallelConfig:
     """Ranks that have the same layers and other sequences."""
     optimizer_shards: int | None = None
     """Ranks that the optimizer's state is dealt to; 1: each rank has all of that of its parameters."""
+    fully_sharded: bool = False
+    """Parameters and gradients are dealt to the data ranks as well, as by `fully_shard`; there are no other ranks then,
+    and `lowtide plan` plans one of them."""
     schedule: ScheduleName = "auto"
     devices: int | None = None
     """Of the whole cluster; `--devices` instead of it."""
@@ -64,6 +68,13 @@ class ParallelConfig:
             if value is not None and not 1 <= value <= _MOST:
                 bound = "at least 1" if value < 1 else f"at most {_MOST}"
                 raise FieldError(key, f"must be {bound}, not {value}")
+        if self.fully_sharded:
+            for entry in dataclasses.fields(self):
+                is_free = entry.name in ("fully_sharded", "data", "cluster", "places")
+                if not is_free and getattr(self, entry.name) != entry.default:
+                    raise FieldError(entry.name, "cannot stand beside 'fully_sharded', which only needs 'data'")
+            if self.data is None:
+                raise FieldError("fully_sharded", "needs the number of ranks; write e.g. data: 8")
         if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 0):
             raise FieldError("layers", "must be one number of layers for each stage, none of them below 0")
         if self.schedule == "one_stage_overlap" and self.pipeline not in (None, 1):

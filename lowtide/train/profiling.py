@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -87,6 +87,13 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     say("tracing one step")
     with _as_trained(run, model, "cpu"), _sliced_as_asked(run, model):
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
+
+
+def layer_bytes(run: RunConfig, layers: Sequence[str]) -> dict[str, int]:
+    """Bytes of the parameters of each of these layers, as the run has them."""
+    with torch.device("meta"):
+        modules = dict(fresh_model(run, model_config(run), getattr(torch, run.model.dtype)).named_modules())
+    return {name: sum(parameter.nbytes for parameter in modules[name].parameters()) for name in layers}
 
 
 def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -212,6 +212,61 @@ def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
     assert found["plan"]["predicted"]["peak_bytes"] <= 5001 << 30
 
 
+# -- ranks that share the parameters -----------------------------------------------------------------------------
+
+
+SHARDED = RUN + "parallel: {data: 4, fully_sharded: true}\n"
+
+
+def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = document(capsys, "--budget", "1GiB")["plan"]
+    write(SHARDED)
+    found = document(capsys, "--budget", "1GiB")
+    before, after = ({line["what"]: line["plain_bytes"] for line in plan["account"]} for plan in (whole, found["plan"]))
+    for what in ("weights", "optimizer state"):
+        assert after[what] == pytest.approx(before[what] / 4, rel=0.01)
+    assert after["activations"] == before["activations"]
+    network = found["network"]
+    assert (network["ranks"], network["cluster"]) == (4, "h200")
+    added = network["exposed_seconds"] + network["slowed_seconds"] + network["copy_seconds"]
+    assert network["step_seconds"] == pytest.approx(found["plan"]["predicted"]["step_seconds"] + added)
+    assert 0 < network["exposed_seconds"] <= network["network_seconds"]
+    assert plan("--budget", "1GiB", "--cluster", "ideal") == 0
+    assert "\nfully sharded over 4 ranks (cluster ideal): step " in capsys.readouterr().out
+
+
+def test_layers_that_run_again_hide_the_network(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are in the step that is played, once for each layer of the plan."""
+    numbers = {"node_devices": 8, "node_bytes_per_second": 1e8, "network_bytes_per_second": 1e8, "message_seconds": 0,
+               "overlap_share": 0, "compute_share": 1, "reserved_share": 0}  # fmt: skip
+    lines = (f'{key} = {{ value = {value}, source = "assumed: slow" }}\n' for key, value in numbers.items())
+    Path("slow.toml").write_text("".join(lines), encoding="utf-8")
+    asked = ("--budget", "1GiB", "--cluster", "slow.toml")
+    write(SHARDED)
+    plain = document(capsys, *asked)
+    write(SHARDED.replace("memory:\n", "memory:\n  recompute: all\n"))
+    again = document(capsys, *asked)
+    longer = again["plan"]["predicted"]["step_seconds"] - plain["plan"]["predicted"]["step_seconds"]
+    hidden = plain["network"]["exposed_seconds"] - again["network"]["exposed_seconds"]
+    assert 0 < hidden <= longer
+
+
+def test_what_a_fully_sharded_plan_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    write(SHARDED)
+    command = ["plan", "run.yaml", "--budget", "1GiB"]
+    for options, text in (
+        (["--hardware", "h200", "--devices", "4"],
+         "--devices: the ranks of a fully sharded model are 'parallel.data'; leave it out"),
+        (["--hardware", "h200", "--export", "megatron", "f"],
+         "--export: is for a plan for a cluster; write --devices, or a section 'parallel'"),
+        (["--hardware", "rtx4090"],
+         "cluster: unknown cluster 'rtx4090' (known: a100, ascend910b, h100, h200, h800, ideal; a file of your own is "
+         "given by its path, which ends in .toml)"),
+        ([], "--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file"),
+    ):  # fmt: skip
+        assert error_of(capsys, *command, *options) == text
+
+
 # -- profiles ------------------------------------------------------------------------------------------------------
 
 

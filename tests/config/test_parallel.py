@@ -41,6 +41,10 @@ def test_what_is_left_out_is_free() -> None:
          "run.yaml:4:11: 'parallel.layers' must be one number of layers for each stage, none of them below 0"),
         ("  schedule: one_stage_overlap\n  pipeline: 2\n",
          "run.yaml:4:13: 'parallel.schedule' 'one_stage_overlap' is for 1 pipeline rank, not 2"),
+        ("  fully_sharded: true\n",
+         "run.yaml:4:18: 'parallel.fully_sharded' needs the number of ranks; write e.g. data: 8"),
+        ("  fully_sharded: true\n  data: 8\n  precision: fp8\n",
+         "run.yaml:6:14: 'parallel.precision' cannot stand beside 'fully_sharded', which only needs 'data'"),
     ],
 )  # fmt: skip
 def test_mistakes(text: str, expected: str) -> None:

@@ -77,6 +77,12 @@ def test_copies_into_and_out_of_buffers() -> None:
     assert played.copy_seconds == pytest.approx((2 * gathered + 2 * 10e6) / 1e9)
 
 
+def test_gradients_are_reduced_in_their_own_width() -> None:
+    wide = play_network(profile(), LAYERS, dataclasses.replace(FOUR, reduced_width=4), CLUSTER, HARDWARE)
+    narrow = play_network(profile(), LAYERS, FOUR, CLUSTER, HARDWARE)
+    assert wide.network_seconds - narrow.network_seconds == pytest.approx(10e6 * 0.75 / 1e6)
+
+
 def test_replicas_sum_their_shards_over_the_network() -> None:
     """4 ranks of a node hold a replica, 2 nodes: each shard is summed between two devices, one of each node."""
     played = play_network(profile(), LAYERS, dataclasses.replace(FOUR, replicas=2), CLUSTER, HARDWARE)

@@ -61,7 +61,7 @@ BUDGETS = [
     ("0GiB", ZERO),
     (-1, "memory.budget: -1 is not a size; a size is never negative"),
     ("lots", "memory.budget: 'lots' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
-    ("20G", "memory.budget: '20G' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
+    ("20I", "memory.budget: '20I' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
     (1.5, "memory.budget: expected a size such as 20GiB, not 1.5"),
 ]
 

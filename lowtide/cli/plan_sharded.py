@@ -1,0 +1,112 @@
+"""`lowtide plan` of one rank of a fully sharded model: `parallel: {data: 8, fully_sharded: true}` in the run file.
+
+What: the traced step of the whole model becomes that of one rank (pipeline/fully_sharded.py), is planned as a step of
+one device is, and the plan's step is played with its gathers and reductions on a network lane.
+Not covered: profiles of real steps (they have their collectives in them); recipes that would read a parameter while it
+is in shards, which the runtime refuses; and plans that know the network while they are made: layers that run again hide
+more of it than a plain step does, and that counts only in what is said afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.core.fate import Fate
+from lowtide.errors import ConfigError
+from lowtide.train.run_file import RunConfig
+from lowtide.units import format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.core.plan import Plan
+    from lowtide.core.profile import Profile
+    from lowtide.pipeline.fully_sharded import Sharding
+    from lowtide.timeline.cluster import Cluster
+    from lowtide.timeline.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What the network adds to the step of a plan. Seconds."""
+
+    ranks: int
+    cluster: str
+    step_seconds: float
+    """Of the plan, with the network."""
+    network_seconds: float
+    exposed_seconds: float
+    slowed_seconds: float
+    copy_seconds: float
+
+    def lines(self) -> list[str]:
+        return [
+            f"fully sharded over {self.ranks} ranks (cluster {self.cluster}): step {format_seconds(self.step_seconds)} "
+            f"with gathers and reductions of {format_seconds(self.network_seconds)}",
+            f"  {format_seconds(self.exposed_seconds)} of them are waited for, slow compute by "
+            f"{format_seconds(self.slowed_seconds)}, copies of buffers {format_seconds(self.copy_seconds)}",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank."""
+
+    profile: Profile
+    """Its bytes are those of this rank."""
+    whole: Profile
+    layer_bytes: dict[str, int]
+    sharding: Sharding
+    cluster: Cluster
+    hardware: Hardware
+
+    def network(self, plan: Plan) -> Network:
+        """The network of the step that the plan makes."""
+        from lowtide.pipeline.fully_sharded import play_network
+        from lowtide.planner.again import run_again
+
+        assert plan.predicted is not None
+        again = [
+            rule.pattern.text
+            for rule in plan.rules.rules
+            if rule.fate is Fate.RECOMPUTE and rule.pattern.text in self.whole.layers
+        ]
+        step = run_again(self.whole, again)
+        played = play_network(step, self.layer_bytes, self.sharding, self.cluster, self.hardware)
+        return Network(
+            ranks=self.sharding.ranks,
+            cluster=self.cluster.name,
+            step_seconds=plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds),
+            network_seconds=played.network_seconds,
+            exposed_seconds=played.exposed_seconds,
+            slowed_seconds=played.slowed_seconds,
+            copy_seconds=played.copy_seconds,
+        )
+
+
+def rank_of(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> Rank:
+    """One of the ranks that share the model. Raises `ConfigError` for what cannot be planned so."""
+    from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
+    from lowtide.timeline.cluster import load_cluster
+    from lowtide.timeline.hardware import load_hardware
+    from lowtide.train.profiling import layer_bytes
+
+    config = settings.parallel
+    assert config is not None and config.data is not None
+    if args.profile is not None:
+        raise ConfigError(
+            "--profile: it is of one device, and ranks that share the parameters are planned; leave it out"
+        )
+    if args.hardware is None:
+        raise ConfigError("--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file")
+    width = 2 if settings.model.dtype == "bfloat16" else 4
+    sharding = Sharding(ranks=config.data, stored_width=width, gathered_width=width, reduced_width=width)
+    sizes = layer_bytes(settings, whole.layers)
+    return Rank(
+        profile=sharded_profile(whole, sizes, sharding),
+        whole=whole,
+        layer_bytes=sizes,
+        sharding=sharding,
+        cluster=load_cluster(args.cluster or config.cluster or args.hardware),
+        hardware=load_hardware(args.hardware),
+    )
