@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from lowtide.pipeline.execute import Pipeline
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.observe_stages import observe_stages
 from tests import budget_jobs, two_ranks
 
 NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
@@ -93,3 +98,15 @@ def test_a_stage_that_raises_while_it_is_observed_ends_all_ranks(answers: dict[s
     first, second = answers["raises"]
     assert second.startswith("RuntimeError: no luck")
     assert first == "PipelineError: pipeline: rank 1 failed at the step that is observed: RuntimeError: no luck"
+
+
+def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
+    """Hooks of the stage do not see it: a plan would send it away and free nothing."""
+    schedule = make_schedule("dualpipev", num_ranks=1, num_micro_batches=2)
+    stages = {stage: nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for stage in range(2)}
+    pipeline = Pipeline(schedule, stages, loss=lambda output, target: (output * output * target).exp().mean())
+    batch = [torch.ones(4, 8), torch.ones(4, 8)]
+    _, last = observe_stages(pipeline, batch, batch).values()
+    assert not {site.name for site in last.profile.sites} & {"1.tanh", "outside.exp", "outside.mul"}
+    turn = last.profile.num_forward_ops
+    assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
