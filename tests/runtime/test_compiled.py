@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lowtide
 
@@ -216,3 +219,20 @@ def test_a_function_that_is_kept_from_the_compiler_is_no_compiled_one() -> None:
         model(x).sum().backward()
         assert tide.stats.swapped_bytes
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), truth, strict=True))
+
+
+def test_a_compiled_module_that_fsdp2_shards_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = Net()
+        fully_shard(net.layers[1], mesh=init_device_mesh("cpu", (1,)))
+        net.layers[1].compile(backend="eager")
+        for call in ("apply", "optimize"):
+            with pytest.raises(lowtide.ConfigError) as caught:
+                CALLS[call][0](net)
+            assert str(caught.value) == (
+                f"lowtide.{call}: 'layers.1' is compiled and sharded by FSDP2, which gathers its parameters inside of "
+                "what is compiled; compile the modules inside of a sharded one instead"
+            )
+    finally:
+        dist.destroy_process_group()
