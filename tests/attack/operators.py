@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from recording import record
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,6 +43,7 @@ from lowtide.recipes.build import build_recipes
 from lowtide.recipes.execute import compile_recipe
 from tests.attack.draw import names_lowtide
 from tests.attack.traces import tensor_bytes
+from tests.recording import record
 from tests.solved import random_plan
 
 WAYS = ("copied", "virtual", "host", "recompute", "solved", "recipes")
