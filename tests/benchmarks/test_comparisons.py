@@ -95,4 +95,4 @@ def test_largest_writes_a_record(tmp_path: Path) -> None:
 def test_an_unknown_model_is_one_line(question: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         run(question, tmp_path, "--only", "lama")
-    assert str(caught.value) == "unknown model 'lama'; known: llama, gpt2, qwen3_moe, vit, t5"
+    assert str(caught.value) == "unknown model 'lama'; known: llama, gpt2, qwen3_moe, vit, t5, bert, unet"

@@ -343,8 +343,8 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
         (["--budget", "0"], "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"),
         (["--budget", "-1GiB"], "lowtide plan: error"),
         (
-            ["--budget", "1GiB", "--host-budget", "20G"],
-            "--host-budget: '20G' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
+            ["--budget", "1GiB", "--host-budget", "20I"],
+            "--host-budget: '20I' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
         ),
         (
             ["--budget", "1GiB", "--profile", "nowhere.json"],
