@@ -68,12 +68,15 @@ def plan_of(name: str, seed: int) -> Plan:
 def test_random_plans_are_the_same_to_the_bit(name: str, seed: int) -> None:
     engine = VirtualEngine(seed)
     steps = {"num_steps": 3, "accumulate": 2}
-    result, stats = zoo.lowtide_step(zoo.CASES[name], 3, plan_of(name, seed), engine=engine, **steps)
+    plan = plan_of(name, seed)
+    result, stats = zoo.lowtide_step(zoo.CASES[name], 3, plan, engine=engine, **steps)
     zoo.assert_same(result, zoo.plain_result(name, 3, 3, 2))
     assert engine.violations == []
     gc.collect()
     assert engine.num_slots == 0
-    if name in ("llama", "t5", "vit", "mlp", "strided_views", "transformer_encoder", "deepseek_v3"):
+    # The number of zeros changes from step to step: what has more values than planned is stored whole, and counted.
+    is_steady = all(site.codec is None or site.codec.kind != "zeros" for site in plan.sites)
+    if is_steady and name in ("llama", "t5", "vit", "mlp", "strided_views", "transformer_encoder", "deepseek_v3"):
         assert stats.num_divergences == 0
         assert stats.recomputed_bytes > 0
 
