@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from random import Random
 
 import pytest
 import torch
 
+from tests import zoo
 from tests.standin import budgets, device
 from tests.standin.budgets import Planned, Training
 
 plain = functools.lru_cache(maxsize=64)(budgets.plain)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _empty_device() -> None:
+    """What other tests remember on the device (plain results of the zoo) is more than a budget of these models."""
+    zoo.plain_result.cache_clear()
+    gc.collect()
 
 
 def drawn(seed: int) -> tuple[Training, float, str | int, float]:
