@@ -64,7 +64,7 @@ def test_several_compute_streams(policy: str | int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 9 * MIB + 3])
-# The stand-in itself may come to a standstill with the disk's threads: an event is asked with the interpreter's lock held
+# The stand-in may come to a standstill with the disk's threads: an event is asked with the lock of the interpreter held
 # while another thread, which has the device's lock, lets go of pinned memory. Not mended yet.
 @pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.extended)])
 def test_bytes_come_back_to_the_second_device(tier: str, nbytes: int, tmp_path: Path) -> None:
