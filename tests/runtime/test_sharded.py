@@ -385,10 +385,13 @@ def races(rank: int, way: str, engine: str) -> dict[str, Any]:
     how: Any = {"memory": {"min_bytes": 1}, "engine": Dice(rank) if engine == "dice" else engine}
     bits, digests, said = [], [], []
     with lowtide.optimize(model, budget=int(floor + 0.7 * (plain - floor)), say=said.append, **how) as tide:
-        for number in range(32):
+        for number in range(160):
+            # The steps that a race takes depend on the clock; its end comes to all ranks in the same step.
+            if number >= 32 and any(event.why.startswith("race: ") for event in tide.events):
+                break
             found = []
             for one, optimizer in zip((truth, model), optimizers, strict=True):
-                loss = one(tokens(100 * rank + number))
+                loss = one(tokens(1000 * rank + number))
                 loss.backward()
                 found.append([loss.detach(), *gradients(one)])
                 optimizer.step()
@@ -547,10 +550,8 @@ def test_sharded_plans_race_and_ranks_agree(raced: list[tuple[Any, ...]], number
     assert first["digests"] == second["digests"]
     assert first["raced"] == second["raced"]
     assert first["misses"] == second["misses"] == (0, 0)
-    # By the clock of a busy machine a race may still be on after these steps; by dice it is over.
-    if RACES[number][1] == "dice":
-        assert len(first["raced"]) == 1, first["said"]
-        assert len(set(first["digests"])) >= 2
+    assert len(first["raced"]) == 1, first["said"]
+    assert len(set(first["digests"])) >= 2
 
 
 def key(name: str, way: str = "", config: str = "", reshards: bool = True, flag: bool | None = None) -> str:
