@@ -59,6 +59,9 @@ def test_the_bytes_of_all_owners_are_the_curve(profile: Profile, share: float) -
     assert max(played.curve.planned_bytes) == plan.predicted.peak_bytes
     assert min(min(part) for part in played.bytes_by_owner) >= 0
     assert list(played.starts) == sorted(played.starts)
+    ends = {event.name: event.end for event in played.events if event.lane == "compute"}
+    assert played.starts[1] == ends["forward 0"]
+    assert played.starts[-1] <= played.step_seconds
     assert played.step_seconds == pytest.approx(plan.predicted.pass_seconds, rel=1e-9)
 
 
