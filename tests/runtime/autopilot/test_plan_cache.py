@@ -162,7 +162,7 @@ def _train(model: nn.Module, lengths: list[int], *, synchronize: bool) -> dict:
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught, optimize(model, budget) as tide:
         warnings.simplefilter("always")
-        tide._consensus._patience_seconds = PATIENCE_SECONDS
+        tide._planning.consensus._patience_seconds = PATIENCE_SECONDS
         peaks = []
         for length, expected in zip(lengths, plain, strict=True):
             assert_same(step(model, text(length)), expected)
