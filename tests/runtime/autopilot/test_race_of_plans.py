@@ -571,8 +571,10 @@ def ranks_part(rank: int) -> dict[str, Any]:
     said: list[str] = []
     _, tide = mispriced(model, engine_of(FAST), FAST, say=said.append)
     with tide:
-        tide._planning.consensus._patience_seconds = 1.0
+        tide._planning.consensus._patience_seconds = 600.0
         for number in range(18):
+            if number == 7:
+                tide._planning.consensus._patience_seconds = 1.0  # from now on they wait in vain
             batch = rows(NUM_ROWS + 8 * rank * (number == 7))
             state = torch.get_rng_state()
             found = step(model, batch)
