@@ -54,7 +54,7 @@ from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.planner.learned import learned_link
 from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, agreed_rivals
-from lowtide.runtime.autopilot.contest import BEFORE, LEARNED, SOLVERS, Contest, Entrant
+from lowtide.runtime.autopilot.contest import BEFORE, LEARNED, SOLVERS, Contest, Entrant, Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
@@ -126,6 +126,8 @@ class Autopilot:
         self.engine = engine
         self.events: list[PlanEvent] = []
         """What the autopilot decided, and when."""
+        self.races: list[tuple[Standing, ...]] = []
+        """How its races went, each with the winner first."""
         self.source = source
         """Where its plans come from."""
         self._consensus = PlanConsensus(group, source.budget_bytes)
@@ -886,6 +888,7 @@ class Autopilot:
         if contest.link is not None and contest.entrants[number].name == LEARNED:
             self._facts = dataclasses.replace(self._facts, link=contest.link)  # for the plans of other shapes too
         own = medians[number]
+        self.races.append(contest.standings(seconds))
         self._end_race(key, shape, contest, number)
         shape.rivals = contest.plans()
         shape.pace = Pace(own) if own else None
