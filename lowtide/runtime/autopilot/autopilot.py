@@ -51,12 +51,7 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
-<<<<<<< HEAD
-=======
-from lowtide.planner.learned import learned_link
-from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, agreed_rivals
-from lowtide.runtime.autopilot.contest import BEFORE, LEARNED, SOLVERS, Contest, Entrant, Standing
->>>>>>> wt-report
+from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
@@ -128,8 +123,6 @@ class Autopilot:
         self.engine = engine
         self.events: list[PlanEvent] = []
         """What the autopilot decided, and when."""
-        self.races: list[tuple[Standing, ...]] = []
-        """How its races went, each with the winner first."""
         self.source = source
         """Where its plans come from."""
         self._planning = Planning(source, group)
@@ -230,6 +223,11 @@ class Autopilot:
     def stats(self) -> Stats:
         """What happened under the plan in force; zeros before the first step."""
         return self.tide.stats if self.tide is not None else Stats.nothing()
+
+    @property
+    def races(self) -> list[tuple[Standing, ...]]:
+        """How its races went, each with the winner first."""
+        return self._races.results
 
     @property
     def num_corrections(self) -> int:
@@ -733,177 +731,6 @@ class Autopilot:
             return self.tide._tighten(error, num_tried)
         return f"the plan is made for {format_bytes(self.events[-1].budget_bytes or 0)} now"
 
-<<<<<<< HEAD
-=======
-    # -- the race --------------------------------------------------------------------------------------------------
-
-    def _race(self, key: ShapeBucket) -> None:
-        """Between two forward passes, with the plan of `key` in force: begin a race, or see whose turn it is."""
-        shape = self._shapes[key]
-        self._steps.read()
-        if self.phase is Phase.SETTLED and self._may_race(shape):
-            self._begin_race(key, shape)
-        if self.phase is Phase.RACING:
-            assert shape.contest is not None
-            self._take_turn(key, shape, shape.contest)
-
-    def _timed(self, key: ShapeBucket) -> Any:
-        """Who wants to know how long the step takes that begins now."""
-        shape = self._shapes[key]
-        if shape.contest is not None:
-            return shape.contest.race.lap()
-        return shape.pace if self.phase is Phase.SETTLED else None
-
-    def _may_race(self, shape: CachedPlan) -> bool:
-        """The plan has run, there may be others, and no race has said which is the fastest, or steps have drifted."""
-        assert self.tide is not None
-        if shape.plan.does_nothing or len(self._threads) > 1 or not self.tide.has_run:
-            return False
-        if shape.pace is not None and shape.pace.is_due():
-            has_drifted = shape.pace.ask()
-            shape.is_raced = not (self._decide("pace") and any_rank(has_drifted, self._group))
-        return not shape.is_raced
-
-    def _begin_race(self, key: ShapeBucket, shape: CachedPlan) -> None:
-        shape.is_raced = True
-        if self.engine.mark_time() is None or not self._decide("race"):
-            return
-        start = time.perf_counter()
-        if shape.rivals is None:
-            shape.rivals = agreed_rivals(self._rivals_of(shape), self._group)
-        plans = {name: self.source.localized(plan, shape.profile) for name, plan in shape.rivals.items()}
-        names = not_in_force({name: plan.digest() for name, plan in plans.items()}, shape.plan.digest())
-        if not names:
-            return
-        entrants = [Entrant(shape.name, shape.plan, shape.tide), *(Entrant(name, plans[name]) for name in names)]
-        race = Race(
-            len(entrants),
-            is_fixed=self._consensus.num_ranks > 1,
-            num_late=0 if self.engine.device_type == "cpu" else LATE_STEPS,
-            turn_steps=2 if any_rank(self.engine.forget_free_memory(), self._group) else 1,
-        )
-        shape.contest = Contest(entrants, race, time.perf_counter() - start)
-        self._say(f"lowtide: {len(entrants)} plans race: {', '.join(entrant.name for entrant in entrants)}")
-        self._enter(Phase.RACING, key, self.tide)
-
-    def _rivals_of(self, shape: CachedPlan) -> dict[str, Plan]:
-        """Other plans that fit, by name. None of them moves the optimizer's state, or brings it back."""
-        budget_bytes = self._budget_bytes - shape.unforeseen_bytes
-        found: dict[str, Plan] = {}
-        if shape.name != SOLVERS:
-            with contextlib.suppress(BudgetError):
-                found[SOLVERS] = self._make_plan(shape.profile, budget_bytes)
-        solvers = found.get(SOLVERS, shape.plan)
-        found |= self.source.rivals(solvers, shape.profile, self._facts, budget_bytes)
-        if shape.before is not None and _peak_bytes(shape.before) <= budget_bytes:
-            found[BEFORE] = shape.before
-        has_moved = self._facts.resident_state_bytes is not None
-        return {name: plan for name, plan in found.items() if _moves_state(plan) == has_moved}
-
-    def _take_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
-        if len(self._threads) > 1:
-            self._end_race(key, shape, contest, contest.number)
-            return
-        # The first forward pass of a plan also tries its recipes out.
-        if contest.number and not contest.race.is_learning(contest.number):
-            peak_bytes = self.engine.device_peak_bytes() or 0
-            if peak_bytes > self._budget_bytes:
-                self._drop_rival(f"it needed {format_bytes(peak_bytes)}")
-        if contest.race.is_over(has_pending=self._steps.has_pending):
-            self._finish_race(key, shape, contest)
-        elif contest.race.turn != contest.number:
-            self._give_turn(key, shape, contest, contest.race.turn)
-
-    def _give_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
-        """Put the plan of this entrant in force."""
-        self.engine.forget_free_memory()
-        contest.in_force.tide = shape.tide
-        contest.number = number
-        shape.plan, shape.tide = contest.in_force.plan, contest.in_force.tide
-        try:
-            self._use(key)
-        except ConfigError as error:
-            if number == 0:
-                raise
-            self._drop_rival(str(error))  # somebody else's plan is on a part of the model by now
-
-    @property
-    def _rival(self) -> Contest | None:
-        """The race, if the plan in force is one that is only tried."""
-        contest = self._shapes[self._state.key].contest if self._state.key is not None else None
-        return contest if contest is not None and contest.number else None
-
-    def _drop_rival(self, why: str) -> None:
-        """The plan in force is out of the race, and the one that was there before is in force again."""
-        contest, key = self._rival, self._state.key
-        assert contest is not None and key is not None
-        out = contest.in_force
-        contest.race.drop(contest.number)
-        self._say(f"lowtide: the race goes on without the plan '{out.name}': {why}")
-        self._give_turn(key, self._shapes[key], contest, 0)
-        if out.tide is not None:
-            out.tide.remove()
-
-    def _finish_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
-        medians = contest.race.medians
-        if not self._decide("end of the race"):
-            self._say("lowtide: the race is called off: the ranks have parted company")
-            self._end_race(key, shape, contest, 0)
-            return
-        seconds = of_slowest_rank(gather(medians, self._group))
-        number, result = contest.result(seconds)
-        if contest.link is None and self._begin_finals(shape, contest, number, seconds):
-            self._give_turn(key, shape, contest, contest.race.turn)
-            return
-        if contest.link is not None and contest.entrants[number].name == LEARNED:
-            self._facts = dataclasses.replace(self._facts, link=contest.link)  # for the plans of other shapes too
-        own = medians[number]
-        self.races.append(contest.standings(seconds))
-        self._end_race(key, shape, contest, number)
-        shape.rivals = contest.plans()
-        shape.pace = Pace(own) if own else None
-        shape.result = result
-        self._tell(shape, _RACE + result, contest.seconds)
-
-    def _begin_finals(self, shape: CachedPlan, contest: Contest, winner: int, seconds: list[float | None]) -> bool:
-        """Whether one more plan races the winner: the one that is best by what the race says of prices."""
-        start = time.perf_counter()
-        assert self._facts.link is not None
-        plans = [entrant.plan for entrant in contest.entrants]
-        link = learned_link(list(zip(plans, seconds, strict=True)), self._facts.link)
-        found: dict[str, Plan] = {}
-        if link is not None and LEARNED not in [entrant.name for entrant in contest.entrants]:
-            facts = dataclasses.replace(self._facts, link=link)
-            with contextlib.suppress(BudgetError):
-                budget_bytes = self._budget_bytes - shape.unforeseen_bytes
-                plan = self.source.make_plan(shape.profile, facts, budget_bytes)
-                if _moves_state(plan) == _moves_state(shape.plan):
-                    found[LEARNED] = plan
-        # Ranks may have measured other links: all have a plan, or none has.
-        for name, plan in agreed_rivals(found, self._group).items():
-            if contest.is_new(plan):
-                contest.entrants.append(Entrant(name, self.source.localized(plan, shape.profile)))
-                contest.race.begin_finals(winner)
-                contest.link, contest.seconds = link, contest.seconds + time.perf_counter() - start
-                self._say(f"lowtide: one more plan races '{contest.entrants[winner].name}': {name}")
-                return True
-        return False
-
-    def _end_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
-        """The plan of this entrant stays."""
-        winner = contest.entrants[number]
-        is_in_force = number == contest.number
-        contest.in_force.tide = shape.tide
-        shape.contest = None
-        shape.name, shape.plan, shape.tide = winner.name, winner.plan, winner.tide
-        if is_in_force:
-            self._enter(Phase.SETTLED, key, self.tide)
-        else:
-            self.engine.forget_free_memory()
-            self._use(key)
-        contest.retire(but=winner)
-
->>>>>>> wt-report
     def _settle(self) -> None:
         if self.tide is not None:
             self.tide.settle()
