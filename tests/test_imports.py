@@ -44,6 +44,7 @@ def test_public_surface() -> None:
         "optimize",
         "plan",
         "remove",
+        "selective_offload",
         "swap_optimizer",
         "write_report",
     ]

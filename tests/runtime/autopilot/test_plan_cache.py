@@ -161,7 +161,7 @@ def _train(model: nn.Module, lengths: list[int], *, synchronize: bool, patience_
     budget = budget_of(model, text(max(lengths)), 0.4)
     with warnings.catch_warnings(record=True) as caught, optimize(model, budget) as tide:
         warnings.simplefilter("always")
-        tide._consensus._patience_seconds = patience_seconds
+        tide._planning.consensus._patience_seconds = patience_seconds
         peaks = []
         for length, expected in zip(lengths, plain, strict=True):
             assert_same(step(model, text(length)), expected)
