@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write pictures of the step: .html, .trace.json (Perfetto), .json"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
     )
     plan_cluster.add_arguments(parser)
 

@@ -51,6 +51,7 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
@@ -222,6 +223,11 @@ class Autopilot:
     def stats(self) -> Stats:
         """What happened under the plan in force; zeros before the first step."""
         return self.tide.stats if self.tide is not None else Stats.nothing()
+
+    @property
+    def races(self) -> list[tuple[Standing, ...]]:
+        """How its races went, each with the winner first."""
+        return self._races.results
 
     @property
     def num_corrections(self) -> int:

@@ -264,10 +264,10 @@ def test_a_race_changes_no_bit(kind: str | int) -> None:
             results.append([*found, [parameter.detach() for parameter in one.parameters()]])
         for number, (plain, raced) in enumerate(zip(*results, strict=True)):
             assert_same(raced, plain, f"step {number}")
-        # On the host, times as they are measured decide whether there are plans that differ.
-        num_races = [event.why[:6] for event in tide.events].count("race: ")
-        assert num_races == 1 or (kind == "host" and num_races == 0)
-        assert num_races <= phases.count(Phase.RACING) <= MAX_STEPS * num_races
+        # On the host, measured times decide whether there are plans that differ, and for how long they race.
+        if kind != "host":
+            assert [event.why[:6] for event in tide.events].count("race: ") == 1
+            assert 1 <= phases.count(Phase.RACING) <= MAX_STEPS
     if isinstance(engine, Dice):
         assert not engine.violations and engine.num_slots == 0
 
@@ -571,8 +571,10 @@ def ranks_part(rank: int) -> dict[str, Any]:
     said: list[str] = []
     _, tide = mispriced(model, engine_of(FAST), FAST, say=said.append)
     with tide:
-        tide._planning.consensus._patience_seconds = 1.0
+        tide._planning.consensus._patience_seconds = 600.0
         for number in range(18):
+            if number == 7:
+                tide._planning.consensus._patience_seconds = 1.0  # from now on they wait in vain
             batch = rows(NUM_ROWS + 8 * rank * (number == 7))
             state = torch.get_rng_state()
             found = step(model, batch)
