@@ -29,6 +29,7 @@ from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
+from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.moments import moments_of
@@ -71,8 +72,12 @@ def fit_stages(
     Raises ConfigError on all ranks for a mistake on any, `BudgetError` on all where some rank has no plan that fits,
     and what a stage raised; then `PipelineError` on the others.
     """
-    config = _together(pipeline, "its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     own = nn.ModuleList(pipeline.stages.values())
+    wanted = _together(pipeline, "its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
+    settled = _together(pipeline, "its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
+    config = settled.config
+    if settled.line and say is not None:
+        say(f"lowtide: rank {pipeline.rank}: {settled.line}")
     whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=()), ())
     chosen = choose_engine(engine, own, whole)
     try:
@@ -83,7 +88,7 @@ def fit_stages(
             chunks=chunks,
             moments=moments_of(pipeline.schedule, pipeline.rank, pairs_at_once=False),
             state=_state_of(pipeline, own, (inputs, targets), optimizer, device),
-            budget_bytes=config.budget or 0,
+            budget_bytes=settled.budget_bytes,
             config=_of_one_chunk(config, pipeline),
             link=measure_link(chosen, device, place=str(config.disk_path or ""), cache=cache_path()),
         )
@@ -162,6 +167,8 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
             "pipeline: a budget cannot be planned for pairs whose halves take turns, which need their temporaries at "
             "the same time; leave run_pair out"
         )
+    if config.preset is not None:
+        raise ConfigError("memory.preset: cannot be planned for the stages of a pipeline yet; write a budget")
     if config.optimizer != "keep":
         raise ConfigError(
             f"memory.optimizer: '{config.optimizer}' cannot be planned for the stages of a pipeline; leave it out, and "

@@ -734,7 +734,8 @@ class Autopilot:
                 return
             shape = self._shapes[key]
             start = time.perf_counter()
-            target = int((self._budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
+            planned_for = shape.plan.budget_bytes or self._budget_bytes  # less than the budget, where a preset is
+            target = int(min(planned_for, self._budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
             plan = self._make_plan(shape.profile, target)  # no other rank need be out of memory
             # Only now: where no plan is that small, the budget stays as it was.
             shape.unforeseen_bytes = self._budget_bytes - target

@@ -88,7 +88,7 @@ class Tide:
         except BaseException:
             self._unseen.close()  # it has hooks on the parameters already
             raise
-        self._forwards.check_first(rules_about_ops(model, plan), checks_sites=plan.is_solved)
+        self._forwards.check_first(rules_about_ops(model, plan), is_solved=plan.is_solved)
         self._is_removed = False
         self.audited_peak_bytes: int | None = None
         """The peak of the last audit, in bytes; None where there was none."""
