@@ -191,8 +191,8 @@ def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     train(load_run("run.yaml"))
     """
     (status_0, _, err_0), (status_1, _, err_1) = on_ranks(code)
-    assert status_0 != 0
-    assert status_1 != 0
+    assert status_0 not in (0, None)
+    assert status_1 not in (0, None)
     assert (err_0 + err_1).count("lowtide: rank 1 failed at step 1: ") == 1
     assert err_1.rstrip().endswith("lowtide: rank 1 failed at step 1: RuntimeError: the dog ate the batch")
     assert "lowtide: rank 1 failed at 1F0 of step 1" in err_1

@@ -277,16 +277,18 @@ def test_where_one_tier_is_full_the_next_one_is_taken() -> None:
 
 def test_a_copy_that_was_cancelled_gives_its_slot_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HostEngine(tmp_path)
-    may_write, write = threading.Event(), engine.disk.write
+    has_begun, may_write, write = threading.Event(), threading.Event(), engine.disk.write
 
     def held(*place: int) -> None:
-        may_write.wait(20)
+        has_begun.set()
+        may_write.wait(120)
         write(*place)
 
     monkeypatch.setattr(engine.disk, "write", held)
     model = Waves()
     with lowtide.apply(model, SWAP, engine=engine) as tide:
         loss = model(X).sum()
+        assert has_begun.wait(120)
         loss.backward()
         # One copy has begun; backward overtook all others.
         assert tide.stats.disk_bytes == SITE_BYTES
