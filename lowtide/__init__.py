@@ -252,7 +252,7 @@ def selective_offload(
     from lowtide.runtime.offload.selective import SelectiveOffload
 
     sizes = load_memory({"min_bytes": min_bytes} | ({} if host_budget is None else {"host_budget": host_budget}))
-    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.min_bytes, engine=engine)
+    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.least_bytes, engine=engine)
 
 
 def swap_optimizer(
