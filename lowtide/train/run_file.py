@@ -322,7 +322,7 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
             f"{pipeline.micro_batches} micro-batches already; write their number into 'pipeline.micro_batches' only",
         )
     memory = file.memory
-    if memory is not None and memory.budget is not None:
+    if memory is not None and memory.has_budget:
         _check_budget_of_stages(memory, fail)
     if has_sections and (pipeline.overlap or file.train.expert_parallel > 1):
         key = "pipeline.overlap" if pipeline.overlap else "train.expert_parallel"
@@ -333,6 +333,8 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
 
 def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoReturn]) -> None:
     """What the plans for the stages of a pipeline do not know of."""
+    if memory.preset is not None:
+        fail("memory.preset", "'memory.preset' cannot stand beside 'pipeline' yet; write a budget")
     if memory.loss == "sliced":
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
     if memory.race:
