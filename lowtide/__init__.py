@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.errors import BudgetError, ConfigError, PartialStepError
     from lowtide.optimizer.swap import OptimizerSwap
     from lowtide.runtime.autopilot.autopilot import Autopilot
+    from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
     from lowtide.timeline.hardware import Hardware
 
@@ -44,6 +45,7 @@ __all__ = [
     "optimize",
     "plan",
     "remove",
+    "selective_offload",
     "swap_optimizer",
     "write_report",
 ]
@@ -227,6 +229,29 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
             "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
         )
     return write(report_of_handle(found), path)
+
+
+def selective_offload(
+    policy: Callable[..., Any],
+    model: torch.nn.Module,
+    *,
+    host_budget: int | str | None = None,
+    min_bytes: int | str = "1MiB",
+    engine: Engine | str | None = None,
+) -> SelectiveOffload:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` that follows `policy`, and really offloads what it marks
+    as `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`, which torch recomputes in eager mode. Gradients are
+    the same to the bit as with the policy that saves these outputs.
+
+    `policy(ctx, op, *args, **kwargs)` is the function that `create_selective_checkpoint_contexts` takes. `model` says
+    which device is to be relieved. `host_budget`: cap on main memory for what is offloaded. What PREFER_CPU_OFFLOAD
+    marks and is smaller than `min_bytes` is saved. `engine`: as in `apply`. Raises `ConfigError` for mistakes.
+    """
+    from lowtide.config.memory import load_memory
+    from lowtide.runtime.offload.selective import SelectiveOffload
+
+    sizes = load_memory({"min_bytes": min_bytes} | ({} if host_budget is None else {"host_budget": host_budget}))
+    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.min_bytes, engine=engine)
 
 
 def swap_optimizer(

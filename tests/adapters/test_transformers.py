@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import lowtide
 from lowtide.adapters.transformers import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests import two_ranks
-
-SMALL = {"min_bytes": 0}
-BUDGET = "560KiB"
-
-
-def _llama(dropout: float = 0.0) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            use_cache=False,
-            attention_dropout=dropout,
-        )
-    )
-
-
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.tokens = torch.randint(64, (16, 24), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, llama
 
 
 def _callback(budget: str | None = BUDGET, memory: Any = SMALL, said: list[str] | None = None) -> TideCallback:
@@ -67,7 +39,7 @@ def _trainer(path: Path, callback: TideCallback | None, **more: Any) -> Trainer:
         "seed": 3,
     }
     return Trainer(
-        model=_llama(dropout=0.1),
+        model=llama(dropout=0.1),
         args=TrainingArguments(**{**arguments, **more}),
         train_dataset=Tokens(),
         eval_dataset=Tokens(),
@@ -100,9 +72,18 @@ HABITS: dict[str, dict[str, Any]] = {
 }
 
 
+Outcome = tuple[dict[str, Tensor], list[float]]
+
+
+@pytest.fixture(scope="module")
+def plain_outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """What a habit leaves behind without lowtide; each is run once."""
+    return functools.cache(lambda habit: _outcome(_trained(tmp_path_factory.mktemp("plain"), None, **HABITS[habit])))
+
+
 @pytest.mark.parametrize("habit", HABITS)
-def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path) -> None:
-    plain = _outcome(_trained(tmp_path, None, **HABITS[habit]))
+def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
+    plain = plain_outcome(habit)
     assert len(plain[1]) >= 16
     for budget in (BUDGET,) if habit != "plain" else (BUDGET, "1GiB"):
         callback = _callback(budget)
@@ -114,15 +95,15 @@ def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path) -> None:
         assert patched_module(trainer.model) is None
 
 
-def test_rules_without_a_budget(tmp_path: Path) -> None:
-    plain = _outcome(_trained(tmp_path, None))
+def test_rules_without_a_budget(tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
+    plain = plain_outcome("plain")
     callback = _callback(None, {"swap": "all", "min_bytes": 0})
     assert _same(_outcome(_trained(tmp_path, callback)), plain)
     assert callback.stats.swapped_bytes
 
 
-def test_a_run_that_is_resumed(tmp_path: Path) -> None:
-    plain = _outcome(_trained(tmp_path / "plain", None))
+def test_a_run_that_is_resumed(tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
+    plain = plain_outcome("plain")
     _trained(tmp_path / "ours", _callback(), save_strategy="steps", save_steps=4)
     again = _trainer(tmp_path / "ours", _callback())
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
@@ -151,7 +132,7 @@ def test_after_an_error_the_next_training_begins_anew(tmp_path: Path) -> None:
     plain = _trainer(tmp_path, None)
     torch.manual_seed(5)  # the order of the batches is drawn in `train()`
     plain.train()
-    callback = _callback("1KiB")
+    callback = _callback("1KiB", {"min_bytes": 1 << 30})  # nothing can be moved: no way out is looked for
     trainer = _trainer(tmp_path, callback)
     with pytest.raises(lowtide.BudgetError):
         trainer.train()
@@ -189,7 +170,7 @@ def test_lora_in_sft_trainer(tmp_path: Path) -> None:
 
     def trained(callback: TideCallback | None, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
         trainer = SFTTrainer(
-            model=_llama(),
+            model=llama(),
             args=SFTConfig(
                 output_dir=str(tmp_path),
                 max_steps=4,
@@ -225,44 +206,12 @@ def test_lora_in_sft_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["optimize", "apply"])
 def test_accelerate_with_its_own_optimizer(how: str) -> None:
     """The optimizer is the same object, with the same state and groups, after the observed step as before it."""
-    assert all(torch.equal(one, other) for one, other in zip(_accelerated(how), _accelerated("plain"), strict=True))
-
-
-def _accelerated(call: str, rows: slice = slice(0, 2)) -> list[Tensor]:
-    accelerator = Accelerator(cpu=True)
-    model = _llama()
-    inside = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared, optimizer = accelerator.prepare(model, inside)
-    groups, state = inside.param_groups, inside.state
-    tide: Any = None
-    if call == "optimize":
-        tide = lowtide.optimize(prepared, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine="virtual:1")
-    elif call == "apply":
-        tide = lowtide.apply(prepared, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine="virtual:1")
-    tokens = Tokens().tokens[rows]
-    for _ in range(3):
-        accelerator.backward(prepared(input_ids=tokens, labels=tokens).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
-    assert inside.param_groups is groups
-    assert inside.state is state
-    assert {id(p) for p in state} == {id(p) for p in model.parameters()}
-    if tide is not None:
-        assert tide.stats.swapped_bytes + tide.stats.recomputed_bytes
-        tide.remove()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def on_a_rank(rank: int, call: str) -> list[Any]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
-    assert Accelerator(cpu=True).num_processes == 2
-    return [weight.tolist() for weight in _accelerated(call, slice(2 * rank, 2 * rank + 2))]
+    assert all(torch.equal(one, other) for one, other in zip(accelerated(how), accelerated("plain"), strict=True))
 
 
 def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
     """DDP by Accelerate: the process group is there, as under `accelerate launch`."""
     jobs: list[two_ranks.Job] = [("on_a_rank", {"call": call}) for call in ("plain", "optimize")]
-    plain, ours = two_ranks.run("tests.adapters.test_transformers", jobs, tmp_path)
+    plain, ours = two_ranks.run("tests.adapters.accelerated", jobs, tmp_path)
     assert plain == ours
     assert plain[0] == plain[1]

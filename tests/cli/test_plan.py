@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -460,12 +461,22 @@ def test_a_batch_that_does_not_fit_the_model(kind_of_model, capsys: pytest.Captu
 
 def test_whoever_waits_is_told_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.0)
+    say = waiting.Waiting.say
+
+    def until_shown(line: waiting.Waiting, what: str) -> None:
+        """However fast this machine is."""
+        say(line, what)
+        while not line._num_shown:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(waiting.Waiting, "say", until_shown)
     assert plan("--budget", "1.2MiB") == 0
     said = capsys.readouterr().err.splitlines()
     assert "lowtide: tracing one step ..." in said
 
 
-def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 600.0)
     with waiting.Waiting() as line:
         line.say("blinking")
     assert capsys.readouterr().err == ""
