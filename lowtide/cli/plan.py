@@ -203,7 +203,11 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
         device = hardware or hardware_of_run(settings)
         return trace_run(settings, device, say=waiting.say), device.link
-    profile = Profile.from_json(read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: "))
+    text = read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    try:
+        profile = Profile.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"--profile: {args.profile}: {error}") from None
     shape = [settings.train.batch_size, settings.data.sequence_length]
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
