@@ -343,6 +343,13 @@ def test_modes_are_listed_and_passed_over() -> None:
         assert len(counting.ops) == 2 * seen
 
 
+def test_fake_mode() -> None:
+    assert private.current_fake_mode() is None
+    with private.FakeTensorMode() as mode, Counting():
+        assert private.current_fake_mode() is mode
+    assert private.current_fake_mode() is None
+
+
 def test_modes_are_put_on_without_being_entered() -> None:
     function_mode, dispatch_mode = Passing(), Counting()
     private.push_function_mode(function_mode)

@@ -20,7 +20,6 @@ from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import refuse_other_shards
 from lowtide.tensors.optimizers import optimizer_of
 
 
@@ -42,7 +41,6 @@ def optimize(
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.optimize")
-    refuse_other_shards(model, "lowtide.optimize")
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
