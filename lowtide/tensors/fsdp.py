@@ -72,6 +72,16 @@ def sharded_parameters(model: nn.Module) -> set[int]:
     return {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
 
 
+def is_cut_twice(model: nn.Module) -> bool:
+    """Whether FSDP2 holds shards of parameters that tensor parallelism had cut before."""
+    groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
+    return any(_known(_is_of_dtensor, parameter) for group in groups for parameter in group.fsdp_params)
+
+
+def _is_of_dtensor(parameter: Any) -> bool:
+    return bool(parameter.is_dtensor)
+
+
 def is_gathered_of(gathered: torch.Tensor, shard: torch.Tensor) -> bool:
     """Whether the one may be what FSDP2 gathers the other into: a plain tensor, or with tensor parallelism a DTensor
     over fewer dimensions of ranks."""

@@ -13,9 +13,11 @@ protect from somebody who may write to the folder and makes the hashes fit: such
 training goes on, but runs no code by it, for there are no pickles, only JSON and bytes. Files are 0600, folders 0700.
 Cost: one pass over the weights and two of their size for AdamW per checkpoint, hashed on the way, and the time to flush
 them; one more read at loading (rank 0). The step waits for it.
-Not covered: another number of ranks than at saving (refused, because the random states and the order of the sums would
-differ), saving in the background, folders that the ranks do not share, file systems without an atomic rename, and
-checkpoints of version 0.1, which are pickles (refused by name).
+Shards (`layout`) are written as whole tensors, each gathered by all ranks and kept by the one that writes it; any
+number of ranks may read them, each its own part. Random states are only taken up by the same ranks.
+Not covered: of a run without shards another number of ranks than at saving (refused, because the random states and the
+order of the sums would differ), saving in the background, folders that the ranks do not share, file systems without an
+atomic rename, and checkpoints of version 0.1, which are pickles (refused by name).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.errors import ConfigError
 from lowtide.tensors.wrappers import is_desugared
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY = 3, 33, 64, 49
@@ -199,6 +200,12 @@ def follows(rank: int, way: str, rules: dict[str, Any]) -> dict[str, Any]:
     return {"bits": bits, "again": again, "fewer": dict(counts.counts - seen.counts), "misses": stats.num_divergences}
 
 
+def by_a_file(rank: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        lowtide.apply(build("net", "2-D"), {"recompute_config": {"recompute": [1]}})
+    return str(error.value)
+
+
 def steps_in_backward(rank: int) -> dict[str, Any]:
     """Each parameter is stepped as soon as its gradient is there, which the observed step must not do."""
     models, calls = [build("net", "2-D") for _ in range(2)], [[], []]
@@ -248,6 +255,7 @@ JOBS: dict[str, two_ranks.Job] = {
     "hybrid": ("within", {"kind": "net", "way": "hybrid", "memory": {}, "budgets": [HYBRID_BUDGET]}),
     "rules": ("follows", {"way": "2-D", "rules": RULES}),
     "rules, hybrid": ("follows", {"way": "hybrid", "rules": RULES}),
+    "by a file": ("by_a_file", {}),
     "steps in backward": ("steps_in_backward", {}),
     "longer on one": ("longer_on_one", {}),
 }
@@ -286,6 +294,14 @@ def test_rules(answers: dict[str, tuple[Any, ...]]) -> None:
         assert found == {"bits": [True, True], "again": {}, "fewer": {}, "misses": 0}
     for found in answers["rules, hybrid"]:
         assert found == {"bits": [True, True], "again": {}, "fewer": {}, "misses": 0}
+
+
+def test_files_are_refused(answers: dict[str, tuple[Any, ...]]) -> None:
+    text = (
+        "lowtide.apply: recompute_config and swap_config are not covered for a model that both FSDP2 and tensor "
+        "parallelism cut; use rules (the section 'memory')"
+    )
+    assert answers["by a file"] == (text,) * 4
 
 
 def test_the_observed_step_steps_no_parameter(answers: dict[str, tuple[Any, ...]]) -> None:

@@ -24,10 +24,9 @@ observes or plans waits until a plan is in force. Plans do not race when several
 another thread is in the middle of a forward pass.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: tensor parallelism beside FSDP2 in one model (tensors/fsdp.py); what the caller does
-around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and the plan
-corrected, on the host it must fit beside the budget. A backward pass of another thread that is under way while a new
-shape is observed: its gradients may be lost.
+Not covered: what the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it
+is measured and the plan corrected, on the host it must fit beside the budget. A backward pass of another thread that is
+under way while a new shape is observed: its gradients may be lost.
 """
 
 from __future__ import annotations
