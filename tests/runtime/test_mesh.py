@@ -67,17 +67,19 @@ def build(kind: str, way: str) -> nn.Module:
     """This rank's part of a model."""
     torch.manual_seed(0)
     over = mesh("hybrid")
-    if way == "2-D":
+    if way != "hybrid":
         tp, over = mesh("2-D")["tp"], mesh("2-D")["dp"]
     if kind == "net":
         model: nn.Module = Net().train()
-        for layer in model.layers if way == "2-D" else ():
+        for layer in model.layers if way != "hybrid" else ():
             parallelize_module(layer, tp, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
         layers = model.layers
     else:
         model = tensor_parallel_llama.build(tp, num_layers=NUM_LAYERS)
         layers = model.model.layers
     for layer in layers:
+        if way == "2-D, nested":
+            fully_shard(layer.down_proj, mesh=over)
         fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
     return model
@@ -85,7 +87,7 @@ def build(kind: str, way: str) -> nn.Module:
 
 def reader(rank: int, way: str) -> int:
     """Ranks that share products read the same text."""
-    return rank // 2 if way == "2-D" else rank
+    return rank if way == "hybrid" else rank // 2
 
 
 def tokens(seed: int, length: int = 16) -> Tensor:
@@ -253,7 +255,7 @@ JOBS: dict[str, two_ranks.Job] = {
     "net": ("within", {"kind": "net", "way": "2-D", "memory": {}, "budgets": [NET_BUDGET]}),
     "net, no swap": ("within", {"kind": "net", "way": "2-D", "memory": {"swap": "none"}, "budgets": [95_000]}),
     "hybrid": ("within", {"kind": "net", "way": "hybrid", "memory": {}, "budgets": [HYBRID_BUDGET]}),
-    "rules": ("follows", {"way": "2-D", "rules": RULES}),
+    "rules": ("follows", {"way": "2-D, nested", "rules": RULES}),
     "rules, hybrid": ("follows", {"way": "hybrid", "rules": RULES}),
     "by a file": ("by_a_file", {}),
     "steps in backward": ("steps_in_backward", {}),
