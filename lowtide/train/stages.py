@@ -92,6 +92,8 @@ class RankStages:
         self.stages: dict[int, Any] = {stage: every[stage].to(device) for stage in own}
         self.experts = split_for(run, torch.nn.ModuleList(self.stages.values()), ranks)
         """None where each rank has all experts of its layers."""
+        self._together: Any = dist.group.WORLD if num_pipelines > 1 else None
+        """All ranks, where they share experts."""
         self._group: Any = None
         if num_pipelines > 1:
             # Every rank makes every group, in the same order, as torch wants it.
@@ -122,11 +124,11 @@ class RankStages:
         may_slice = run.memory is not None and run.memory.slices_loss["may"]
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
         memory = None if run.memory is None else dataclasses.replace(run.memory, optimizer="keep", loss="plain")
-        if run.memory is not None and run.memory.optimizer == "swap":
+        if run.memory is not None and run.memory.optimizer == "swap" and run.memory.budget is None:
             self._place_state(run.memory, optimizer)
         if run.sections is not None:
             self._follow(run, memory, say)
-        elif memory is not None and memory.budget is None:
+        elif memory is not None and not memory.has_budget:
             self._tides = [
                 lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
@@ -176,10 +178,10 @@ class RankStages:
         batches = [tokens.to(self._device) for tokens in drawn if self.has_loss or 0 in self.stages]
         given = batches if 0 in self.stages else None, batches if self.has_loss else None
         memory = self._run.memory
-        if memory is not None and memory.budget is not None and self._plans is None:
+        if memory is not None and memory.has_budget and self._plans is None:
             own = dataclasses.replace(memory, loss="plain")
             how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
-            self._plans = fit_stages(self._pipeline, *given, say=say, **how)
+            self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)
             self._tides = list(self._plans.tides.values())
         losses = self._pipeline.step(*given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)

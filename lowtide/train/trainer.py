@@ -95,7 +95,7 @@ class Trainer:
             return follow(self.model, sections, memory=memory, say=self._tell, **how)
         if memory is None:
             return None
-        if memory.budget is None:
+        if not memory.has_budget:
             return lowtide.apply(self.model, memory, **how)
         return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)
 

@@ -53,6 +53,7 @@ from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
+from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
 from lowtide.runtime.autopilot.phases import Phase, State
@@ -73,6 +74,7 @@ from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.unseen import Unseen
 from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.ranks import ALONE, any_rank, gather
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
@@ -154,6 +156,7 @@ class Autopilot:
         """Of the same steps, on a device whose allocator counts."""
         self._clock = BackwardClock()
         """Of the planned steps that are to be reviewed."""
+        self._first = FirstStep(engine)
         self._steps = StepClock(engine, self._trained)
         """Of the steps of plans that race, or have won."""
         controls = Controls(
@@ -223,6 +226,11 @@ class Autopilot:
     def stats(self) -> Stats:
         """What happened under the plan in force; zeros before the first step."""
         return self.tide.stats if self.tide is not None else Stats.nothing()
+
+    @property
+    def live_bytes(self) -> int:
+        """Activations that are on the device now, as lowtide counts them. Unlike `stats`, cheap."""
+        return self.tide.live_bytes if self.tide is not None else 0
 
     @property
     def races(self) -> list[tuple[Standing, ...]]:
@@ -343,7 +351,14 @@ class Autopilot:
             # Taken first: where this forward fails, the next one may have other inputs.
             witness, self._witness = self._witness, None
             planned, tide = self._patch.original, self.tide
-        output = planned(*args, **kwargs)
+        self._first.begin()
+        try:
+            output = planned(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) and not self._rollback.is_running:
+                error.add_note(f"lowtide: out of memory in a forward pass. {self._describe_floor()}")
+            raise
+        self._first.follow(output)
         if witness is not None:
             witness.compare(output)
         if self.source.races:
@@ -625,6 +640,7 @@ class Autopilot:
         if self.phase is not Phase.COMPARED or stats.num_forwards < 1:
             return
         self._peak.note()  # the optimizer's step is over as well
+        self._tell_first(shape, stats)
         found = self._correction(shape, stats)
         self._count_review(shape)
         self._was_smaller = False
@@ -654,6 +670,13 @@ class Autopilot:
         shape.before = corrected
         why = found.why if found is not None else "another rank corrected its plan"
         self._use(key, why=why, seconds=time.perf_counter() - start)
+
+    def _tell_first(self, shape: CachedPlan, stats: Stats) -> None:
+        predicted = shape.plan.predicted
+        if self._first.is_told or predicted is None:
+            return
+        peak_bytes = None if self.engine.device_peak_bytes() is None else self._peak.peak_bytes
+        self._say(self._first.line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes))
 
     def _count_review(self, shape: CachedPlan, num: int = 1) -> None:
         """So many comparisons fewer to come for the plan in force, which has settled when there are none."""
@@ -702,7 +725,9 @@ class Autopilot:
                 return
             shape = self._shapes[key]
             start = time.perf_counter()
-            target = int((self._planning.budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
+            budget_bytes = self._planning.budget_bytes - shape.unforeseen_bytes
+            # A preset plans for less than the budget.
+            target = int(min(shape.plan.budget_bytes or budget_bytes, budget_bytes) * _TIGHTER)
             plan = self._planning.make(shape.profile, target)  # no other rank need be out of memory
             # Only now: where no plan is that small, the budget stays as it was.
             shape.unforeseen_bytes = self._planning.budget_bytes - target
