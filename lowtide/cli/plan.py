@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
+from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
 from lowtide.config.source import read_text
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lowtide.core.profile import Profile
     from lowtide.report.budget_sweep import SweptBudget
     from lowtide.report.memory_curve import Curve
+    from lowtide.timeline.hardware import Hardware
     from lowtide.timeline.step import Link
 
 _MAX_CURVE_POINTS = 1024
@@ -96,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
         shared: Any = {**kind, "num_micro_batches": settings.train.grad_accumulation}
         told: Any = {"progress": lambda text: waiting.say(f"planning: {text}")}
+        if args.profile is None and rank is None:
+            told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_settled(settled, functools.partial(plan_profile, profile, memory, **shared, **told), lines.append)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
@@ -199,9 +203,9 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     hardware = load_hardware(args.hardware) if args.hardware is not None else None
     if args.profile is None:
         waiting.say("loading torch")
-        from lowtide.train.profiling import hardware_of_run, trace_run
+        from lowtide.train.profiling import trace_run
 
-        device = hardware or hardware_of_run(settings)
+        device = _hardware(settings, args)
         return trace_run(settings, device, say=waiting.say), device.link
     text = read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
     try:
@@ -220,6 +224,14 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     from lowtide.train.profiling import link_of_device
 
     return profile, link_of_device(settings, profile.device)
+
+
+def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
+    """The device that is named, or what is known of this machine's."""
+    from lowtide.timeline.hardware import load_hardware
+    from lowtide.train.profiling import hardware_of_run
+
+    return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
 
 def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:
