@@ -156,16 +156,20 @@ def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None
     write("half", sections=overlap, output_dir="resumed", steps=2, **both)
     write("rest", sections=overlap, output_dir="resumed", **both)
     write("one_stage", sections=one, **both)
+    limits = {"budget": "600KB", "min_bytes": 0, "optimizer": "auto"}
+    write("one_budget", sections=one | {"memory": limits}, engine="virtual:4", **both)
+    limits |= {"budget": "480KB"}
+    write("four_budget", sections=overlap | {"memory": limits}, engine="virtual:5", **both)
     code = """
     import os, sys
     for name, port in zip(os.environ["NAMES"].split(), os.environ["MORE_PORTS"].split()):
         train(load_run(f"{name}.yaml"))
         os.environ["MASTER_PORT"] = port
     """
-    for num_ranks, names in ((2, "experts one_stage"), (4, "four four_overlap half rest")):
+    for num_ranks, names in ((2, "experts one_stage one_budget"), (4, "four four_overlap half rest four_budget")):
         ends = on_ranks(f"import os; os.environ['NAMES'] = '{names}'\n{textwrap.dedent(code)}", num_ranks)
         assert [status for status, _, _ in ends] == [0] * num_ranks, "".join(err for _, _, err in ends)
-    for name in ("one_stage", "four", "four_overlap", "resumed"):
+    for name in ("one_stage", "one_budget", "four", "four_overlap", "four_budget", "resumed"):
         assert losses(name) == losses("experts")
         # The norm is added up in another order.
         for one_step, other in zip(steps_of(name), steps_of("experts"), strict=True):
@@ -191,8 +195,8 @@ def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     train(load_run("run.yaml"))
     """
     (status_0, _, err_0), (status_1, _, err_1) = on_ranks(code)
-    assert status_0 != 0
-    assert status_1 != 0
+    assert status_0 not in (0, None)
+    assert status_1 not in (0, None)
     assert (err_0 + err_1).count("lowtide: rank 1 failed at step 1: ") == 1
     assert err_1.rstrip().endswith("lowtide: rank 1 failed at step 1: RuntimeError: the dog ate the batch")
     assert "lowtide: rank 1 failed at 1F0 of step 1" in err_1
@@ -231,25 +235,11 @@ def test_what_is_refused_with_its_place() -> None:
         "run.yaml:3:119: 'train.grad_accumulation' is 2, and a step of a pipeline has 4 micro-batches already; write "
         "their number into 'pipeline.micro_batches' only"
     )
-    assert refusal(sections={"pipeline": DUALPIPEV | {"overlap": True}, "memory": {"budget": "1GiB"}}) == (
-        "run.yaml:5:20: 'memory.budget' cannot stand beside 'pipeline.overlap' yet: two micro-batches need their "
-        "temporaries at the same time; write rules: recompute, swap, keep"
-    )
-    assert refusal(
-        sections={"pipeline": DUALPIPEV, "memory": {"budget": "1GiB"}}, model=DEEPSEEK, expert_parallel=2
-    ) == (
-        "run.yaml:5:20: 'memory.budget' cannot stand beside 'pipeline' and 'train.expert_parallel' yet: how many rows "
-        "a rank receives differs from one micro-batch to the next; write rules: recompute, swap, keep"
-    )
     assert beside({"budget": "1GiB", "loss": "sliced"}) == (
         "run.yaml:5:36: 'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model"
     )
     assert beside({"budget": "1GiB", "race": True}) == (
         "run.yaml:5:36: 'memory.race' cannot be true beside 'pipeline': plans of stages do not race; leave it out"
-    )
-    assert beside({"budget": "1GiB", "optimizer": "swap"}) == (
-        "run.yaml:5:41: 'memory.optimizer' cannot stand beside 'pipeline' and 'memory.budget' yet: what a plan for "
-        "stages counts is all of the state; write rules: recompute, swap, keep, or leave it out"
     )
     everything = {"recompute_config": {"recompute": True}}
     assert refusal(sections={"pipeline": DUALPIPEV | {"overlap": True}} | everything) == (
