@@ -40,7 +40,8 @@ p { margin: .3rem 0; } .soft { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1.1rem 0; }
 .tile { background: var(--card); border-radius: .5rem; padding: .7rem .8rem; }
 .tile b { display: block; font-size: 1.2rem; } .tile span { color: var(--soft); font-size: .85rem; }
-figure { margin: .5rem 0; } figure img { width: 100%; height: auto; }
+figure { margin: .5rem 0; } figure > div { overflow-x: auto; }
+figure img { width: 100%; min-width: 40rem; height: auto; display: block; }
 figcaption { color: var(--soft); font-size: .9rem; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
        border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right; }
@@ -155,8 +156,8 @@ def _section(title: str, caption: str, pictures: Sequence[str | None]) -> list[s
         return []
     return [
         f"<h2>{escape(title)}</h2>",
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
-        f'<img alt="{escape(title)}" src="{_data(light)}"></picture>'
+        f'<figure><div><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+        f'<img alt="{escape(title)}" src="{_data(light)}"></picture></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>",
     ]
 

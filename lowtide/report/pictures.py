@@ -133,7 +133,10 @@ def lane_picture(played: Played, theme: Theme) -> str:
         panel.set_xlim(0, played.step_seconds * times)
         panel.grid(axis="y", visible=False)
         panel.set_xlabel(f"time, {time_word}")
-        panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8)
+        if any(event.name.startswith("recompute ") for event in played.events):
+            panel.text(
+                1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8
+            )
 
     return svg(draw, theme)
 
@@ -241,7 +244,10 @@ def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme)
             panels[2].legend(loc="lower right", fontsize=8)
         for panel in panels:
             panel.set_xlabel("step")
-            panel.locator_params(axis="x", integer=True, nbins=6)
+            if len(history) == 1:
+                panel.set_xticks(steps)
+            else:
+                panel.locator_params(axis="x", integer=True, nbins=6)
 
     return svg(draw, theme)
 

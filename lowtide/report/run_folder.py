@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
+from lowtide.core.plan_table import plural
 from lowtide.errors import ConfigError
 from lowtide.report import rank_step, run_state
 from lowtide.report.parts import Measured, StepRow, Table, Tile
@@ -33,6 +34,8 @@ _Read = TypeVar("_Read")
 def report_of_folder(folder: Path) -> Report:
     """Raises ConfigError for a folder that is no run's, and for files that were edited badly."""
     metrics = folder / METRICS
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the train.output_dir of a run of `lowtide train`")
     if not metrics.is_file() and not (folder / RUN).is_file():
         raise ConfigError(
             f"{folder}: no run of `lowtide train`: there is no {METRICS} in it; give its train.output_dir"
@@ -50,7 +53,7 @@ def report_of_folder(folder: Path) -> Report:
     story = _read(folder, EVENTS, story_from_json)
     return Report(
         title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
-        subtitle=f"{len(rows)} steps in {METRICS}." if rows else "No step was done.",
+        subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
         tiles=tuple(_tiles(plan, history, measured, ranks)),
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,

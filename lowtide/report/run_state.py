@@ -88,7 +88,10 @@ def verdict(state: RunState, last_step: int) -> tuple[str, ...]:
         who = f" on rank {state.rank}" if state.num_ranks > 1 else ""
         return (f"This run failed {where}{who}", state.why)
     if state.state == "stopped":
-        return (f"This run was stopped after step {last_step} {of_all}", state.why)
+        return (
+            f"This run was stopped after step {last_step} {of_all}",
+            f"By {state.why}. The same command goes on from its last checkpoint.",
+        )
     if state.state == "running" and state.is_alive is False:
         return (
             f"This run ended without a word after step {last_step} {of_all}",

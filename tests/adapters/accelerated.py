@@ -1,4 +1,4 @@
-"""A small Llama, its tokens, and a loop of one's own with Accelerate, and a Trainer on ranks."""
+"""A small Llama, its tokens, and a loop of one's own with Accelerate; ranks load no Trainer for it."""
 
 from __future__ import annotations
 
@@ -71,32 +71,12 @@ def accelerated(call: str, rows: slice = slice(0, 2)) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _environment_of(rank: int) -> None:
+def environment_of(rank: int) -> None:
+    """As `accelerate launch` sets it."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
     assert Accelerator(cpu=True).num_processes == 2
 
 
 def on_a_rank(rank: int, call: str) -> list[Any]:
-    _environment_of(rank)
+    environment_of(rank)
     return [weight.tolist() for weight in accelerated(call, slice(2 * rank, 2 * rank + 2))]
-
-
-def trainer_on_a_rank(rank: int, folder: str, budget: str | None) -> list[Any]:
-    """As `accelerate launch` runs a script with a Trainer: DDP around the model, a part of each batch for each rank."""
-    from transformers import Trainer, TrainingArguments
-
-    from lowtide.adapters.transformers import TideCallback
-
-    _environment_of(rank)
-    how: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
-    how |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "ddp_backend": "gloo"}
-    asked: dict[str, Any] = {"budget": budget, "memory": SMALL, "engine": "virtual:1", "say": lambda line: None}
-    callbacks = [] if budget is None else [TideCallback(**asked)]
-    arguments = TrainingArguments(output_dir=f"{folder}/{rank}", dataloader_pin_memory=False, **how)
-    trainer = Trainer(model=llama(), args=arguments, train_dataset=Tokens(), callbacks=callbacks)
-    trainer.train()
-    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
-    for callback in callbacks:
-        assert callback.stats.swapped_bytes + callback.stats.recomputed_bytes
-    losses = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
-    return [[value.tolist() for value in trainer.model.state_dict().values()], losses]

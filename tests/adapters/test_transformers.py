@@ -16,7 +16,7 @@ import lowtide
 from lowtide.adapters.transformers import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests import two_ranks
-from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, llama
+from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, environment_of, llama, on_a_rank
 
 
 def _callback(budget: str | None = BUDGET, memory: Any = SMALL, said: list[str] | None = None) -> TideCallback:
@@ -328,14 +328,26 @@ def test_accelerate_with_its_own_optimizer(how: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(accelerated(how), accelerated("plain"), strict=True))
 
 
+def trainer_on_a_rank(rank: int, folder: str, budget: str | None) -> list[Any]:
+    """As `accelerate launch` runs a script with a Trainer: DDP around the model, a part of each batch for each rank."""
+    environment_of(rank)
+    callback = None if budget is None else _callback(budget)
+    trainer = _trained(Path(folder) / str(rank), callback, max_steps=4, ddp_backend="gloo")
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    weights, losses = _outcome(trainer)
+    if callback is not None:
+        assert callback.stats.swapped_bytes + callback.stats.recomputed_bytes
+    return [{name: value.tolist() for name, value in weights.items()}, losses]
+
+
 def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
     """DDP by Accelerate: the process group is there, as under `accelerate launch`."""
     calls = ("plain", "optimize", "inside")
-    jobs: list[two_ranks.Job] = [("on_a_rank", {"call": call}) for call in calls]
+    jobs: list[two_ranks.Job] = [(on_a_rank.__name__, {"call": call}) for call in calls]
     jobs += [("trainer_on_a_rank", {"folder": str(tmp_path), "budget": budget}) for budget in (None, BUDGET)]
-    plain, ours, inside, trainers, under_a_budget = two_ranks.run("tests.adapters.accelerated", jobs, tmp_path)
+    plain, ours, inside, trainers, under_a_budget = two_ranks.run(__name__, jobs, tmp_path)
     assert plain == ours == inside
     assert plain[0] == plain[1]
     assert trainers == under_a_budget
     assert trainers[0][0] == trainers[1][0]
-    assert len(trainers[0][1]) == 6
+    assert len(trainers[0][1]) == 8

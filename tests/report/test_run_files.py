@@ -63,7 +63,10 @@ STEP = RankStep(
         ),
         (
             dataclasses.replace(STATE, state="stopped", why="SIGTERM"),
-            ("This run was stopped after step 3 of 9", "SIGTERM"),
+            (
+                "This run was stopped after step 3 of 9",
+                "By SIGTERM. The same command goes on from its last checkpoint.",
+            ),
         ),
         (
             STATE,

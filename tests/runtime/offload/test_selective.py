@@ -374,3 +374,11 @@ def test_under_autocast_and_under_a_plan_of_lowtides() -> None:
             assert tide.stats.swapped_bytes
         assert offload.stats.swapped_bytes
         assert offload.stats.num_forwards == 9
+
+
+def test_views_of_parameters_stay_where_they_are() -> None:
+    net, x = _net()
+    plain = _step(net, x, None)
+    with lowtide.selective_offload(_marks({aten.t.default: OFFLOAD}), net, engine="virtual:1") as offload:
+        assert _same(_step(net, x, offload), plain)
+        assert offload.stats.saved_bytes == 0
