@@ -351,7 +351,10 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
             ["--budget", "1GiB", "--profile", "nowhere.json"],
             "--profile: nowhere.json: no such file; check the path",
         ),
-        (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
+        (
+            ["--budget", "1GiB", "--profile", "run.yaml"],
+            "--profile: run.yaml: profile:1:1: not valid JSON: Expecting value",
+        ),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],
             "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, ascend910b, ascend910c, b200, cpu, "
