@@ -104,7 +104,7 @@ def apply(
     _refuse_without_sections(first_layer, tp_group)
     if not isinstance(memory, Plan):
         memory = load_memory(memory)
-        if memory.budget is not None:
+        if memory.has_budget:
             return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
 
@@ -134,8 +134,9 @@ def plan(
 
     Traces with fake tensors: runs no training step, needs no device and no memory. `batch` is a mapping
     (`model(**batch)`), a tuple (`model(*batch)`) or a callable without arguments that returns the loss; the loss is the
-    output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text such as "20GiB"; `memory` may set limits by
-    rules. `hardware` is a name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
+    output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text: "20GiB", "90%" of the device, "auto" (what
+    it has less a headroom); `memory` may set limits by rules, or have a `preset` instead of a budget. `hardware` is a
+    name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
     Raises `BudgetError` when no plan fits, `ConfigError` for every other mistake.
     """
     from lowtide.runtime.autopilot.plan_model import plan_model
@@ -178,7 +179,8 @@ def optimize(
     group: Any = None,
     say: Callable[[str], None] | None = None,
 ) -> Autopilot:
-    """Make `model` train within `budget` bytes per device, until `remove()` or the end of the `with` block.
+    """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
+    the `with` block.
 
     The first forward pass is observed (one extra step that leaves no trace) and planned for; later ones follow the
     plan, which is corrected by what the first two of them show, and made anew for new shapes of inputs. Under several
@@ -251,7 +253,7 @@ def selective_offload(
     from lowtide.runtime.offload.selective import SelectiveOffload
 
     sizes = load_memory({"min_bytes": min_bytes} | ({} if host_budget is None else {"host_budget": host_budget}))
-    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.min_bytes, engine=engine)
+    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.least_bytes, engine=engine)
 
 
 def swap_optimizer(

@@ -33,6 +33,7 @@ from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
+from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
@@ -86,8 +87,12 @@ def fit_stages(
     and what a stage raised; then `PipelineError` on the others.
     """
     ranks = _Ranks(pipeline, pipeline.group if together is None else together)
-    config = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     own = nn.ModuleList(pipeline.stages.values())
+    wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
+    settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
+    config = settled.config
+    if settled.line and say is not None:
+        say(f"lowtide: rank {pipeline.rank}: {settled.line}")
     whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=(), optimizer="keep"), ())
     chosen = choose_engine(engine, own, whole)
     placed = PlacedState(own, optimizer, chosen, "fit_stages")
@@ -112,7 +117,7 @@ def fit_stages(
             num_micro_batches=pipeline.schedule.num_micro_batches,
             state=state,
             between_bytes=between,
-            budget_bytes=config.budget or 0,
+            budget_bytes=settled.budget_bytes,
             config=config,
             link=measure_link(chosen, device, place=str(config.disk_path or ""), cache=cache_path()),
         )
@@ -206,6 +211,8 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
                 "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not "
                 "observed; leave fill out"
             )
+    if config.preset is not None:
+        raise ConfigError("memory.preset: cannot be planned for the stages of a pipeline yet; write a budget")
     if config.loss == "sliced":
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"

@@ -128,7 +128,7 @@ class RankStages:
             self._place_state(run.memory, optimizer)
         if run.sections is not None:
             self._follow(run, memory, say)
-        elif memory is not None and memory.budget is None:
+        elif memory is not None and not memory.has_budget:
             self._tides = [
                 lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
@@ -178,7 +178,7 @@ class RankStages:
         batches = [tokens.to(self._device) for tokens in drawn if self.has_loss or 0 in self.stages]
         given = batches if 0 in self.stages else None, batches if self.has_loss else None
         memory = self._run.memory
-        if memory is not None and memory.budget is not None and self._plans is None:
+        if memory is not None and memory.has_budget and self._plans is None:
             own = dataclasses.replace(memory, loss="plain")
             how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
             self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)

@@ -51,6 +51,9 @@ def accelerated(call: str, rows: slice = slice(0, 2)) -> list[Tensor]:
     tide: Any = None
     if call == "optimize":
         tide = lowtide.optimize(prepared, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine="virtual:1")
+    elif call == "inside":  # the module that DDP calls: the same, one wrapper further in
+        inner = accelerator.unwrap_model(prepared)
+        tide = lowtide.optimize(inner, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine="virtual:1")
     elif call == "apply":
         tide = lowtide.apply(prepared, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine="virtual:1")
     tokens = Tokens().tokens[rows]
@@ -68,7 +71,12 @@ def accelerated(call: str, rows: slice = slice(0, 2)) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def on_a_rank(rank: int, call: str) -> list[Any]:
+def environment_of(rank: int) -> None:
+    """As `accelerate launch` sets it."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
     assert Accelerator(cpu=True).num_processes == 2
+
+
+def on_a_rank(rank: int, call: str) -> list[Any]:
+    environment_of(rank)
     return [weight.tolist() for weight in accelerated(call, slice(2 * rank, 2 * rank + 2))]

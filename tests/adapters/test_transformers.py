@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lowtide
 from lowtide.adapters.transformers import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests import two_ranks
-from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, llama
+from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, environment_of, llama, on_a_rank
 
 
 def _callback(budget: str | None = BUDGET, memory: Any = SMALL, said: list[str] | None = None) -> TideCallback:
@@ -128,6 +128,123 @@ def test_its_own_checkpointing_is_off_while_lowtide_plans(tmp_path: Path) -> Non
     assert trainer.model.is_activation_checkpointing
 
 
+@pytest.mark.parametrize("options", [{"every_n_layers": 2, "use_reentrant": False}, {"offload": True}])
+def test_its_own_choice_of_layers_and_offload_come_back(options: dict[str, Any], tmp_path: Path) -> None:
+    how = {"activation_checkpointing": True, "activation_checkpointing_kwargs": options}
+    plain = _trained(tmp_path, None)  # its `offload` itself needs pinned memory, so an accelerator
+    callback = _callback()
+    trainer = _trained(tmp_path, callback, **how)
+    assert _same(_outcome(trainer), _outcome(plain))
+    assert callback.stats.num_skipped_calls == 0
+    layers = trainer.model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, "offload" in options]
+    function = layers[0]._gradient_checkpointing_func
+    assert ("offload" in options) == (function.func is not torch.utils.checkpoint.checkpoint)
+
+
+class Seen(TrainerCallback):
+    """A reporter, as TensorBoard's and Weights & Biases' are: it comes before the callbacks of users."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+FIGURES = {
+    "lowtide/peak_device_bytes",
+    "lowtide/kept_bytes",
+    "lowtide/swapped_bytes",
+    "lowtide/recomputed_bytes",
+    "lowtide/stall_seconds",
+    "lowtide/num_divergences",
+    "lowtide/predicted_peak_bytes",
+    "lowtide/predicted_micro_batch_seconds",
+    "lowtide/step_seconds",
+}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_reporters_get_the_figures_once_they_are_asked_to(joins: bool, tmp_path: Path) -> None:
+    callback, seen = _callback(), Seen()
+    trainer = _trainer(tmp_path, callback, max_steps=4, logging_steps=2)
+    trainer.callback_handler.callbacks.insert(1, seen)
+    if joins:
+        callback.log_to(trainer)
+        callback.log_to(trainer)
+    trainer.train()
+    figures = [{name for name in logs if name.startswith("lowtide/")} for logs in seen.logs if "loss" in logs]
+    assert figures == [FIGURES if joins else set()] * 2
+    (first, last) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert set(last) >= FIGURES
+    plan = callback.tide.plan
+    assert last["lowtide/predicted_peak_bytes"] == plan.predicted.peak_bytes
+    assert last["lowtide/peak_device_bytes"] == callback.stats.peak_device_bytes
+    assert first["lowtide/step_seconds"] > 0
+
+
+def test_a_callback_of_another_trainer_cannot_log() -> None:
+    with pytest.raises(lowtide.ConfigError) as caught:
+        _callback().log_to(_trainer(Path("out"), None))
+    assert str(caught.value) == (
+        "TideCallback.log_to: this callback is not one of the trainer's; pass callbacks=[callback]"
+    )
+
+
+def test_tensorboard_shows_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    callback = _callback()
+    trainer = _trainer(tmp_path, callback, max_steps=4, logging_steps=2, report_to=["tensorboard"])
+    callback.log_to(trainer)
+    trainer.train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = {tag.removeprefix("train/") for tag in events.Tags()["scalars"]}
+    assert tags >= FIGURES
+
+
+class Removes(TrainerCallback):
+    def __init__(self, callback: TideCallback, step: int) -> None:
+        self.callback, self.step = callback, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.callback.remove()
+
+
+def test_taken_off_in_mid_training(tmp_path: Path) -> None:
+    plain = _outcome(_trained(tmp_path, None))
+    callback = _callback()
+    trainer = _trainer(tmp_path, callback)
+    trainer.add_callback(Removes(callback, 4))
+    trainer.train()
+    assert _same(_outcome(trainer), plain)
+    assert callback.stats.num_forwards <= 4
+    assert patched_module(trainer.model) is None
+
+
+def test_a_cell_that_runs_again(tmp_path: Path) -> None:
+    """A new trainer and a new callback on a model that an interrupted training left under a plan."""
+    plain = _trainer(tmp_path, None)
+    torch.manual_seed(5)
+    plain.train()
+    lost, said = _callback(), []
+    model = llama(dropout=0.1)
+    lost.attached.attach(model, None, speaks=False)  # as `train()` does before it is interrupted
+    again = _callback(said=said)
+    trainer = _trainer(tmp_path, again)
+    trainer.model = trainer.model_wrapped = model
+    torch.manual_seed(5)
+    trainer.train()
+    assert _same(_outcome(trainer), _outcome(plain))
+    assert said[0] == "lowtide: another plan was on this model; it is taken off, and this one begins"
+    assert patched_module(model) is None
+
+
 def test_after_an_error_the_next_training_begins_anew(tmp_path: Path) -> None:
     plain = _trainer(tmp_path, None)
     torch.manual_seed(5)  # the order of the batches is drawn in `train()`
@@ -209,9 +326,26 @@ def test_accelerate_with_its_own_optimizer(how: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(accelerated(how), accelerated("plain"), strict=True))
 
 
+def trainer_on_a_rank(rank: int, folder: str, budget: str | None) -> list[Any]:
+    """As `accelerate launch` runs a script with a Trainer: DDP around the model, a part of each batch for each rank."""
+    environment_of(rank)
+    callback = None if budget is None else _callback(budget)
+    trainer = _trained(Path(folder) / str(rank), callback, max_steps=4, ddp_backend="gloo")
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    weights, losses = _outcome(trainer)
+    if callback is not None:
+        assert callback.stats.swapped_bytes + callback.stats.recomputed_bytes
+    return [{name: value.tolist() for name, value in weights.items()}, losses]
+
+
 def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
     """DDP by Accelerate: the process group is there, as under `accelerate launch`."""
-    jobs: list[two_ranks.Job] = [("on_a_rank", {"call": call}) for call in ("plain", "optimize")]
-    plain, ours = two_ranks.run("tests.adapters.accelerated", jobs, tmp_path)
-    assert plain == ours
+    calls = ("plain", "optimize", "inside")
+    jobs: list[two_ranks.Job] = [(on_a_rank.__name__, {"call": call}) for call in calls]
+    jobs += [("trainer_on_a_rank", {"folder": str(tmp_path), "budget": budget}) for budget in (None, BUDGET)]
+    plain, ours, inside, trainers, under_a_budget = two_ranks.run(__name__, jobs, tmp_path)
+    assert plain == ours == inside
     assert plain[0] == plain[1]
+    assert trainers == under_a_budget
+    assert trainers[0][0] == trainers[1][0]
+    assert len(trainers[0][1]) == 8
