@@ -95,7 +95,7 @@ def rank_memory_picture(ranks: Sequence[RankStep], theme: Theme) -> str | None:
             y = [found / scale for _, found in each.memory]
             mark = "o" if len(x) == 1 else ""
             panel.plot(x, y, color=colour, drawstyle="steps-post", marker=mark, label=f"rank {each.rank}")
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * max(found for each in most for _, found in each.memory) / scale)
         panel.set_xlim(0, (end - start) * times)
         panel.set(xlabel=f"time, {unit}", ylabel=bytes_unit)
         figure.legend(loc="outside right upper")

@@ -366,7 +366,10 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
             ["--budget", "0%"],
             "--budget: '0%' is not a share of a device; write more than 0% and at most 100%, such as 90%",
         ),
-        (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
+        (
+            ["--budget", "1GiB", "--profile", "run.yaml"],
+            "--profile: run.yaml: profile:1:1: not valid JSON: Expecting value",
+        ),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],
             "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, a6000, ascend910b, ascend910c, "
