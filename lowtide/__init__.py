@@ -213,7 +213,8 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
     """Write what `handle`, or the model that it is on, does and did: its plan, the memory and the lanes of a step.
 
     The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
-    `.trace.json` (for Perfetto) or `.json`. Gives the path. Raises `ConfigError` for other names, for a model that is
+    `.trace.json` (for Perfetto), `.pickle` (a memory snapshot for pytorch.org/memory_viz) or `.json`. Gives the path.
+    Raises `ConfigError` for other names, for a trace or a snapshot where only rules are followed, for a model that is
     not under lowtide, and before the first step.
     """
     from torch.nn import Module

@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write pictures of the step: .html, .trace.json (Perfetto), .json"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
     )
     plan_cluster.add_arguments(parser)
 
@@ -204,7 +207,11 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
         device = _hardware(settings, args)
         return trace_run(settings, device, say=waiting.say), device.link
-    profile = Profile.from_json(read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: "))
+    text = read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    try:
+        profile = Profile.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"--profile: {args.profile}: {error}") from None
     shape = [settings.train.batch_size, settings.data.sequence_length]
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:

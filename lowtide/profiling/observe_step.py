@@ -25,12 +25,14 @@ import torch
 from torch import nn
 
 from lowtide.core.profile import Profile
+from lowtide.core.recipe import Recipe
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
+from lowtide.profiling.op_memory import OpMemory
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
-from lowtide.profiling.rounding import grain_of, rounding_bytes
+from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
 from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.stash import ByteStash, FileStash, HostStash
 from lowtide.profiling.state_bytes import state_bytes
@@ -86,7 +88,13 @@ def observe(
         clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
         stash: ByteStash = HostStash() if is_accelerator else FileStash()
         recorder = StepRecorder(
-            device=device, clock=clock, stash=stash, layers=names, codec_of=measured_codec, holds_casts=holds_casts
+            device=device,
+            clock=clock,
+            stash=stash,
+            layers=names,
+            codec_of=measured_codec,
+            holds_casts=holds_casts,
+            memory=OpMemory(device) if is_accelerator else None,
         )
         try:
             step = (model, batch, recorder, loss)
@@ -123,7 +131,12 @@ def observe(
         device_type=device.type,
         is_accelerator=is_accelerator,
     )
-    rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain_of(device))
+    grain = grain_of(device)
+    may_be_made = [
+        node.storage.nbytes for node in nodes if node.codec or isinstance(recipes.alone.get(node.storage.index), Recipe)
+    ]
+    fingerprint, fingerprints = fingerprint_bytes(may_be_made, grain)
+    rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain) + fingerprints
     return profile_of(
         trace,
         nodes,
@@ -133,7 +146,7 @@ def observe(
         is_fake=False,
         batch=shapes,
         layers=names,
-        state=dataclasses.replace(state, rounding=rounding),
+        state=dataclasses.replace(state, rounding=rounding, fingerprint=fingerprint),
         loss=loss_of(model),
     )
 

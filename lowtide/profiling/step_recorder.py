@@ -29,6 +29,7 @@ from torch import nn
 from lowtide.core.recipe import Anchor
 from lowtide.errors import ConfigError
 from lowtide.profiling.compiled_calls import CompiledCall, run_compiled
+from lowtide.profiling.op_memory import OpMemory
 from lowtide.profiling.op_timer import Clock
 from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name, refuse_misled
 from lowtide.profiling.saved_tensors import CodecOf, SavedTensorRecorder, is_parameter
@@ -68,8 +69,11 @@ class StepRecorder(Recorder):
         layers: tuple[str, ...],
         codec_of: CodecOf,
         holds_casts: bool = False,
+        memory: OpMemory | None = None,
     ) -> None:
         super().__init__(set())
+        self._memory = memory
+        """None where nobody counts what operators hold inside."""
         self.about_to_write: Callable[[torch.UntypedStorage], None] | None = None
         """Called before an operator writes to bytes that were there before the step."""
         # As autocast's cache would: it is off while this step runs, but on in those that follow.
@@ -109,7 +113,7 @@ class StepRecorder(Recorder):
         self.compiled: CompiledCall | None = None
         """The call of a compiled part that is under way."""
         self.temporary: list[tuple[int, int]] = []
-        """(operator, bytes) of compiled parts, as in `Trace`."""
+        """(operator, bytes), as in `Trace`."""
         self.batch = ""
         """Shapes and dtypes of what the model was called with."""
 
@@ -162,11 +166,16 @@ class StepRecorder(Recorder):
             schema_of(func).is_mutable or writes_unsaid(call) or has_statistics(func)
         ):
             self._save_what_it_writes(call, self.about_to_write)
+        if self._memory is not None:
+            self._memory.begin()
         try:
             out, mark = self.clock.run(func, args, kwargs)
         except Exception:
             self.failed_at = self.failed_at or f"{func.overloadpacket} in {self._path[-1] or 'the model'}"
             raise
+        if self._memory is not None:
+            call.temporary_bytes = self._memory.end()
+            self.temporary.append((index, call.temporary_bytes))
         self._note_call(call, out)
         if self._holds_casts and self._is_autocast and self._num_forward_ops is None:
             self._hold_cast(func, args, out)

@@ -122,6 +122,8 @@ class Trainer:
         own_loss = self._accumulate_gradients()
         pass_seconds = (time.perf_counter() - start) / self.run.train.grad_accumulation
         loss, asked = self._agree(own_loss, stop)
+        if self.stages is not None:
+            self.stages.meet()
         grad_norm = self._clip()
         self._check_finite(loss, grad_norm)
         self.optimizer.step()

@@ -42,7 +42,7 @@ def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
-    assert "lowtide: error: the following arguments are required: command" in capsys.readouterr().err
+    assert capsys.readouterr().err == "lowtide: the following arguments are required: command; see lowtide --help\n"
 
 
 @pytest.fixture

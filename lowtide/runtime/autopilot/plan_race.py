@@ -22,7 +22,7 @@ from typing import Any
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.planner.learned import learned_link
-from lowtide.runtime.autopilot.contest import LEARNED, Contest, Entrant
+from lowtide.runtime.autopilot.contest import LEARNED, Contest, Entrant, Standing
 from lowtide.runtime.autopilot.phases import Phase, State
 from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket
 from lowtide.runtime.autopilot.planning import Planning
@@ -64,6 +64,8 @@ class PlanRaces:
         self._engine = engine
         self._steps = steps
         self._controls = controls
+        self.results: list[tuple[Standing, ...]] = []
+        """How the races went that are over, each with the winner first."""
 
     def before_step(self, key: ShapeBucket) -> None:
         """Between two forward passes, with the plan of `key` in force: begin a race, or see whose turn it is."""
@@ -181,6 +183,7 @@ class PlanRaces:
         if contest.link is not None and contest.entrants[number].name == LEARNED:
             self._planning.know(link=contest.link)  # for the plans of other shapes too
         own = medians[number]
+        self.results.append(contest.standings(seconds))
         self._end(key, shape, contest, number)
         shape.rivals = contest.plans()
         shape.pace = Pace(own) if own else None

@@ -228,7 +228,8 @@ class PrefetchQueue:
         for site in alive:
             assert site.distance is not None
             site.start_at = site.last_use - 1 + site.distance
-        alive.sort(key=lambda site: site.start_at)
+        # Of those that start together, the one that is needed first is last: a lane is in order.
+        alive.sort(key=lambda site: (site.start_at, site.last_use))
         for index, site in enumerate(alive):
             site.index = index
         self.sites = [weakref.ref(site) for site in alive]

@@ -174,6 +174,11 @@ class Tide:
             disk_bytes=in_use.get("disk", 0),
         )
 
+    @property
+    def live_bytes(self) -> int:
+        """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
+        return self._ledger.now_bytes
+
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""
         self._counters.reset()

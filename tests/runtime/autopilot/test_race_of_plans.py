@@ -264,10 +264,10 @@ def test_a_race_changes_no_bit(kind: str | int) -> None:
             results.append([*found, [parameter.detach() for parameter in one.parameters()]])
         for number, (plain, raced) in enumerate(zip(*results, strict=True)):
             assert_same(raced, plain, f"step {number}")
-        # On the host, times as they are measured decide whether there are plans that differ.
-        num_races = [event.why[:6] for event in tide.events].count("race: ")
-        assert num_races == 1 or (kind == "host" and num_races == 0)
-        assert num_races <= phases.count(Phase.RACING) <= MAX_STEPS * num_races
+        # On the host, measured times decide whether there are plans that differ, and for how long they race.
+        if kind != "host":
+            assert [event.why[:6] for event in tide.events].count("race: ") == 1
+            assert 1 <= phases.count(Phase.RACING) <= MAX_STEPS
     if isinstance(engine, Dice):
         assert not engine.violations and engine.num_slots == 0
 

@@ -15,6 +15,9 @@ import lowtide
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.host import HostEngine
 from lowtide.engines.virtual import VirtualEngine
+from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.offload.site import PrefetchQueue
+from lowtide.runtime.saved.stats import Counters, Ledger
 from tests import zoo
 from tests.engines.sim_device import SimDevice
 
@@ -92,6 +95,20 @@ def test_what_is_small_goes_in_one_piece() -> None:
     model(X).sum().backward()
     assert tide._ledger.peak_bytes > 8 * SITE_BYTES
     tide.remove()
+
+
+def test_fetches_that_start_together_come_in_the_order_of_need() -> None:
+    """A storage that was saved first may be saved again last (positions of a rotation, say): it is needed first."""
+    scheduler, queue = OffloadScheduler(VirtualEngine(0), Counters(), Ledger()), PrefetchQueue()
+    needs, start = (30, 10, 20), 30
+    storages = [torch.ones(4).untyped_storage() for _ in needs]
+    sites = [scheduler.enroll(queue, storage, 0, start + 1 - need, None) for storage, need in zip(storages, needs)]
+    for site, need in zip(sites, needs, strict=True):
+        site.last_use = need
+    queue.arrange()
+    assert queue.is_timed and {site.start_at for site in sites} == {start}
+    order = [reference().last_use for reference in reversed(queue.sites)]  # type: ignore[union-attr]
+    assert order == [30, 20, 10]
 
 
 # -- no room --------------------------------------------------------------------------------------------------------
