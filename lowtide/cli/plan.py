@@ -3,7 +3,7 @@
 The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
-With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.fully_sharded`
+With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.shard`
 it is that of one of the ranks that share the parameters (plan_sharded.py).
 """
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
         rank = None
-        if settings.parallel is not None and settings.parallel.fully_sharded:
+        if settings.is_sharded:
             rank = plan_sharded.rank_of(settings, args, profile)
             profile = rank.profile
         from lowtide.planner.plan_profile import plan_profile

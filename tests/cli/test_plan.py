@@ -216,7 +216,7 @@ def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
 # -- ranks that share the parameters -----------------------------------------------------------------------------
 
 
-SHARDED = RUN + "parallel: {data: 4, fully_sharded: true}\n"
+SHARDED = RUN + "parallel: {data: 4, shard: fsdp2}\n"
 
 
 def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +234,9 @@ def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -
     assert 0 < network["exposed_seconds"] <= network["network_seconds"]
     assert plan("--budget", "1GiB", "--cluster", "ideal") == 0
     assert "\nfully sharded over 4 ranks (cluster ideal): step " in capsys.readouterr().out
+    write(RUN + "parallel: {data: 4, shard: hsdp, replicas: 2}\n")
+    assert plan("--budget", "1GiB") == 0
+    assert "\nfully sharded over 2 ranks, 2 replicas (cluster h200): step " in capsys.readouterr().out
 
 
 def test_layers_that_run_again_hide_the_network(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +269,14 @@ def test_what_a_fully_sharded_plan_refuses(capsys: pytest.CaptureFixture[str]) -
         ([], "--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file"),
     ):  # fmt: skip
         assert error_of(capsys, *command, *options) == text
+    for parallel, text in (
+        ("{shard: fsdp2}", "run.yaml:16:19: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"),
+        ("{shard: fsdp2, data: 2, tensor: 2}",
+         "run.yaml:16:43: 'parallel.tensor' is 2, and a plan beside 'shard' is of whole products in this version; "
+         "leave it out to plan, or let lowtide train observe a step of such a rank"),
+    ):  # fmt: skip
+        write(RUN + f"parallel: {parallel}\n")
+        assert error_of(capsys, *command, "--hardware", "h200") == text
 
 
 # -- profiles ------------------------------------------------------------------------------------------------------

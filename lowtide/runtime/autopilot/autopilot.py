@@ -24,10 +24,9 @@ observes or plans waits until a plan is in force. Plans do not race when several
 another thread is in the middle of a forward pass.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: tensor parallelism beside FSDP2 in one model (tensors/fsdp.py); what the caller does
-around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and the plan
-corrected, on the host it must fit beside the budget. A backward pass of another thread that is under way while a new
-shape is observed: its gradients may be lost.
+Not covered: what the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it
+is measured and the plan corrected, on the host it must fit beside the budget. A backward pass of another thread that is
+under way while a new shape is observed: its gradients may be lost.
 """
 
 from __future__ import annotations
@@ -699,8 +698,9 @@ class Autopilot:
 
     def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
         return BudgetError(
-            f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took {format_bytes(pass_bytes)}, which "
-            "no observation of the model shows (a loss of the loop's own, or what else is on the device), and no plan "
+            f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took "
+            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what else is "
+            "on the device), and no plan "
             f"fits with that; the least that can be reached is {format_bytes(needed_bytes)}; raise the budget to that, "
             "or make the micro-batch smaller",
             floor_bytes=needed_bytes,
@@ -710,8 +710,8 @@ class Autopilot:
         why = found.why if found is not None else "another rank corrected its plan"
         warnings.warn(
             f"lowtide: a planned step was not as predicted ({why}), and no plan fits the budget of "
-            f"{format_bytes(self._planning.budget_bytes)} with that; the plan in force stays, and steps may need more than the "
-            f"budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
+            f"{format_bytes(self._planning.budget_bytes)} with that; the plan in force stays, and steps may need more "
+            f"than the budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
             stacklevel=2,
         )
 
