@@ -100,7 +100,7 @@ def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nlayer" in text
     assert "recomputed: " in text or "away and back: " in text
     assert text.count("<- this plan") == 1
-    assert lines[-1].strip().startswith("#: planned  .: everything kept, ")
+    assert any(line.strip().startswith("#: planned  .: everything kept, ") for line in lines)
 
 
 def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +288,7 @@ def test_a_fake_profile_plans_as_the_run_itself(capsys: pytest.CaptureFixture[st
     assert lines[0] == f"LlamaForCausalLM, one step of {BATCH}: traced, times by roofline of h200"
     assert [line.split("  ")[0] for line in lines[4:6]] == ["layers 0-2", "outside layers"]
     direct = document(capsys, "--budget", "1.2MiB")
+    direct.pop("optimizers")  # a saved profile has no shapes of parameters
     assert main(["plan", "run.yaml", "--profile", "profile.json", "--budget", "1.2MiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == direct
 
@@ -366,7 +367,10 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
             ["--budget", "0%"],
             "--budget: '0%' is not a share of a device; write more than 0% and at most 100%, such as 90%",
         ),
-        (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
+        (
+            ["--budget", "1GiB", "--profile", "run.yaml"],
+            "--profile: run.yaml: profile:1:1: not valid JSON: Expecting value",
+        ),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],
             "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, a6000, ascend910b, ascend910c, "
