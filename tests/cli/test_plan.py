@@ -100,7 +100,7 @@ def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nlayer" in text
     assert "recomputed: " in text or "away and back: " in text
     assert text.count("<- this plan") == 1
-    assert lines[-1].strip().startswith("#: planned  .: everything kept, ")
+    assert any(line.strip().startswith("#: planned  .: everything kept, ") for line in lines)
 
 
 def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +288,7 @@ def test_a_fake_profile_plans_as_the_run_itself(capsys: pytest.CaptureFixture[st
     assert lines[0] == f"LlamaForCausalLM, one step of {BATCH}: traced, times by roofline of h200"
     assert [line.split("  ")[0] for line in lines[4:6]] == ["layers 0-2", "outside layers"]
     direct = document(capsys, "--budget", "1.2MiB")
+    direct.pop("optimizers")  # a saved profile has no shapes of parameters
     assert main(["plan", "run.yaml", "--profile", "profile.json", "--budget", "1.2MiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == direct
 

@@ -700,7 +700,7 @@ class Autopilot:
         return BudgetError(
             f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took "
             f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what "
-            f"else is on the device), and no plan fits with that; the least that can be reached is "
+            "else is on the device), and no plan fits with that; the least that can be reached is "
             f"{format_bytes(needed_bytes)}; raise the budget to that, or make the micro-batch smaller",
             floor_bytes=needed_bytes,
         )
