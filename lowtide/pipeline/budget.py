@@ -34,6 +34,7 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import BudgetError, ConfigError, PipelineError
+from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
 from lowtide.pipeline.moments import Moment, moments_of
@@ -353,6 +354,11 @@ class StagePlans:
         """Of each stage of this rank."""
         return self.found.plans
 
+    @property
+    def optimizer_swap(self) -> OptimizerSwap | None:
+        """The handle of the optimizer's state; None where all of it stays."""
+        return self._placed.handle
+
     def _limit(self, stage: int, task: RankTask, plan: Plan) -> int:
         """What the tide of a stage may count: its weights, its chunks in flight, and one that is in its forward."""
         assert plan.predicted is not None
@@ -392,7 +398,8 @@ class StagePlans:
     @contextlib.contextmanager
     def audit(self) -> Iterator[LiveBytes]:
         """Around steps of your own: `peak_bytes` of what it gives is the exact peak of this rank on the device, without
-        messages that have arrived and were not read yet."""
+        messages that have arrived and were not read yet. Where the next tier is main memory as well, state of the
+        optimizer that is there counts while the optimizer steps."""
         own = nn.ModuleList(self._pipeline.stages.values())
         live = LiveBytes(model=own, optimizer=self._placed.optimizer, device_type=self._engine.device_type)
         for tide in self.tides.values():

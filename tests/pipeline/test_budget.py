@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.observe_stages import observe_stages
@@ -130,3 +132,27 @@ def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
     assert not {site.name for site in last.profile.sites} & {"1.tanh", "outside.exp", "outside.mul"}
     turn = last.profile.num_forward_ops
     assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
+
+
+def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is elsewhere between steps, and comes through buckets that are larger than all activations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stage = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(stage.parameters())
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=1)
+    pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
+    batch = [torch.ones(2, 256)]
+    memory = {"budget": 2**30, "min_bytes": 0, "optimizer": "swap"}
+    with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
+        for _ in range(2):
+            pipeline.step(batch, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert plans.optimizer_swap is not None
+        stats = plans.optimizer_swap.stats
+        assert stats.swapped_bytes == 2 * 2 * 256 * 256 * 4
+        weights = sum(parameter.nbytes for parameter in stage.parameters())
+        assert stats.bucket_peak_bytes > weights
+        assert plans.found.peak_bytes >= 2 * weights + stats.bucket_peak_bytes
