@@ -372,6 +372,7 @@ class StagePlans:
         )
         state = task.state
         beside = state.parameters + state.buffers + state.optimizer + state.inputs + state.gradients
+        beside -= 0 if self.found.optimizer is None else self.found.optimizer.moved_bytes or 0
         own = max(0, plan.predicted.forward_held_bytes - beside)
         high = weights + num_live * self.found.held_bytes[stage] + own + task.budget_bytes - self.found.peak_bytes
         return high + high // _HEADROOM + 1

@@ -31,7 +31,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
         "turns": ("budgets", {"name": "dualpipev", "shares": [0.02], "about": OWN}),
         "shared": ("budgets", {"name": "one_stage_overlap", "shares": [0.1], "about": SHARED}),
-        "state": ("budgets", {"name": "1f1b", "shares": [0.02], "about": LARGE, "optimizer": "auto"}),
+        "state": ("budgets", {"name": "1f1b", "shares": [0.02], "about": LARGE, "optimizer": "swap"}),
         "kept": ("kept", {"names": list(NAMES)}),
         "kept_turns": ("kept", {"names": ["dualpipev", "interleaved_overlap"], "about": OWN}),
         "kept_shared": ("kept", {"names": ["one_stage_overlap"], "about": SHARED}),
@@ -155,4 +155,11 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
         assert stats.swapped_bytes == 2 * 2 * 256 * 256 * 4
         weights = sum(parameter.nbytes for parameter in stage.parameters())
         assert stats.bucket_peak_bytes > weights
-        assert plans.found.peak_bytes >= 2 * weights + stats.bucket_peak_bytes
+        peak_bytes = plans.found.peak_bytes
+        assert peak_bytes >= 2 * weights + stats.bucket_peak_bytes
+    # Where everything fits `auto` moves nothing; where the state as a whole has no room it has to.
+    for budget, moves in ((2**30, False), (peak_bytes * 51 // 50, True)):
+        memory |= {"budget": budget, "optimizer": "auto"}
+        with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
+            assert (plans.optimizer_swap is not None) == moves
+            assert plans.found.peak_bytes <= budget
