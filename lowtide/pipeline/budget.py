@@ -35,6 +35,7 @@ from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
+from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
 from lowtide.pipeline.moments import Moment, moments_of
@@ -360,6 +361,11 @@ class StagePlans:
         """Of each stage of this rank."""
         return self.found.plans
 
+    @property
+    def optimizer_swap(self) -> OptimizerSwap | None:
+        """The handle of the optimizer's state; None where all of it stays."""
+        return self._placed.handle
+
     def _limit(self, stage: int, task: RankTask, plan: Plan) -> int:
         """What the tide of a stage may count: its weights, its chunks in flight, and one that is in its forward."""
         assert plan.predicted is not None
@@ -373,6 +379,7 @@ class StagePlans:
         )
         state = task.state
         beside = state.parameters + state.buffers + state.optimizer + state.inputs + state.gradients
+        beside -= 0 if self.found.optimizer is None else self.found.optimizer.moved_bytes or 0
         own = max(0, plan.predicted.forward_held_bytes - beside)
         high = weights + num_live * self.found.held_bytes[stage] + own + task.budget_bytes - self.found.peak_bytes
         return high + high // _HEADROOM + 1
@@ -399,7 +406,8 @@ class StagePlans:
     @contextlib.contextmanager
     def audit(self) -> Iterator[LiveBytes]:
         """Around steps of your own: `peak_bytes` of what it gives is the exact peak of this rank on the device, without
-        messages that have arrived and were not read yet."""
+        messages that have arrived and were not read yet. Where the next tier is main memory as well, state of the
+        optimizer that is there counts while the optimizer steps."""
         own = nn.ModuleList(self._pipeline.stages.values())
         live = LiveBytes(model=own, optimizer=self._placed.optimizer, device_type=self._engine.device_type)
         for tide in self.tides.values():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.observe_stages import observe_stages
@@ -29,7 +31,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
         "turns": ("budgets", {"name": "dualpipev", "shares": [0.02], "about": OWN}),
         "shared": ("budgets", {"name": "one_stage_overlap", "shares": [0.1], "about": SHARED}),
-        "state": ("budgets", {"name": "1f1b", "shares": [0.02], "about": LARGE, "optimizer": "auto"}),
+        "state": ("budgets", {"name": "1f1b", "shares": [0.02], "about": LARGE, "optimizer": "swap"}),
         "kept": ("kept", {"names": list(NAMES)}),
         "kept_turns": ("kept", {"names": ["dualpipev", "interleaved_overlap"], "about": OWN}),
         "kept_shared": ("kept", {"names": ["one_stage_overlap"], "about": SHARED}),
@@ -70,7 +72,7 @@ def test_so_is_what_it_needs_while_halves_take_turns(answers: dict[str, tuple[An
     """Not two chunks: one half grows while the other gives back. Shared experts have room for a quarter more rows."""
     for rank in answers[job]:
         for said, needed in rank:
-            assert needed <= said <= (1.25 if job == "kept_shared" else 1.08) * needed
+            assert needed <= said <= (1.25 if job == "kept_shared" else 1.1) * needed
 
 
 def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:
@@ -130,3 +132,34 @@ def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
     assert not {site.name for site in last.profile.sites} & {"1.tanh", "outside.exp", "outside.mul"}
     turn = last.profile.num_forward_ops
     assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
+
+
+def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is elsewhere between steps, and comes through buckets that are larger than all activations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stage = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(stage.parameters())
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=1)
+    pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
+    batch = [torch.ones(2, 256)]
+    memory = {"budget": 2**30, "min_bytes": 0, "optimizer": "swap"}
+    with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
+        for _ in range(2):
+            pipeline.step(batch, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert plans.optimizer_swap is not None
+        stats = plans.optimizer_swap.stats
+        assert stats.swapped_bytes == 2 * 2 * 256 * 256 * 4
+        weights = sum(parameter.nbytes for parameter in stage.parameters())
+        assert stats.bucket_peak_bytes > weights
+        peak_bytes = plans.found.peak_bytes
+        assert peak_bytes >= 2 * weights + stats.bucket_peak_bytes
+    # Where everything fits `auto` moves nothing; where the state as a whole has no room it has to.
+    for budget, moves in ((2**30, False), (peak_bytes * 51 // 50, True)):
+        memory |= {"budget": budget, "optimizer": "auto"}
+        with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
+            assert (plans.optimizer_swap is not None) == moves
+            assert plans.found.peak_bytes <= budget

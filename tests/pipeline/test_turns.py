@@ -8,10 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lowtide.pipeline.overlap import Overlap
-from lowtide.pipeline.turns import Exchange, Half, Needs, growth_of, halves_of, shares_of, slots_of
+from lowtide.pipeline.turns import (
+    Exchange,
+    Half,
+    Needs,
+    growth_of,
+    halves_of,
+    shares_of,
+    slots_of,
+    with_kept_rows,
+    with_more_rows,
+)
+from lowtide.profiling.observe_step import observe
 
 
 class NoWork:
@@ -100,3 +112,34 @@ def test_rows_that_routing_brings_get_more_room_and_those_that_come_back_do_not(
 def test_counts_of_rows_are_no_stop() -> None:
     forward, backward = halves_of(20, 10, [exchange(1, 4, 4, takes_turn=False), exchange(3, 9, 9), exchange(15, 9, 9)])
     assert (forward, backward) == (Half(0, 10, (4,)), Half(10, 20, (16,)))
+
+
+def test_a_layer_that_runs_again_keeps_its_rows_and_another_one_that_exchanges_does_not_run_again() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    profile = observe(model, (torch.ones(4, 8),), needs_scalar=False)
+    call, *others = profile.calls
+    each = exchange(call.first_op, 3, 5)
+    plain = with_kept_rows(profile, [each], ())
+    assert plain.op_bytes == profile.op_bytes
+    assert [one.why_not for one in plain.calls] == ["it exchanges rows with other ranks", *("" for _ in others)]
+    kept = with_kept_rows(profile, [each], {call.name})
+    assert kept.calls == profile.calls
+    over = max(node.release for node in profile.nodes if node.reads and node.layer == call.name)
+    assert over > profile.num_forward_ops
+    more = [now - before for now, before in zip(kept.op_bytes, profile.op_bytes, strict=True)]
+    assert more == [each.nbytes * (call.first_op <= op < over) for op in range(len(more))]
+
+
+def test_what_is_made_of_more_rows_has_more_bytes_and_nothing_else_has() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    profile = observe(model, (torch.ones(4, 8),), needs_scalar=False)
+    _, second, last = (call.first_op for call in profile.calls)
+    there, back = exchange(second, 8, 8), exchange(last, 8, 8)
+    grown = with_more_rows(profile, [there, back], (2.0, 1.0))
+    assert with_more_rows(profile, [], ()) == with_more_rows(profile, [there, back], (1.0, 1.0)) == profile
+    for node, before in zip(grown.nodes, profile.nodes, strict=True):
+        if second <= node.born <= last:
+            assert node.nbytes == 2 * before.nbytes
+        elif node.born < second - 2 or node.born > last + 1:
+            assert node.nbytes == before.nbytes
+    assert grown.op_bytes[profile.num_forward_ops :] == profile.op_bytes[profile.num_forward_ops :]
