@@ -39,7 +39,7 @@ from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import at_rest, fsdp_modules, is_sharded, local_part, refuse_other_shards
+from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import gradient_hooks, num_compiled_graphs, tree_leaves
 from lowtide.tensors.snapshot import Snapshot, take
@@ -78,7 +78,6 @@ def observe(
         raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
     is_sharded_model = bool(fsdp_modules(model))
-    refuse_other_shards(model, "observe")
     names = find_layers(model) if layers is None else layers
     refuse_compiled(model, "observe")
     optimizer = optimizer_of(optimizer, "observe")
@@ -187,9 +186,9 @@ def record_step(
 ) -> Trace:
     """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    has_shards = bool(fsdp_modules(model))
+    shards = sharded_parameters(model)
     for name, parameter in model.named_parameters():
-        is_shard = has_shards and is_sharded(parameter)
+        is_shard = id(parameter) in shards
         recorder.storages.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
     for name, buffer in model.named_buffers():
         recorder.storages.enroll(buffer, "buffer", name)

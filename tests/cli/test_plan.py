@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
 # -- ranks that share the parameters -----------------------------------------------------------------------------
 
 
-SHARDED = RUN + "parallel: {data: 4, fully_sharded: true}\n"
+SHARDED = RUN + "parallel: {data: 4, shard: fsdp2}\n"
 
 
 def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,6 +234,9 @@ def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -
     assert 0 < network["exposed_seconds"] <= network["network_seconds"]
     assert plan("--budget", "1GiB", "--cluster", "ideal") == 0
     assert "\nfully sharded over 4 ranks (cluster ideal): step " in capsys.readouterr().out
+    write(RUN + "parallel: {data: 4, shard: hsdp, replicas: 2}\n")
+    assert plan("--budget", "1GiB") == 0
+    assert "\nfully sharded over 2 ranks, 2 replicas (cluster h200): step " in capsys.readouterr().out
 
 
 def test_layers_that_run_again_hide_the_network(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,6 +269,14 @@ def test_what_a_fully_sharded_plan_refuses(capsys: pytest.CaptureFixture[str]) -
         ([], "--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file"),
     ):  # fmt: skip
         assert error_of(capsys, *command, *options) == text
+    for parallel, text in (
+        ("{shard: fsdp2}", "run.yaml:16:19: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"),
+        ("{shard: fsdp2, data: 2, tensor: 2}",
+         "run.yaml:16:43: 'parallel.tensor' is 2, and a plan beside 'shard' is of whole products in this version; "
+         "leave it out to plan, or let lowtide train observe a step of such a rank"),
+    ):  # fmt: skip
+        write(RUN + f"parallel: {parallel}\n")
+        assert error_of(capsys, *command, "--hardware", "h200") == text
 
 
 # -- profiles ------------------------------------------------------------------------------------------------------
@@ -353,9 +365,9 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
         (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],
-            "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, ascend910b, ascend910c, b200, cpu, "
-            "gh200, "
-            "h100, h200, rtx4090; a file of your own is given by its path, which ends in .toml)",
+            "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, a6000, ascend910b, ascend910c, "
+            "b200, cpu, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090; a file of "
+            "your own is given by its path, which ends in .toml)",
         ),
     ],
 )
@@ -377,9 +389,8 @@ def test_a_budget_of_zero_in_the_file(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_budget_below_the_floor_says_the_floor_and_the_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
     said = error_of(capsys, "plan", "run.yaml", "--hardware", "h200", "--budget", "100KiB").splitlines()
     assert said[0].startswith("budget 0.098 MiB: no plan fits; the least that can be reached is 1.0 MiB, set by ")
-    assert said[1].startswith("  - a budget of 1.0 MiB: ")
-    assert said[-1].startswith("  - half the micro-batch: needs about ")
-    assert len(said) <= 4
+    assert said[1].startswith("  most of it is the optimizer's state: ")
+    assert len(said) <= 5
 
 
 def test_a_profile_of_another_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,12 +471,22 @@ def test_a_batch_that_does_not_fit_the_model(kind_of_model, capsys: pytest.Captu
 
 def test_whoever_waits_is_told_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.0)
+    say = waiting.Waiting.say
+
+    def until_shown(line: waiting.Waiting, what: str) -> None:
+        """However fast this machine is."""
+        say(line, what)
+        while not line._num_shown:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(waiting.Waiting, "say", until_shown)
     assert plan("--budget", "1.2MiB") == 0
     said = capsys.readouterr().err.splitlines()
     assert "lowtide: tracing one step ..." in said
 
 
-def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 600.0)
     with waiting.Waiting() as line:
         line.say("blinking")
     assert capsys.readouterr().err == ""
