@@ -699,8 +699,8 @@ class Autopilot:
     def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
         return BudgetError(
             f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took "
-            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what else "
-            "is on the device), and no plan "
+            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what "
+            "else is on the device), and no plan "
             f"fits with that; the least that can be reached is {format_bytes(needed_bytes)}; raise the budget to that, "
             "or make the micro-batch smaller",
             floor_bytes=needed_bytes,
