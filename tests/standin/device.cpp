@@ -42,6 +42,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -165,7 +166,8 @@ struct State {
   std::map<uintptr_t, std::weak_ptr<void>> pinned;
   std::map<uintptr_t, size_t> pinned_bytes;
   std::array<at::Generator, kNumDevices> generators;
-  uint64_t num_copies = 0;
+  uint64_t num_copies = 0, num_recorded_early = 0;
+  bool has_statistics = true;
 
   State() {
     cap.fill(SIZE_MAX);
@@ -178,9 +180,36 @@ State& state() {
   return *made;
 }
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+// The interpreter's lock: this library is loaded into a process that has it.
+extern "C" int PyGILState_Check(void);
+extern "C" void* PyEval_SaveThread(void);
+extern "C" void PyEval_RestoreThread(void*);
+
+// Holds the mutex. Nobody waits for it with the interpreter's lock in hand, so whoever has the mutex may ask for that:
+// a kernel that is written in Python does, and so does the death of a tensor that Python has seen.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    if (PyGILState_Check()) python_ = PyEval_SaveThread();
+    mutex_.lock();
+  }
+  ~Lock() {
+    mutex_.unlock();
+    if (python_ != nullptr) PyEval_RestoreThread(python_);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+  void* python_ = nullptr;
+};
 
 thread_local int current_device = 0;
+// How often a thread went over to each device: by all threads, and by this one.
+std::array<std::atomic<uint64_t>, kNumDevices> num_entered{};
+thread_local std::array<uint64_t, kNumDevices> num_entered_here{};
 thread_local std::array<int, kNumDevices> current_streams = {0, kStreamsPerDevice};
 
 int device_of(int stream) { return stream / kStreamsPerDevice; }
@@ -447,6 +476,9 @@ struct Allocator final : c10::DeviceAllocator {
     touch(stream, block->data, size, true, "allocate");
     return {block->data, block, &free_block, where};
   }
+  static void check_statistics() {
+    TORCH_CHECK(state().has_statistics, "this allocator does not yet support statistics");  // CUDAPluggableAllocator
+  }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* dest, const void* src, std::size_t nbytes) const override { std::memcpy(dest, src, nbytes); }
   bool initialized() override { return true; }
@@ -461,16 +493,19 @@ struct Allocator final : c10::DeviceAllocator {
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     Lock lock(state().mutex);
+    check_statistics();
     return state().stats[device];
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     Lock lock(state().mutex);
+    check_statistics();
     auto& stats = state().stats[device];
     for (auto* each : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.allocation})
       (*each)[0].reset_accumulated();
   }
   void resetPeakStats(c10::DeviceIndex device) override {
     Lock lock(state().mutex);
+    check_statistics();
     auto& stats = state().stats[device];
     for (auto* each : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.allocation})
       (*each)[0].reset_peak();
@@ -552,9 +587,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return device_number(current_device); }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.index() >= 0 && device.index() < kNumDevices, "the stand-in has ", kNumDevices, " devices");
-    current_device = device.index();
+    uncheckedSetDevice(device);
   }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() == current_device) return;
+    current_device = device.index();
+    ++num_entered[size_t(current_device)];
+    ++num_entered_here[size_t(current_device)];
+  }
   c10::Stream getStream(c10::Device device) const override { return stream_number(current_streams[index_of(device)]); }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_number(index_of(device) * kStreamsPerDevice);
@@ -586,8 +626,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *point = {number, queue.num_submitted + 1, queue.clock, queue.now, queue.works.empty(), 0};
     if (point->is_done) ++queue.num_submitted, ++queue.num_done;
     else submit(number, {Work::kMark, point});
-    if (*event == nullptr) *event = new PointPtr(point);
-    else *static_cast<PointPtr*>(*event) = point;
+    if (*event == nullptr) {
+      *event = new PointPtr(point);
+    } else {
+      auto& before = *static_cast<PointPtr*>(*event);
+      s.num_recorded_early += !s.host.covers(before->clock);
+      before = point;
+    }
     let_run();
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -1115,6 +1160,20 @@ int64_t standin_take_peak(int device) {
 
 int64_t standin_num_allocations() { return state().num_allocations; }
 int64_t standin_num_copies() { return int64_t(state().num_copies); }
+
+// How often other threads than the caller's went over to a device.
+int64_t standin_num_entered(int device) {
+  return int64_t(num_entered[size_t(device)] - num_entered_here[size_t(device)]);
+}
+
+// How often an event was recorded that the host had not seen complete: where an event has one state for all, whoever
+// still waits for the recording before waits for this one.
+int64_t standin_num_recorded_early() { return int64_t(state().num_recorded_early); }
+
+void standin_set_statistics(int has_them) {
+  Lock lock(state().mutex);
+  state().has_statistics = has_them != 0;
+}
 
 void standin_set_speeds(double out, double in, double memory, double flops, double launch, double latency, double share) {
   Lock lock(state().mutex);

@@ -59,7 +59,8 @@ def load() -> None:
     library.standin_violation.argtypes = [ctypes.c_int64]
     library.standin_violation.restype = ctypes.c_char_p
     library.standin_now.restype = ctypes.c_double
-    for name in ("num_violations", "num_allocations", "num_copies", "num_queued", "take_peak"):
+    counts = ("violations", "allocations", "copies", "queued", "entered", "recorded_early")
+    for name in ("take_peak", *(f"num_{count}" for count in counts)):
         getattr(library, f"standin_{name}").restype = ctypes.c_int64
     library.standin_start()
     torch.utils.rename_privateuse1_backend(NAME)
@@ -104,6 +105,7 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # else torch's checkpoint does not put random states back
         "device_count": lambda: NUM_DEVICES,
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
@@ -200,6 +202,26 @@ def num_allocations() -> int:
 def num_copies() -> int:
     """Between host and device, since the process began."""
     return _library().standin_num_copies()
+
+
+def num_entered(number: int) -> int:
+    """How often other threads than this one went over to device `number`, since the process began."""
+    return _library().standin_num_entered(number)
+
+
+def num_recorded_early() -> int:
+    """How often an event was recorded again before the host had seen it complete, since the process began."""
+    return _library().standin_num_recorded_early()
+
+
+@contextmanager
+def without_statistics() -> Iterator[None]:
+    """Inside, the allocator has no statistics, and says so by an error, as CUDA's pluggable ones do."""
+    _library().standin_set_statistics(0)
+    try:
+        yield
+    finally:
+        _library().standin_set_statistics(1)
 
 
 def num_queued() -> int:

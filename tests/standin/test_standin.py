@@ -34,8 +34,9 @@ pytestmark = pytest.mark.skipif(device.why_not() is not None, reason=str(device.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_on_the_stand_in_device(tmp_path: Path) -> None:
-    run_group(tmp_path, "not slow and not extended", ON_DEVICE, seconds=280)
+    run_group(tmp_path, "not slow and not extended", ON_DEVICE, seconds=900)
 
 
 @pytest.mark.extended

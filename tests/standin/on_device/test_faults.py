@@ -4,6 +4,7 @@ prefetch without memory in test_memory_runs_out.py, of two devices in one proces
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import lowtide
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.base import Lane
 from lowtide.engines.tiers.disk import DiskTier
+from lowtide.errors import ConfigError
 from lowtide.profiling.op_timer import DeviceClock, DeviceTimer
-from tests.standin import device
+from tests import zoo
+from tests.standin import device, swaps
 
 HERE, THERE = (torch.device("standin", number) for number in range(2))
 MIB = 2**20
@@ -64,9 +67,7 @@ def test_several_compute_streams(policy: str | int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 9 * MIB + 3])
-# The stand-in may come to a standstill with the disk's threads: an event is asked with the lock of the interpreter held
-# while another thread, which has the device's lock, lets go of pinned memory. Not mended yet.
-@pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_bytes_come_back_to_the_second_device(tier: str, nbytes: int, tmp_path: Path) -> None:
     engine = AcceleratorEngine(THERE, 128 * MIB, DiskTier(tmp_path))
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=THERE)
@@ -104,3 +105,67 @@ def test_the_link_is_measured_on_the_device_s_clock() -> None:
     assert measured.out_bytes_per_second == pytest.approx(2e9)
     assert measured.in_bytes_per_second == pytest.approx(1e9)
     engine.close()
+
+
+def test_a_lanes_thread_never_makes_another_device_the_current_one(tmp_path: Path) -> None:
+    """A6. On CUDA that opens a context there, in every rank."""
+    before = device.num_entered(0), device.num_entered(1)
+    engine = AcceleratorEngine(THERE, 128 * MIB, DiskTier(tmp_path))
+    data = torch.arange(5000, device=THERE)
+    for _ in range(3):
+        slot = engine.allocate(40_000, "disk")
+        engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+        engine.copy_out(data.untyped_storage(), slot)
+        buffer = engine.new_buffer(40_000, THERE)
+        engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
+        engine.wait(Lane.IN, engine.record(Lane.OUT))
+        engine.copy_in(slot, buffer)
+        engine.wait(Lane.COMPUTE, engine.record(Lane.IN))
+        engine.free(slot)
+    torch.accelerator.synchronize(THERE)
+    engine.close()
+    assert device.num_entered(0) == before[0]
+    assert device.num_entered(1) == before[1] + 2  # each lane's thread, once
+
+
+@pytest.mark.parametrize("apply", [lowtide.apply, lowtide.optimize], ids=["apply", "optimize"])
+def test_a_capture_is_refused(apply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A8. The device captures nothing; it says that it does."""
+    module = torch.get_device_module("standin")
+    case, model = zoo.CASES["mlp"], zoo.CASES["mlp"].build(0, HERE)
+    with apply(model, memory={"swap": "all"} if apply is lowtide.apply else {"budget": 1 << 30}):
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+        with pytest.raises(ConfigError, match="a graph of the device is being captured around the forward of"):
+            case.loss(model, case.batch(0, HERE))
+        monkeypatch.undo()
+        case.loss(model, case.batch(0, HERE)).backward()
+
+
+def test_an_allocator_without_statistics_has_no_peak() -> None:
+    """A9. `tide.stats` and budgets go by lowtide's own account then."""
+    case, model = zoo.CASES["llama"], zoo.CASES["llama"].build(3, HERE)
+    plan = {"swap": "all", "min_bytes": 0}
+    with device.without_statistics():
+        with lowtide.apply(model, plan) as tide:
+            case.loss(model, case.batch(3, HERE)).backward()
+            assert tide.stats.peak_device_bytes > sum(parameter.nbytes for parameter in model.parameters())
+            tide.reset_stats()
+        with lowtide.optimize(model, budget=1 << 30) as tide:
+            for _ in range(3):
+                case.loss(model, case.batch(3, HERE)).backward()
+            assert tide.plan is not None and tide.engine.device_peak_bytes() is None
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_no_event_is_recorded_again_before_it_is_complete(tier: str, tmp_path: Path) -> None:
+    """A11. Where an event has one state for all, whoever waits would wait for the wrong thing, or for ever."""
+    plan = {"swap": [{"match": layer, "tier": tier} for layer in zoo.CASES["llama"].layers], "min_bytes": 0}
+    run = swaps.Run(name="llama", plan={**plan, "disk_path": str(tmp_path)})
+    swaps.plain(run)
+    before = device.num_recorded_early()
+    for policy in ("late", "hidden", 1):
+        device.play(policy, 0.3)
+        result, stats = swaps.swapped(run)
+        assert stats.copied_in_bytes > 0
+        swaps.assert_as_plain(result, run)
+    assert device.num_recorded_early() == before
