@@ -7,17 +7,16 @@
 #   make attack   thousands of models and training habits drawn at random, and all of torch's operators, against plain;
 #                 `make attack DRAWS=500 START=2000` for other ones
 #   make mutants  small wrong changes of lowtide, one at a time, and whether the tests notice; a run that was stopped goes on
-#   make gpu      the GPU tests and benchmarks, with the Python that is there; installs nothing. `make gpu-tests` and
-#                 `make gpu-QUESTION` run one piece, and go on where it was cut short
+#   make gpu      the GPU tests and benchmarks, with the Python that is there; installs nothing. It says first what it will
+#                 do and how long; `make gpu-tests` and `make gpu-QUESTION` run one piece, and go on where it was cut short
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
-QUESTIONS := time_against_memory largest idle predicted planning_time published_setting published_runs scaling optimizer overlap overlap_pipeline details
-GPU_QUESTIONS := details predicted time_against_memory idle largest published_setting optimizer
-DEVICE ?= cuda
+QUESTIONS := time_against_memory largest idle predicted emulated planning_time published_setting published_runs scaling optimizer overlap overlap_pipeline details
+DEVICE ?=
 DRAWS ?= 2000
 START ?= 0
 SOURCES := lowtide tests examples benchmarks docs
@@ -66,16 +65,10 @@ report: $(BENCH_STAMP)
 	$(PY) -m benchmarks.report
 
 gpu:
-	@failed=; for piece in tests $(GPU_QUESTIONS); do \
-	  $(MAKE) --no-print-directory gpu-$$piece || failed="$$failed $$piece"; \
-	done; \
-	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
-
-gpu-tests:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_run $(if $(DEVICE),--device $(DEVICE))
 
 gpu-%:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.$* --device $(DEVICE) --resume
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_run $(if $(DEVICE),--device $(DEVICE)) --only $*
 
 format: $(STAMP)
 	$(PY) -m ruff format $(wildcard $(SOURCES))

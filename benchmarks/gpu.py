@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu [--out benchmarks/results/<hardware>/first_table.json]
 
-The model is a stack of Llama-7B-like layers (bf16, random weights), forward and backward of one sequence. Variants run
-in one process, interleaved round by round; each is checked against plain, loss and gradients to the bit. Reported:
-seconds a step (the device is synchronised before and after), its ratio to plain, the allocator's peak, the driver's
-view, bytes copied, stalls.
+The model is a stack of Llama layers (bf16, random weights) as wide as the device's memory and speed let it be, up to
+those of Llama-7B (benchmarks/device_sizes.py); forward and backward of one sequence. Variants run in one process,
+interleaved round by round; each is checked against plain, loss and gradients to the bit. Reported: seconds a step (the
+device is synchronised before and after), its ratio to plain, the allocator's peak, the driver's view, bytes copied,
+stalls. The file is written after each round.
 
 With `--device cpu` and a tiny shape the same code runs on a machine without an accelerator, to be tested, not timed.
 """
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 
 import lowtide
+from benchmarks.device_sizes import memory_info, sizes_of
 
 GIB = 2**30
+_STEP_SECONDS = 0.5
 PLANS: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"recompute": "all"},
@@ -66,7 +69,6 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device(args.device)
         self.has_device = self.device.type != "cpu"
-        self.module = torch.get_device_module(self.device)
         self.model, self.ids = build(args)
         self.truth: list[torch.Tensor] | None = None
 
@@ -83,19 +85,19 @@ class Bench:
 
     def synchronize(self) -> None:
         if self.has_device:
-            self.module.synchronize()
+            torch.accelerator.synchronize(self.device)
 
     def measure(self, around: Callable[[], Any], tide: lowtide.Tide | None) -> dict[str, Any]:
         if self.has_device:
-            self.module.reset_peak_memory_stats()
+            self._count("reset_peak_memory_stats")
         if tide is not None:
             tide.reset_stats()
         loss, seconds = self.step(around)
         answer: dict[str, Any] = {"seconds": seconds, "is_equal": self.is_equal(loss)}
         if self.has_device:
-            free_bytes, total_bytes = self.module.mem_get_info()
-            answer["peak_gib"] = self.module.max_memory_allocated() / GIB
-            answer["reserved_gib"] = self.module.max_memory_reserved() / GIB
+            free_bytes, total_bytes = memory_info(self.device)
+            answer["peak_gib"] = self._count("max_memory_allocated") / GIB
+            answer["reserved_gib"] = self._count("max_memory_reserved") / GIB
             answer["driver_gib"] = (total_bytes - free_bytes) / GIB
         if tide is not None:
             stats = tide.stats
@@ -109,6 +111,11 @@ class Bench:
                 "stall_seconds": stats.stall_seconds,
             }
         return answer
+
+    def _count(self, name: str) -> Any:
+        """A function of the device's own module, or of `torch.accelerator`."""
+        own = getattr(torch.get_device_module(self.device), name, None)
+        return (own or getattr(torch.accelerator, name))(self.device)
 
     def is_equal(self, loss: torch.Tensor) -> bool:
         now = [loss, *(parameter.grad for parameter in self.model.parameters())]
@@ -149,7 +156,8 @@ def variants(bench: Bench) -> dict[str, Callable[[], Any]]:
     }
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All rounds; `keep` gets what there is after each."""
     bench = Bench(args)
     rows: dict[str, list[dict[str, Any]]] = {}
     errors: dict[str, str] = {}
@@ -161,8 +169,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 rows.setdefault(name, []).append(one_round(bench, name, enter))
             except Exception as error:  # a baseline that cannot run is reported, not dropped
                 errors[name] = f"{type(error).__name__}: {error}"
+        result = {
+            "rows": {name: summary(steps, rows["plain"]) for name, steps in rows.items() if steps},
+            "errors": errors,
+        }
+        keep(result)
         print(f"round {index + 1}/{args.rounds}", file=sys.stderr, flush=True)
-    return {"rows": {name: summary(steps, rows["plain"]) for name, steps in rows.items() if steps}, "errors": errors}
+    return result
 
 
 def one_round(bench: Bench, name: str, enter: Callable[[], Any]) -> dict[str, Any]:
@@ -205,33 +218,48 @@ def main() -> int:
     parser.add_argument("--device", default=str(accelerator) if accelerator else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, help="default: what the device can do, at most 4096")
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, help="default: as many tokens as it is wide")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.device is None:
         print("benchmarks.gpu: no accelerator on this machine; nothing was measured", file=sys.stderr)
         return 0
-    result = run(args)
-    print(table(result))
+    fill_sizes(args)
     module = torch.get_device_module(args.device)
     name = module.get_device_name() if hasattr(module, "get_device_name") else args.device
-    document = {
-        "question": "first_table",
-        "hardware": name,
-        "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
-        "shape": {key: getattr(args, key) for key in ("layers", "hidden", "vocab", "batch", "sequence")},
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-        **result,
-    }
     if args.out is None and args.device != "cpu":
         args.out = Path("benchmarks/results") / name.lower().replace(" ", "-") / "first_table.json"
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    shape = {key: getattr(args, key) for key in ("layers", "hidden", "vocab", "batch", "sequence")}
+
+    def keep(result: dict[str, Any]) -> None:
+        document = {
+            "question": "first_table",
+            "hardware": name,
+            "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
+            "shape": shape,
+            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+            **result,
+        }
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(document, indent=2) + "\n")
+
+    print(f"{len(PLANS) + 3} variants x {args.rounds} rounds of {shape}", file=sys.stderr, flush=True)
+    result = run(args, keep)
+    print(table(result))
     return 0 if all(row["is_equal"] for row in result["rows"].values()) else 1
+
+
+def fill_sizes(args: argparse.Namespace) -> None:
+    """A width and a number of tokens that suit the device, where none were given."""
+    if args.hidden is None:
+        device = torch.device(args.device)
+        is_host = device.type == "cpu"
+        args.hidden = 256 if is_host else sizes_of(device).width(layers=args.layers, seconds=_STEP_SECONDS, most=4096)
+    args.sequence = args.sequence or args.hidden
 
 
 if __name__ == "__main__":

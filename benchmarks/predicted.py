@@ -19,7 +19,6 @@ Cost: two minutes on two cores. Not covered: several ranks, and steps with an op
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 import statistics
 import sys
@@ -131,7 +130,6 @@ def _make(name: str, args: argparse.Namespace) -> Any:
 def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tuple[lowtide.Plan, str]:
     """A random plan, and how it came about. Even draws are the solver's, odd ones random fates."""
     from lowtide.config.memory import load_memory
-    from lowtide.core.rules import Rules
     from lowtide.planner.plan_profile import plan_profile, problem_of
     from lowtide.planner.solve import floor
     from lowtide.timeline.memory import plain_curve
@@ -149,9 +147,7 @@ def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tup
         rules = {fate: [layer for layer in fates if fates[layer] == fate] for fate in ("keep", "swap", "recompute")}
         memory = free | {"budget": 2 * plain_bytes, **{fate: names for fate, names in rules.items() if names}}
         how = "fates " + " ".join(fates.values())
-    plan = plan_profile(subject.profile, load_memory(memory), link=link, time_limit_seconds=2.0)
-    # The rules have done their work; left in the plan, they would have layers recomputed whole.
-    return dataclasses.replace(plan, rules=Rules(())), how
+    return plan_profile(subject.profile, load_memory(memory), link=link, time_limit_seconds=2.0), how
 
 
 def measure_plan(subject: Subject, plan: lowtide.Plan, rounds: int) -> Row:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import emulated
 from benchmarks.agreement import summary
 from benchmarks.published_run import with_gains
 from benchmarks.record import RESULTS, Record, read_all
@@ -32,6 +33,7 @@ QUESTIONS = {
     "largest": "What is the largest model, batch or sequence that fits?",
     "idle": "What does lowtide cost where it has nothing to do?",
     "predicted": "Are peak and step time as predicted, over random plans and budgets?",
+    "emulated": "EMULATED, not measured: does the accelerator engine do what the timeline says?",
     "planning_time": "How long does planning take as models grow?",
     "published_setting": "What does a plan gain over full recompute in the published setting?",
     "published_runs": "Does lowtide predict what others measured?",
@@ -89,6 +91,8 @@ def views(record: Record) -> list[View]:
     """How a question's rows are shown: as they are, unless something is worked out from them."""
     if record.question == "predicted":
         return [View("", summary(record.rows)), View("every plan", record.rows, is_folded=True)]
+    if record.question == "emulated":
+        return [View("", emulated.summary(record.rows)), View("every plan", record.rows, is_folded=True)]
     if record.question == "published_setting" and record.kind != "computed":
         return [View("", with_gains(record.rows))]
     if record.question == "details":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.errors import BudgetError, ConfigError, PartialStepError
     from lowtide.optimizer.swap import OptimizerSwap
     from lowtide.runtime.autopilot.autopilot import Autopilot
+    from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
     from lowtide.timeline.hardware import Hardware
 
@@ -44,6 +45,7 @@ __all__ = [
     "optimize",
     "plan",
     "remove",
+    "selective_offload",
     "swap_optimizer",
     "write_report",
 ]
@@ -102,7 +104,7 @@ def apply(
     _refuse_without_sections(first_layer, tp_group)
     if not isinstance(memory, Plan):
         memory = load_memory(memory)
-        if memory.budget is not None:
+        if memory.has_budget:
             return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
 
@@ -132,8 +134,9 @@ def plan(
 
     Traces with fake tensors: runs no training step, needs no device and no memory. `batch` is a mapping
     (`model(**batch)`), a tuple (`model(*batch)`) or a callable without arguments that returns the loss; the loss is the
-    output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text such as "20GiB"; `memory` may set limits by
-    rules. `hardware` is a name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
+    output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text: "20GiB", "90%" of the device, "auto" (what
+    it has less a headroom); `memory` may set limits by rules, or have a `preset` instead of a budget. `hardware` is a
+    name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
     Raises `BudgetError` when no plan fits, `ConfigError` for every other mistake.
     """
     from lowtide.runtime.autopilot.plan_model import plan_model
@@ -176,7 +179,8 @@ def optimize(
     group: Any = None,
     say: Callable[[str], None] | None = None,
 ) -> Autopilot:
-    """Make `model` train within `budget` bytes per device, until `remove()` or the end of the `with` block.
+    """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
+    the `with` block.
 
     The first forward pass is observed (one extra step that leaves no trace) and planned for; later ones follow the
     plan, which is corrected by what the first two of them show, and made anew for new shapes of inputs. Under several
@@ -209,7 +213,8 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
     """Write what `handle`, or the model that it is on, does and did: its plan, the memory and the lanes of a step.
 
     The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
-    `.trace.json` (for Perfetto) or `.json`. Gives the path. Raises `ConfigError` for other names, for a model that is
+    `.trace.json` (for Perfetto), `.pickle` (a memory snapshot for pytorch.org/memory_viz) or `.json`. Gives the path.
+    Raises `ConfigError` for other names, for a trace or a snapshot where only rules are followed, for a model that is
     not under lowtide, and before the first step.
     """
     from torch.nn import Module
@@ -226,6 +231,29 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
             "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
         )
     return write(report_of_handle(found), path)
+
+
+def selective_offload(
+    policy: Callable[..., Any],
+    model: torch.nn.Module,
+    *,
+    host_budget: int | str | None = None,
+    min_bytes: int | str = "1MiB",
+    engine: Engine | str | None = None,
+) -> SelectiveOffload:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` that follows `policy`, and really offloads what it marks
+    as `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`, which torch recomputes in eager mode. Gradients are
+    the same to the bit as with the policy that saves these outputs.
+
+    `policy(ctx, op, *args, **kwargs)` is the function that `create_selective_checkpoint_contexts` takes. `model` says
+    which device is to be relieved. `host_budget`: cap on main memory for what is offloaded. What PREFER_CPU_OFFLOAD
+    marks and is smaller than `min_bytes` is saved. `engine`: as in `apply`. Raises `ConfigError` for mistakes.
+    """
+    from lowtide.config.memory import load_memory
+    from lowtide.runtime.offload.selective import SelectiveOffload
+
+    sizes = load_memory({"min_bytes": min_bytes} | ({} if host_budget is None else {"host_budget": host_budget}))
+    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.least_bytes, engine=engine)
 
 
 def swap_optimizer(

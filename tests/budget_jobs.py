@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline import moe
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.budget import StagePlans, fit_stages
+from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.tensors.live_bytes import LiveBytes
 from tests.zoo import same_bits
@@ -25,10 +29,10 @@ NUM_BLOCKS = 8
 class Block(nn.Module):
     """Saves several times what it passes on; some of it can be made again, the noise cannot."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = INNER) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.gate, self.down = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up, self.gate, self.down = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,19 +65,37 @@ def batch_of(step: int, number: int) -> list[Tensor]:
 
 
 class Rank:
-    """A rank of a pipeline, which can be begun again."""
+    """A rank of a pipeline, which can be begun again.
 
-    def __init__(self, name: str, rank: int, *, num_micro_batches: int = 6) -> None:
+    `experts`: blocks with experts, whose exchanges of rows pairs hide. "own": each rank has all of them. "shared": each
+    rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts.
+    """
+
+    def __init__(
+        self, name: str, rank: int, *, num_micro_batches: int = 6, experts: str = "", inner: int = INNER
+    ) -> None:
+        self.inner = inner
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.schedule = make_schedule(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
-        self.rank = rank
+        self.experts = experts
+        self.is_sharing = experts == "shared"
+        self.alone = [dist.new_group([each]) for each in range(num_ranks)][rank] if experts else None
+        num = 1 if self.is_sharing else num_ranks
+        self.schedule = make_schedule(name, num_ranks=num, num_micro_batches=num_micro_batches)
+        self.rank = 0 if self.is_sharing else rank
+        self.seed = rank
         self.begin()
 
+    def _start(self, rows: Tensor, sent: Tensor, route: Route) -> Any:
+        group = None if self.is_sharing else self.alone
+        return start_on_group(rows, sent, dataclasses.replace(route, group=group))
+
     def begin(self) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed if self.is_sharing else 0)
         number = self.schedule.num_stages
-        blocks = [Block() for _ in range(NUM_BLOCKS)]
-        each = NUM_BLOCKS // number
+        blocks: list[nn.Module] = [Block(self.inner) for _ in range(NUM_BLOCKS)]
+        if self.experts:
+            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS // 2)]
+        each = len(blocks) // number
         every = [
             Stage(blocks[each * stage : each * (stage + 1)], first=stage == 0, last=stage == number - 1)
             for stage in range(number)
@@ -82,18 +104,22 @@ class Rank:
         self.own = nn.ModuleList(self.stages.values())
         self.optimizer = torch.optim.AdamW(self.own.parameters(), lr=1e-3)
         self.has_loss = number - 1 in self.stages
-        self.pipeline = Pipeline(self.schedule, self.stages, loss=loss_of if self.has_loss else None)
-        torch.manual_seed(1 + self.rank)
+        more: dict[str, Any] = {"run_pair": Overlap(start=self._start).run_pair} if self.experts else {}
+        if self.is_sharing:
+            more["group"] = self.alone
+        self.pipeline = Pipeline(self.schedule, self.stages, loss=loss_of if self.has_loss else None, **more)
+        torch.manual_seed(1 + self.seed)
 
     def batch(self, step: int) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        tokens = batch_of(step, self.schedule.num_micro_batches)
+        tokens = batch_of(step + 10 * self.seed * self.is_sharing, self.schedule.num_micro_batches)
         return tokens if 0 in self.stages else None, tokens if self.has_loss else None
 
     def fit(self, budget: int, **memory: Any) -> StagePlans:
         section = {"budget": budget, "min_bytes": 0, **memory}
-        return fit_stages(
-            self.pipeline, *self.batch(0), memory=section, optimizer=self.optimizer, engine=f"virtual:{self.rank}"
-        )
+        how: dict[str, Any] = {"optimizer": self.optimizer, "engine": f"virtual:{self.seed}"}
+        if self.is_sharing:
+            how["together"] = dist.group.WORLD
+        return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
 
     def train(self, num_steps: int, plans: StagePlans | None = None) -> tuple[list[list[Tensor]], list[int]]:
         """Of each step: losses and gradients; and the peak."""
@@ -115,9 +141,11 @@ class Rank:
         self.pipeline.close()
 
 
-def budgets(rank: int, name: str, shares: list[float], num_steps: int = 2, **memory: Any) -> dict[str, Any]:
+def budgets(
+    rank: int, name: str, shares: list[float], num_steps: int = 2, about: dict[str, Any] | None = None, **memory: Any
+) -> dict[str, Any]:
     """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed."""
-    it = Rank(name, rank)
+    it = Rank(name, rank, **(about or {}))
     truth, plain = it.train(num_steps)
     it.end()
     it.begin()
@@ -149,6 +177,7 @@ def budgets(rank: int, name: str, shares: list[float], num_steps: int = 2, **mem
                 "spilled": sum(each.num_spills for each in stats),
                 "divergences": sum(each.num_divergences for each in stats),
                 "summaries": [str(each) for each in plans.summaries],
+                "moved": 0 if plans.found.optimizer is None else plans.found.optimizer.moved_bytes,
             }
         )
     return {"floor": floor, "plain": plain, "rows": rows, "text": str(caught.value)}
@@ -162,11 +191,11 @@ def _everywhere(value: Any) -> list[Any]:
     return found
 
 
-def kept(rank: int, names: list[str]) -> list[tuple[int, int]]:
+def kept(rank: int, names: list[str], about: dict[str, Any] | None = None) -> list[tuple[int, int]]:
     """With all the room there is: what each pipeline is said to need, and what it needs."""
     found = []
     for name in names:
-        it = Rank(name, rank)
+        it = Rank(name, rank, **(about or {}))
         with contextlib.closing(it.pipeline), it.fit(2**30) as plans:
             assert all(plan.does_nothing for plan in plans.plans.values())
             _, peaks = it.train(2, plans)
@@ -191,6 +220,9 @@ def refused(rank: int) -> list[str]:
     taking_turns = Rank("1f1b", rank)
     taking_turns.pipeline.run_pair = lambda forward, backward: None
     attempt(taking_turns, budget=2**30)
+    filling = Rank("1f1b", rank)
+    filling.pipeline.run_pair = Overlap(fill=lambda: None).run_pair
+    attempt(filling, budget=2**30)
     attempt(Rank("1f1b", rank), budget=2**30, optimizer="swap")
     attempt(Rank("1f1b", rank), budget=2**30, loss="sliced")
     twice = Rank("1f1b", rank)

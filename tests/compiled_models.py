@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.tensors.private import num_compiled_graphs
+
 WIDTH = 16
 
 
@@ -89,3 +91,8 @@ def train(model: nn.Module, lengths: Iterable[int] = (8, 8), dtype: torch.dtype 
 def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
     assert len(one) == len(other)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def num_frames() -> tuple[int, int]:
+    """How many frames the compiler has looked at, and how many graphs it made."""
+    return torch._dynamo.utils.counters["frames"]["total"], num_compiled_graphs()

@@ -3,6 +3,7 @@ nothing compiled for lowtide."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.tensors.private import num_compiled_graphs
-from tests.compiled_models import WIDTH, assert_same, build, train
+from tests.compiled_models import WIDTH, assert_same, build, num_frames, train
 
 ROWS = (64, 64, 64)
 HABITS: dict[str, Any] = {"habits": ("", "breaks", "writes", "", ""), "which": (0, 1, 2)}
@@ -24,14 +24,10 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _frames() -> tuple[int, int]:
-    return torch._dynamo.utils.counters["frames"]["total"], num_compiled_graphs()
-
-
 @pytest.mark.parametrize("rules", [{}, {"swap": "none"}], ids=["swap", "recompute"])
 def test_a_budget_holds_to_the_byte_and_changes_no_bit(rules: dict[str, Any]) -> None:
     truth = train(build(**HABITS), ROWS)
-    before = _frames()
+    before = num_frames()
     for budget in ("1MiB", "180KiB", "150KiB"):
         model = build(**HABITS)
         memory = {"min_bytes": 1, "race": False, **rules}
@@ -44,15 +40,15 @@ def test_a_budget_holds_to_the_byte_and_changes_no_bit(rules: dict[str, Any]) ->
             moved = tide.stats.recomputed_bytes if rules else tide.stats.swapped_bytes
             assert bool(moved) == (budget != "1MiB")
             assert (tide.stats.num_unplanned, tide.stats.num_divergences, tide.stats.num_spills) == (0, 0, 0)
-    assert _frames() == before
+    assert num_frames() == before
 
 
 def test_what_is_observed_of_a_compiled_layer() -> None:
     model = build(which=(0, 1), habits=("", "", ""))
     model(torch.ones(64, WIDTH)).backward()
-    before = _frames(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    before = num_frames(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     profile = lowtide.observe(model, (torch.ones(64, WIDTH),))
-    assert _frames() == before[0]
+    assert num_frames() == before[0]
     assert_same([parameter.grad for parameter in model.parameters() if parameter.grad is not None], before[1])
     assert profile.layers == ("layers.0", "layers.1", "layers.2")
     inside = [node for node in profile.nodes if node.layer == "layers.0"]
@@ -71,9 +67,11 @@ def test_what_is_observed_of_a_compiled_layer() -> None:
 def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small layer: a compiler is needed, and seconds."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Else a process for each core loads torch to call a compiler once.
+    monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "compile_threads", 1)
     how: dict[str, Any] = {"habits": ("", ""), "which": (0,), "backend": "inductor"}
     truth = train(build(**how), ROWS)
-    before = _frames()
+    before = num_frames()
     for rules in ({}, {"swap": "none"}):
         model = build(**how)
         memory = {"min_bytes": 1, "race": False, **rules}
@@ -81,7 +79,7 @@ def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.Monke
             assert_same(train(model, ROWS), truth)
             assert tide.stats is not None
             assert tide.stats.recomputed_bytes if rules else tide.stats.swapped_bytes
-    assert _frames() == before
+    assert num_frames() == before
 
 
 def _llama() -> Any:
@@ -138,7 +136,7 @@ def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> N
         return [*losses, *(p.grad for p in model.parameters() if p.grad is not None), torch.get_rng_state()]
 
     truth = steps(compiled())
-    before = _frames()
+    before = num_frames()
     for rules in ({"swap": "all", "min_bytes": 0}, {"recompute": "all"}):
         model = compiled()
         with lowtide.apply(model, rules, engine="virtual:2") as tide:
@@ -155,4 +153,4 @@ def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> N
             assert bool(tide.stats.swapped_bytes) == bool(whole_bytes)
             assert (tide.stats.num_unplanned, tide.stats.num_divergences, tide.stats.num_spills) == (0, 0, 0)
             whole_bytes = tide.plan.predicted.peak_bytes
-    assert _frames() == before
+    assert num_frames() == before

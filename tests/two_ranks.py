@@ -25,7 +25,7 @@ def run(
     module: str,
     jobs: list[Job],
     folder: Path,
-    seconds: float = 120,
+    seconds: float = 240,
     *,
     num_ranks: int = 2,
     killed: frozenset[int] = frozenset(),
@@ -52,7 +52,7 @@ def _rank(rank: int, *, num_ranks: int, folder: str, module: str, jobs: list[Job
 
     os.environ["XDG_CACHE_HOME"] = folder
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, timeout = f"file://{folder}/store", datetime.timedelta(seconds=60)
+    store, timeout = f"file://{folder}/store", datetime.timedelta(seconds=120)
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
     functions = importlib.import_module(module)
     for number, (name, arguments) in enumerate(jobs):

@@ -1,4 +1,4 @@
-"""The trainers that people already use: Hugging Face's Trainer, TRL, Lightning.
+"""The trainers that people already use: Hugging Face's Trainer, TRL, Lightning, torchtitan.
 
 Each adapter is one thin file: it calls `lowtide.optimize` or `lowtide.apply` at the moment that its trainer has the
 model and the optimizer in their final form, and `remove()` when training ends.

@@ -1,4 +1,4 @@
-"""What adapters share: the arguments that say what lowtide is to do, and the handle while it does it.
+"""What adapters share: the arguments that say what lowtide is to do, the handle while it does it, figures for loggers.
 
 Why the order matters: lowtide acts on the module whose `forward` the trainer calls, and the optimizer must be the one
 that steps. So an adapter attaches when training begins, after PEFT, wrapping, compiling and preparing are done; and it
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,21 @@ class Attached:
         self.wish = wish
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
+        self._clock = _StepClock()
 
     def attach(self, model: torch.nn.Module, optimizer: Any, *, speaks: bool) -> None:
-        """Act on `model` from now on; `speaks`: this rank tells the user what happens. Raises what `optimize` does."""
+        """Act on `model` from now on; `speaks`: this rank tells the user what happens. Raises what `optimize` does.
+
+        What acted on the model before is taken off: a notebook cell that runs again has lost its handle.
+        """
         self.remove()
+        if lowtide.current(model) is not None:
+            lowtide.remove(model)
+            if speaks:
+                self.tell("lowtide: another plan was on this model; it is taken off, and this one begins")
         wish = self.wish
         how: dict[str, Any] = {"optimizer": optimizer, "engine": wish.engine, "say": self.tell if speaks else None}
+        self._clock = _StepClock()
         if wish.budget is not None:
             self.tide = lowtide.optimize(model, budget=wish.budget, memory=wish.memory, **how)
         else:
@@ -77,10 +87,52 @@ class Attached:
         """`Tide.stats` now, or of the run that ended; None before `attach`."""
         return self.tide.stats if self.tide is not None else None
 
+    def step_begins(self) -> None:
+        """A training step begins, by the host's clock."""
+        self._clock.begin()
+
+    def step_ends(self) -> None:
+        """It ended: all of its micro-batches, and the optimizer's step."""
+        self._clock.end()
+
     def scalars(self) -> dict[str, float]:
-        """Figures for a logger, by name with unit; none before `attach`, zeros before the first planned step."""
+        """Figures for a logger, by name with unit; none before `attach`. Starts a new mean of step times."""
         stats = self.stats
-        return {} if stats is None else {f"lowtide/{name}": float(getattr(stats, name)) for name in SCALARS}
+        if stats is None:
+            return {}
+        figures = {f"lowtide/{name}": float(getattr(stats, name)) for name in SCALARS}
+        predicted = self.tide.plan.predicted if self.tide.plan is not None else None
+        if predicted is not None:
+            figures["lowtide/predicted_peak_bytes"] = float(predicted.peak_bytes)
+            figures["lowtide/predicted_micro_batch_seconds"] = predicted.step_seconds
+        seconds = self._clock.mean()
+        if seconds is not None:
+            figures["lowtide/step_seconds"] = seconds
+        return figures
+
+
+class _StepClock:
+    """The mean time of steps since it was last asked, by the host's clock."""
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+        self._seconds = 0.0
+        self._num_steps = 0
+
+    def begin(self) -> None:
+        self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        if self._begin is not None:
+            self._seconds += time.perf_counter() - self._begin
+            self._num_steps += 1
+            self._begin = None
+
+    def mean(self) -> float | None:
+        """Seconds; None where no step has ended."""
+        mean = self._seconds / self._num_steps if self._num_steps else None
+        self._seconds, self._num_steps = 0.0, 0
+        return mean
 
 
 SCALARS = (
@@ -91,9 +143,16 @@ SCALARS = (
     "stall_seconds",
     "num_divergences",
 )
-"""Of `Tide.stats`. Peak: the highest so far; all others: totals since training began or the plan changed."""
+"""Of `Tide.stats`. Peak: the highest so far; all others: totals since training began or the plan changed. Beside them
+`scalars` has what the plan predicts: the peak, and the time of forward and backward of one micro-batch; and the mean
+time of the steps since the last log, by the host's clock, with all micro-batches and the optimizer's step."""
 
 
 def wish_of(where: str, **given: Any) -> Wish:
     """The wish in an adapter's arguments, checked."""
     return dataclasses.replace(Wish(), **given).checked(where)
+
+
+def shown(name: str) -> Any:
+    """For the class of an adapter, which has its `Attached` as `attached`: a property that shows one of it."""
+    return property(lambda adapter: getattr(adapter.attached, name), doc=f"`{name}` of `Attached`.")

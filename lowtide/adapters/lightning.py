@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, wish_of
+from lowtide.adapters.attach import Attached, shown, wish_of
 
 
 class TideCallback(Callback):
@@ -35,6 +35,8 @@ class TideCallback(Callback):
     `fit()` for a name that is not there and for what does not fit the module.
     """
 
+    tide, stats = shown("tide"), shown("stats")
+
     def __init__(
         self,
         budget: int | str | None = None,
@@ -44,33 +46,27 @@ class TideCallback(Callback):
         engine: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._attached = Attached(wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say))
+        self.attached = Attached(wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say))
         self._module = module
-
-    @property
-    def tide(self) -> Any:
-        """The `Tide` or `Autopilot` in force, or the last one; None before training."""
-        return self._attached.tide
-
-    @property
-    def stats(self) -> Any:
-        """`Tide.stats` of the run; None before training."""
-        return self._attached.stats
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"TideCallback: needs one optimizer, and there are {len(trainer.optimizers)}")
         module = module_that_runs(pl_module, self._module)
-        self._attached.attach(module, trainer.optimizers[0], speaks=trainer.is_global_zero)
+        self.attached.attach(module, trainer.optimizers[0], speaks=trainer.is_global_zero)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.attached.step_begins()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        pl_module.log_dict(self._attached.scalars())
+        self.attached.step_ends()
+        pl_module.log_dict(self.attached.scalars())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._attached.remove()
+        self.attached.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._attached.remove()
+        self.attached.remove()
 
 
 def module_that_runs(pl_module: LightningModule, name: str | None) -> torch.nn.Module:

@@ -11,7 +11,8 @@ Trainer's own activation checkpointing (TRL turns it on by default) is switched 
 afterwards: inside a layer that somebody else checkpoints there is nothing left to plan.
 
 Scalars: with each log, the entry of `state.log_history` gets the figures of `Attached.scalars`. Trainer calls its own
-reporters (TensorBoard, Weights & Biases) before user callbacks, so they do not see them.
+reporters (TensorBoard, Weights & Biases) before the callbacks of users; after `callback.log_to(trainer)` this callback
+comes first, and they get the figures too.
 
 Not covered: DeepSpeed and Megatron integrations, which bring models and optimizers of their own.
 """
@@ -22,9 +23,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lowtide.adapters.attach import Attached, wish_of
+from lowtide import ConfigError
+from lowtide.adapters.attach import Attached, shown, wish_of
 
 
 class TideCallback(TrainerCallback):
@@ -36,6 +38,8 @@ class TideCallback(TrainerCallback):
     `train()` for what does not fit the model.
     """
 
+    tide, stats = shown("tide"), shown("stats")
+
     def __init__(
         self,
         budget: int | str | None = None,
@@ -44,22 +48,14 @@ class TideCallback(TrainerCallback):
         engine: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._attached = Attached(wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say))
+        self.attached = Attached(wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say))
+        self._logs_to_all = False
+        """It comes before Trainer's reporters, and gives them its figures."""
         self._checkpoints_again: Callable[[], None] | None = None
-
-    @property
-    def tide(self) -> Any:
-        """The `Tide` or `Autopilot` in force, or the last one; None before training."""
-        return self._attached.tide
-
-    @property
-    def stats(self) -> Any:
-        """`Tide.stats` of the run; None before training."""
-        return self._attached.stats
 
     def remove(self) -> None:
         """Make the model plain again, after a training that ended with an error. Idempotent."""
-        self._attached.remove()
+        self.attached.remove()
         if self._checkpoints_again is not None:
             self._checkpoints_again()
             self._checkpoints_again = None
@@ -71,14 +67,44 @@ class TideCallback(TrainerCallback):
         model = kwargs["model"]
         self._take_over(model, args, speaks=state.is_world_process_zero)
         try:
-            self._attached.attach(model, kwargs["optimizer"], speaks=state.is_world_process_zero)
+            self.attached.attach(model, kwargs["optimizer"], speaks=state.is_world_process_zero)
         except BaseException:
             self.remove()
             raise
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def log_to(self, trainer: Trainer) -> None:
+        """Have the reporters of `trainer` log the figures too: this callback, which is one of its own, comes first from
+        now on. Raises ConfigError where it is none of them."""
+        callbacks = trainer.callback_handler.callbacks
+        if not any(callback is self for callback in callbacks):
+            raise ConfigError(
+                "TideCallback.log_to: this callback is not one of the trainer's; pass callbacks=[callback]"
+            )
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._logs_to_all = True
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.attached.step_begins()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.attached.step_ends()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if state.log_history and "loss" in state.log_history[-1]:
-            state.log_history[-1].update(self._attached.scalars())
+            figures = self.attached.scalars()
+            state.log_history[-1].update(figures)
+            if self._logs_to_all and logs is not None:
+                logs.update(figures)  # Trainer gives one and the same dictionary to all callbacks
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,7 +123,7 @@ class TideCallback(TrainerCallback):
         own = {key: how.pop(key) for key in ("every_n_layers", "offload") if key in how}
         self._checkpoints_again = lambda: getattr(model, f"{word}_checkpointing_enable")(how or None, **own)
         if speaks:
-            self._attached.tell(
+            self.attached.tell(
                 f"lowtide: the model's own {word} checkpointing is off while lowtide plans; write "
                 f"{word}_checkpointing=False to do without this line"
             )

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the difference. Raises `ConfigError` for a file that is no plan."""
-    diff = plan_diff(_read(args.first), _read(args.second))
+    diff = plan_diff(read_plan(args.first), read_plan(args.second))
     if args.json:
         print(json.dumps({**dataclasses.asdict(diff), "is_same": diff.is_same}))
     else:
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if diff.is_same else 1
 
 
-def _read(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. Raises `ConfigError`, with the path, for one that is none."""
     text = read_text(path, most_bytes=_MOST_BYTES)
     try:
         return Plan.from_json(text)

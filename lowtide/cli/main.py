@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, did_you_mean
 from lowtide.version import __version__
 
 EXIT_USER_ERROR = 2
@@ -38,6 +40,8 @@ COMMANDS = {
     "explain": Command(
         module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
     ),
+    "export": Command(module="lowtide.cli.export", help="say a plan in the words of another framework"),
+    "glossary": Command(module="lowtide.cli.glossary", help="say what a word of the output means"),
     "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
     "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
     "report": Command(module="lowtide.cli.report", help="write what a run did as one HTML file, a trace or data"),
@@ -63,15 +67,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="lowtide", description="Fit training into the memory you have.")
-    parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser, subparsers = parsers(asked)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        from lowtide.config.source import shown
+
+        chosen, name = subparsers[args.command], unknown[0].partition("=")[0]
+        near = did_you_mean(name, re.findall(r"--[\w-]+", chosen.format_usage()))
+        chosen.error(f"unknown argument {shown(name)}{near}")
+    return args
+
+
+def parsers(asked: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and that of each command; arguments has only that of the command `asked`."""
+    parser = _Parser(prog="lowtide", description="Fit training into the memory you have.")
+    parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
+    adder = parser.add_subparsers(dest="command", metavar="command", required=True)
+    found: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        found[name] = adder.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
         if name == asked:
-            importlib.import_module(command.module).add_arguments(subparser)
-    return parser.parse_args(arguments)
+            importlib.import_module(command.module).add_arguments(found[name])
+    return parser, found
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a mistake in one line; argparse itself prints its usage first, several lines of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 if __name__ == "__main__":

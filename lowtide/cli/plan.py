@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.waiting import Waiting
-from lowtide.config.memory import MemoryConfig
+from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
 from lowtide.config.source import read_text
+from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.errors import ConfigError
+from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
 from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import MIB, format_bytes, parse_bytes
@@ -37,12 +40,15 @@ if TYPE_CHECKING:
     from lowtide.timeline.step import Link
 
 _MAX_CURVE_POINTS = 1024
+_WORDS = "what a word means: lowtide glossary, or lowtide glossary WORD"
 _MOST_PROFILE_BYTES = 256 * MIB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
-    parser.add_argument("--budget", metavar="SIZE", help="peak bytes of the device, instead of memory.budget: 20GiB")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="instead of memory.budget: peak bytes, such as 20GiB, 90%% or auto"
+    )
     parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
     parser.add_argument("--optimizer", choices=("keep", "swap", "auto"), help="where its state is between steps")
     parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
@@ -51,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write pictures of the step: .html, .trace.json (Perfetto), .json"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
     )
     plan_cluster.add_arguments(parser)
 
@@ -65,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         check_form(args.report)
         check_writable(args.report, "--report")
-    memory = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
+    wanted = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
     if args.optimizer is not None:
-        memory = dataclasses.replace(memory, optimizer=args.optimizer)
+        wanted = dataclasses.replace(wanted, optimizer=args.optimizer)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
@@ -76,14 +85,18 @@ def run(args: argparse.Namespace) -> int:
             rank = plan_sharded.rank_of(settings, args, profile)
             profile = rank.profile
         from lowtide.planner.plan_profile import plan_profile
+        from lowtide.planner.presets import plan_settled
         from lowtide.report.budget_sweep import budget_sweep
         from lowtide.report.memory_curve import memory_curve
 
+        settled = wanted.settled(lambda: _memory(settings, args, profile))
+        memory, lines = settled.config, [settled.line] if settled.line else []
         waiting.say("planning")
         # From the second micro-batch of a step on, gradients are there from the start.
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
         shared: Any = {**kind, "num_micro_batches": settings.train.grad_accumulation}
-        plan = plan_profile(profile, memory, **shared, progress=lambda text: waiting.say(f"planning: {text}"))
+        told: Any = {"progress": lambda text: waiting.say(f"planning: {text}")}
+        plan = plan_settled(settled, functools.partial(plan_profile, profile, memory, **shared, **told), lines.append)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
         if args.report is not None:
@@ -92,14 +105,29 @@ def run(args: argparse.Namespace) -> int:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
+        forecast = _forecast(settings, args, plan, profile) if rank is None else ()
     if args.out is not None:
         write(args.out, plan.to_json())
-    print(
-        _document(plan, profile, rungs, curve, network)
-        if args.json
-        else "\n".join(_lines(plan, profile, rungs, curve, network))
-    )
+    if args.json:
+        came_from = {"budget_came_from": lines} if lines else {}
+        more = {"optimizers": [dataclasses.asdict(kind) for kind in forecast]} if forecast else {}
+        print(json.dumps(_document(plan, profile, rungs, curve, network) | came_from | more))
+    else:
+        others = ["", *forecast_lines(forecast, profile.state)] if forecast else []
+        print("\n".join([*lines, *_lines(plan, profile, rungs, curve, network), *others, "", _WORDS]))
     return 0
+
+
+def _forecast(
+    settings: RunConfig, args: argparse.Namespace, plan: Plan, profile: Profile
+) -> tuple[OptimizerForecast, ...]:
+    """Of a traced step whose optimizer stays on the device."""
+    if args.profile is not None or plan.optimizer is not None:
+        return ()
+    from lowtide.train.profiling import weights_of_run
+
+    assert plan.predicted is not None
+    return optimizer_forecast(plan.predicted, profile.state, weights_of_run(settings, profile.layers))
 
 
 def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
@@ -117,14 +145,16 @@ def memory_with(
     """The `memory` section, with the sizes of the command line written over its own. Refuses to go without a budget."""
     memory = settings.memory or MemoryConfig()
     changes: dict[str, Any] = {
-        key: _size(f"--{key.replace('_', '-')}", text)
-        for key, text in (("budget", budget), ("host_budget", host_budget))
+        key: _amount(f"--{key.replace('_', '-')}", text, parse)
+        for key, text, parse in (("budget", budget, parse_budget), ("host_budget", host_budget, parse_bytes))
         if text is not None
     }
+    if budget is not None and memory.preset is not None:
+        raise ConfigError(f"{memory.locations.of('preset')}: 'memory.preset' {PRESET_BESIDE_BUDGET} (--budget)")
     if changes.get("budget") == 0:
         raise ConfigError("--budget: must be more than 0 bytes; write e.g. --budget 20GiB")
     memory = dataclasses.replace(memory, **changes)
-    if memory.budget is None:
+    if not memory.has_budget:
         raise ConfigError(
             f"{os.fspath(path)}: there is no budget to plan for; write --budget 20GiB, or 'budget: 20GiB' in the "
             "section 'memory'"
@@ -155,9 +185,9 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
 
 
-def _size(option: str, text: str) -> int:
+def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:
     try:
-        return parse_bytes(text)
+        return parse(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
 
@@ -173,7 +203,11 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
         device = hardware or hardware_of_run(settings)
         return trace_run(settings, device, say=waiting.say), device.link
-    profile = Profile.from_json(read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: "))
+    text = read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    try:
+        profile = Profile.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"--profile: {args.profile}: {error}") from None
     shape = [settings.train.batch_size, settings.data.sequence_length]
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
@@ -186,6 +220,20 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     from lowtide.train.profiling import link_of_device
 
     return profile, link_of_device(settings, profile.device)
+
+
+def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:
+    """That a share or `auto` is about: of the device that is named, or of this machine's."""
+    from lowtide.timeline.hardware import load_hardware, memory_of_hardware
+
+    if args.hardware is not None:
+        return memory_of_hardware(load_hardware(args.hardware))
+    if args.profile is not None and profile.is_fake:
+        return memory_of_hardware(load_hardware(profile.device))
+    from lowtide.engines.device_memory import device_memory
+    from lowtide.train.profiling import device_of_run
+
+    return device_memory(device_of_run(settings), own_bytes=0)
 
 
 @contextmanager
@@ -231,8 +279,12 @@ def _lines(
 
 
 def _document(
-    plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None, network: Network | None
-) -> str:
+    plan: Plan,
+    profile: Profile,
+    rungs: tuple[SweptBudget, ...],
+    curve: Curve | None,
+    network: Network | None,
+) -> dict[str, Any]:
     assert curve is not None
     document: dict[str, Any] = {
         "model": profile.model,
@@ -249,4 +301,4 @@ def _document(
     }
     if network is not None:
         document["network"] = dataclasses.asdict(network)
-    return json.dumps(document)
+    return document

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.parallel import ParallelConfig
+from lowtide.core.budget import parse_budget, settle
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.train.run_file import RunConfig
-from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
     from lowtide.pipeline.cluster.search import ClusterPlan, Question
+    from lowtide.timeline.cluster import Cluster
+    from lowtide.timeline.hardware import Hardware
 
 _ONE_DEVICE_ONLY = ("profile", "curve", "out", "host_budget", "optimizer")
 _EXPORTS = ("mindformers", "megatron")
@@ -105,7 +107,7 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
         devices=devices,
         hardware=hardware,
         cluster=cluster,
-        budget_bytes=_budget(settings, args.budget) or int(hardware.memory_bytes * (1 - cluster.reserved_share)),
+        budget_bytes=_budget(settings, args.budget, hardware, cluster),
         slices_loss=(settings.memory or MemoryConfig()).loss != "plain",
         fates=_fates(settings.memory or MemoryConfig()),
     )
@@ -128,13 +130,18 @@ def _num_devices(config: ParallelConfig, asked: int | None) -> int:
     return tensor * pipeline * context * data
 
 
-def _budget(settings: RunConfig, text: str | None) -> int | None:
-    if text is None:
-        return settings.memory.budget if settings.memory is not None else None
+def _budget(settings: RunConfig, text: str | None, hardware: Hardware, cluster: Cluster) -> int:
+    """Left out or `auto`: what the device has, less what the cluster reserves."""
+    from lowtide.timeline.hardware import memory_of_hardware
+
+    written = settings.memory.budget if settings.memory is not None else None
     try:
-        return parse_bytes(text)
+        budget = (written or "auto") if text is None else parse_budget(text)
     except ValueError as error:
         raise ConfigError(f"--budget: {error}") from None
+    if budget in ("auto", 0):
+        return int(hardware.memory_bytes * (1 - cluster.reserved_share))
+    return settle(budget, memory_of_hardware(hardware))[0]
 
 
 def _fates(memory: MemoryConfig) -> tuple[Fate, ...]:

@@ -36,16 +36,17 @@ def run(args: argparse.Namespace) -> int:
     """Prints, and saves, a profile. Raises `ConfigError` for mistakes."""
     if args.hardware is not None and not args.fake:
         raise ConfigError("--hardware: a real step runs on the device of the run; add --fake, or leave it out")
+    from lowtide.timeline.hardware import load_hardware
+
     settings = load_run(args.run)
     check_writable(args.out)
+    hardware = None if args.hardware is None else load_hardware(args.hardware)
     with Waiting() as waiting:
         waiting.say("loading torch")
-        from lowtide.timeline.hardware import load_hardware
         from lowtide.train.profiling import hardware_of_run, observe_run, trace_run
 
         if args.fake:
-            hardware = hardware_of_run(settings) if args.hardware is None else load_hardware(args.hardware)
-            profile = trace_run(settings, hardware, say=waiting.say)
+            profile = trace_run(settings, hardware or hardware_of_run(settings), say=waiting.say)
         else:
             profile = observe_run(settings, say=waiting.say)
     text = profile.to_json()

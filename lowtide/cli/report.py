@@ -15,7 +15,10 @@ from lowtide.report.write import check_form
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="train.output_dir of the run; it may still go on")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=".html, .trace.json (Perfetto) or .json; default: RUN_DIR/report.html"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write there instead of RUN_DIR/report.html: .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
     )
 
 

@@ -26,12 +26,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from lowtide.config.source import MOST_DIGITS, Entry, Node, join_path, read_mapping, read_yaml, shown, too_many_digits
+from lowtide.core.budget import Budget, parse_budget
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import parse_bytes
 
@@ -47,6 +48,14 @@ class Bytes:
 
 
 ByteSize = Annotated[int, Bytes]
+
+
+class Amount:
+    """Marks a field that is written as a size, as a share of what the device has, or as `auto`."""
+
+
+BudgetSize = Annotated[Budget, Amount]
+_PARSERS: dict[Any, Callable[[int | str], Budget]] = {Bytes: parse_bytes, Amount: parse_budget}
 
 
 class FieldError(ConfigError):
@@ -117,8 +126,8 @@ class _Builder:
     def build(self, node: Node, want: Any, path: str) -> Any:
         if want is Any:
             return self._free_form(node, path)
-        if Bytes in getattr(want, "__metadata__", ()):
-            return self._bytes(node, want, path)
+        if (parse := _parser_of(want)) is not None:
+            return self._amount(node, want, path, parse)
         origin = get_origin(want)
         if origin is Annotated:
             return self.build(node, get_args(want)[0], path)
@@ -193,12 +202,12 @@ class _Builder:
         if not value.isprintable():
             self._fail(node.place, path, "expected text without control characters", " for ", f", not {shown(value)}")
 
-    def _bytes(self, node: Node, want: Any, path: str) -> int:
+    def _amount(self, node: Node, want: Any, path: str, parse: Callable[[int | str], Budget]) -> Budget:
         value = node.value
         if node.kind != "scalar" or node.is_null or not isinstance(value, int | str) or too_many_digits(node):
             self._wrong(node, want, path)
         try:
-            return parse_bytes(value)
+            return parse(value)
         except ValueError as error:
             prefix = f"'{path}': " if self.in_file else ""
             raise ConfigError(f"{node.place}: {prefix}{error}") from None
@@ -245,7 +254,7 @@ class _Builder:
         if isinstance(node.value, str) and (str in takers or Path in takers):
             self._check_text(node.value, node, path)
         is_path = takers == [Path] and isinstance(node.value, str)
-        if is_path or (len(takers) == 1 and (node.kind != "scalar" or Bytes in getattr(takers[0], "__metadata__", ()))):
+        if is_path or (len(takers) == 1 and (node.kind != "scalar" or _parser_of(takers[0]))):
             return self.build(node, takers[0], path)  # its own message is more exact than the union's
         for member in takers:
             try:
@@ -312,6 +321,12 @@ class _Builder:
             place = node.place if self.in_file else below
             expected = _join_or(_describe(types_by_name[item.name]))
             self._fail(place, below, "missing key", " ", f"; expected {expected}")
+
+
+def _parser_of(want: Any) -> Callable[[int | str], Budget] | None:
+    """Of a type that is written as an amount of bytes."""
+    marks = getattr(want, "__metadata__", ())
+    return next((parse for mark, parse in _PARSERS.items() if mark in marks), None)
 
 
 @functools.cache
@@ -393,8 +408,13 @@ def _describe(want: Any) -> list[str]:
     """What a type looks like to the person who writes the file."""
     choices = _choices(want)
     origin = get_origin(want)
-    if Bytes in getattr(want, "__metadata__", ()):
-        return ["a size such as 20GiB"]
+    parse = _parser_of(want)
+    if parse is not None:
+        return (
+            ["a size such as 20GiB"]
+            if parse is parse_bytes
+            else ["a size such as 20GiB", "a share such as 90%", "auto"]
+        )
     if origin is Annotated:
         return _describe(get_args(want)[0])
     if origin in (Union, types.UnionType):

@@ -6,11 +6,12 @@
         - layers.16-31.mlp
         - {match: layers.16-31.self_attn, prefetch: 20, tier: disk}
       keep: [layers.31]                        # wins over both
-      min_bytes: 1MiB                          # smaller storages are kept
+      min_bytes: 1MiB                          # smaller storages are kept; absent: it fits the model
       host_budget: 96GiB                       # pinned or pageable bytes per rank
       check: full                              # full | sampled: how often recipes are proven
 
-      budget: 20GiB                          # peak device bytes per rank: what no rule names, the solver decides
+      budget: 20GiB                          # or 90%, or auto: peak device bytes per rank; the solver decides the rest
+      preset: balanced                       # instead of a budget: fastest | balanced | smallest
 
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit
       optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps
@@ -22,14 +23,16 @@ budget, `recompute` and `swap` are `auto` unless written otherwise, and rules ar
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lowtide.config.loader import ByteSize, FieldError, Locations, load_mapping, load_yaml
+from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_yaml
 from lowtide.config.source import read_yaml
+from lowtide.core.budget import DeviceMemory, Preset, settle
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
@@ -37,6 +40,7 @@ from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import ConfigError
 from lowtide.units import MIB
 
+PRESET_BESIDE_BUDGET = "chooses a budget by itself; leave the preset or the budget out"
 _ELSEWHERE = OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
 
 
@@ -63,8 +67,11 @@ class SwapRule:
 class MemoryConfig:
     """The `memory` section as written. Sizes are bytes per rank."""
 
-    budget: ByteSize | None = None
-    """Peak device bytes."""
+    budget: BudgetSize | None = None
+    """Peak device bytes; `90%` of what the device has; or `auto`, what it has less a headroom (core/budget.py)."""
+    preset: Preset | None = None
+    """Instead of a budget, what to plan for within `auto` (planner/presets.py). fastest: keep all that fits. smallest:
+    the least peak that can be planned. balanced: the knee of the curve of time over memory between the two."""
     host_budget: ByteSize | None = None
     """Cap on host bytes for swapped activations and optimizer state; absent = what the cgroup and the machine allow."""
     disk_budget: ByteSize | None = None
@@ -82,8 +89,9 @@ class MemoryConfig:
     loss: Literal["auto", "sliced", "plain"] | None = None
     """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
     that lowtide knows. Absent: auto with a budget, plain without."""
-    min_bytes: ByteSize = MIB
-    """Storages smaller than this are kept."""
+    min_bytes: ByteSize | None = None
+    """Storages smaller than this are kept. Absent: 1 MiB, or less where a budget meets a model whose activations are
+    smaller (planner/problem.py); rules that move nothing for it are named."""
     check: Literal["full", "sampled"] = "full"
     """How recipes are proven. full: in every forward pass, by all operators that ran, at a price that the solver knows.
     sampled: so in the first forward pass and in every 64th; between them by what autograd's graph shows and by
@@ -98,28 +106,51 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         if self.budget == 0:
             raise FieldError("budget", "must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out")
+        if self.preset is not None and self.budget is not None:
+            raise FieldError("preset", PRESET_BESIDE_BUDGET)
         for key in ("recompute", "swap"):
-            if self.budget is None and getattr(self, key) == "auto":
+            if not self.has_budget and getattr(self, key) == "auto":
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
-        if self.race and self.budget is None:
+        if self.race and not self.has_budget:
             raise FieldError("race", "true needs a budget to plan for; write e.g. budget: 20GiB")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
     @property
+    def least_bytes(self) -> int:
+        """`min_bytes`, or what it is where nobody looks at the model."""
+        return MIB if self.min_bytes is None else self.min_bytes
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is something to plan for."""
+        return self.budget is not None or self.preset is not None
+
+    def settled(self, memory: Callable[[], DeviceMemory]) -> Settled:
+        """With a budget in bytes, on a device with that `memory`, which is asked for only if needed. There must be a
+        budget or a preset. Raises `ConfigError` where a budget comes to nothing."""
+        assert self.has_budget
+        if isinstance(self.budget, int):
+            return Settled(config=self, budget_bytes=self.budget)
+        budget_bytes, line = settle(self.budget or "auto", memory())
+        config = dataclasses.replace(self, budget=budget_bytes, preset=None)
+        line = line if self.preset is None else f"preset {self.preset}, within {line}"
+        return Settled(config=config, budget_bytes=budget_bytes, preset=self.preset, line=line)
+
+    @property
     def recomputes_freely(self) -> bool:
         """Whether the solver may recompute what no rule names."""
-        return self.budget is not None and self.recompute in (None, "auto")
+        return self.has_budget and self.recompute in (None, "auto")
 
     @property
     def swaps_freely(self) -> bool:
         """Whether the solver may swap what no rule names."""
-        return self.budget is not None and self.swap in (None, "auto")
+        return self.has_budget and self.swap in (None, "auto")
 
     @property
     def races(self) -> bool:
         """Whether plans are tried on real steps."""
-        return self.budget is not None and self.race is not False
+        return self.has_budget and self.race is not False
 
     @property
     def slices_loss(self) -> dict[str, bool]:
@@ -128,7 +159,7 @@ class MemoryConfig:
 
     @property
     def _may_slice_loss(self) -> bool:
-        return self.loss in ("auto", "sliced") or (self.loss is None and self.budget is not None)
+        return self.loss in ("auto", "sliced") or (self.loss is None and self.has_budget)
 
     def rules(self) -> Rules:
         """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""
@@ -147,6 +178,19 @@ class MemoryConfig:
         where = self.locations.of(path)
         pattern = Pattern.parse(text, where=where)
         return Rule(pattern=pattern, fate=fate, prefetch=prefetch, tier=tier, where=where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A `memory` section whose budget is bytes."""
+
+    config: MemoryConfig
+    """Its `budget` is `budget_bytes`, and its `preset` is None."""
+    budget_bytes: int
+    preset: Preset | None = None
+    """What to plan for within that budget; None: the fastest."""
+    line: str = ""
+    """How the budget came about, for people; empty where it was written as bytes."""
 
 
 def _patterns(value: Any) -> tuple:
@@ -180,7 +224,7 @@ def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
     return Plan(
         layers=tuple(layers),
         rules=config.rules(),
-        min_bytes=config.min_bytes,
+        min_bytes=config.least_bytes,
         host_budget_bytes=config.host_budget,
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),

@@ -380,7 +380,7 @@ def _time_line(predicted: Prediction) -> str:
     return (
         f"step {format_seconds(seconds)}, {percent(more)} over {format_seconds(plain)} with everything kept: "
         f"stalls {stalls}, recompute {recompute}{coded}{moved}{slowed}; "
-        f"gap {percent(predicted.gap)} (no plan is faster by more)"
+        f"at most {percent(predicted.gap)} from the fastest possible"
     )
 
 
@@ -415,7 +415,7 @@ def account_lines(account: Sequence[AccountLine]) -> list[str]:
     """Bytes at the worst moment, before and after."""
     cells = [("at the worst moment", "everything kept", "planned")]
     for line in account:
-        cells.append((line.what, _size(line.plain_bytes), _size(line.planned_bytes)))
+        cells.append((line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)))
     return align(cells, numeric=(1, 2))
 
 

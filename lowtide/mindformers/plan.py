@@ -93,7 +93,7 @@ class _Planner:
         plan = Plan(
             layers=self.profile.layers,
             rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _runs_again(layer))),
-            min_bytes=self.memory.min_bytes if self.memory else 0,
+            min_bytes=self.memory.least_bytes if self.memory else 0,
             host_budget_bytes=self.memory.host_budget if self.memory else None,
             disk_budget_bytes=self.memory.disk_budget if self.memory else None,
             disk_path=str(self.memory.disk_path) if self.memory and self.memory.disk_path else None,
@@ -135,7 +135,7 @@ class _Planner:
             for node in nodes:
                 distance = self._distance(node, layer.index, prefetch)
                 fate = _Fate(Fate.SWAP, (layer.index, part), layer.why[part], distance)
-                if node.nbytes < (self.memory.min_bytes if self.memory else 1):
+                if node.nbytes < (self.memory.least_bytes if self.memory else 1):
                     fate = _Fate(Fate.KEEP, None, "smaller than min_bytes")
                 elif node.reads and node.dies >= node.reads[0]:
                     fate = _Fate(Fate.KEEP, (layer.index, part), "something else holds it until backward")

@@ -4,11 +4,14 @@ What: `fit_stages` is called by all ranks, once, with the batch of the first ste
 stages and is observed (observe_stages.py). Then each rank plans for itself (rank_plan.py), all ranks hear of those for
 which nothing fits, and each stage follows its plan from then on, with a guard (runtime/offload/spill.py) at what the
 plan holds of that stage.
+Pairs whose halves take turns need room for two chunks that are computed at once (turns.py); with
+`memory.optimizer: swap | auto` the optimizer's state is on the next tier between steps (rank_state.py).
 Why it is safe: plans move and recompute, which changes no bit.
-Cost: one step of one micro-batch through all stages, and a second or a few for the solver.
-Not covered: weight gradients that are put off and halves of pairs that take turns (refused by name); a micro-batch that
-is larger than the one observed, or other routing of experts: the guard spills what is more than planned; the fragments
-of a device's allocator.
+Cost: one step of one micro-batch through all stages, with experts on several ranks a forward of all others, and a
+second or a few for the solver.
+Not covered: weight gradients that are put off, and pairs that are carried out in another way than `Overlap` does
+(refused by name); a micro-batch that is larger than the one observed, or to whose experts come more rows than were
+planned for: the guard spills what is more; the fragments of a device's allocator.
 """
 
 from __future__ import annotations
@@ -24,20 +27,29 @@ import torch
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
+from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
-from lowtide.pipeline.moments import moments_of
-from lowtide.pipeline.observe_stages import observe_stages
-from lowtide.pipeline.rank_plan import RankPlan, RankTask, plan_rank
+from lowtide.pipeline.experts import averaging_bytes
+from lowtide.pipeline.moments import Moment, moments_of
+from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
+from lowtide.pipeline.overlap import Overlap
+from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk
+from lowtide.pipeline.rank_state import plan_rank_with_state
+from lowtide.pipeline.turns import with_kept_rows
+from lowtide.planner.place_state import refuse_without_effect
+from lowtide.planner.plan_profile import layers_by_rule
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.private import tree_leaves
@@ -62,64 +74,90 @@ def fit_stages(
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
     say: Say | None = None,
+    together: Any = None,
 ) -> StagePlans:
     """Bring the stages of this rank under plans that hold its budget. Collective over the ranks of the pipeline.
 
     `inputs`, `targets`: those of the first step, as for `pipeline.step`; nothing is trained with them. `budget`: bytes
     on the device of each rank, or it stands in `memory` (a section, a mapping or a path). `optimizer`: that of all
     parameters of the rank, whose state counts. The gradients of the weights must be None or those of a step before.
+    `together`: where pipelines share experts, the group of all their ranks, all of which call this; absent, that of the
+    pipeline.
     Raises ConfigError on all ranks for a mistake on any, `BudgetError` on all where some rank has no plan that fits,
     and what a stage raised; then `PipelineError` on the others.
     """
-    config = _together(pipeline, "its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
+    ranks = _Ranks(pipeline, pipeline.group if together is None else together)
     own = nn.ModuleList(pipeline.stages.values())
-    whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=()), ())
+    wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
+    settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
+    config = settled.config
+    if settled.line and say is not None:
+        say(f"lowtide: rank {pipeline.rank}: {settled.line}")
+    whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=(), optimizer="keep"), ())
     chosen = choose_engine(engine, own, whole)
+    placed = PlacedState(own, optimizer, chosen, "fit_stages")
     try:
+        config = ranks.all_do("its settings", lambda: _with_state_that_can_move(config, placed))
         pipeline.try_stages(inputs)
-        chunks = _together(pipeline, "the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
         device = next((parameter.device for parameter in own.parameters()), torch.device("cpu"))
+        seen = ranks.all_do("the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
+        if any(gather(any(chunk.exchanges for chunk in seen.values()), ranks.group)):
+            chunks = seen
+            seen = ranks.all_do("the rows of all micro-batches", lambda: with_rows_of_all(pipeline, inputs, chunks))
+        # A weight of several stages has a sum for each, and the sum of these; pipelines average bucket by bucket.
+        between = _shared_bytes(pipeline, own)
+        if together is not None:
+            between = max(between, averaging_bytes(list(own.parameters())))
+        state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
+        if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
+            refuse_without_effect(state, None)  # of the ranks of a pipeline some may have nothing
         task = RankTask(
-            chunks=chunks,
-            moments=moments_of(pipeline.schedule, pipeline.rank, pairs_at_once=False),
-            state=_state_of(pipeline, own, (inputs, targets), optimizer, device),
-            budget_bytes=config.budget or 0,
-            config=_of_one_chunk(config, pipeline),
+            chunks={stage: _by_rules(chunk, config) for stage, chunk in seen.items()},
+            moments=_moments_of(pipeline),
+            num_micro_batches=pipeline.schedule.num_micro_batches,
+            state=state,
+            between_bytes=between,
+            budget_bytes=settled.budget_bytes,
+            config=config,
             link=measure_link(chosen, device, place=str(config.disk_path or ""), cache=cache_path()),
         )
-        found = _together(pipeline, "its plan", lambda: plan_rank(task))
-        return _together(
-            pipeline,
-            "its plan",
-            lambda: StagePlans(pipeline, task, found, optimizer, chosen, owns_engine=chosen is not engine),
-        ).told(say)
+        found = ranks.all_do("its plan", lambda: plan_rank_with_state(task))
+        plans = ranks.all_do("its plan", lambda: StagePlans(pipeline, task, found, placed, closes=chosen is not engine))
+        return plans.told(say)
     except BaseException:
         if chosen is not engine:
             chosen.close()
         raise
 
 
-def _together(pipeline: Pipeline, what: str, do: Callable[[], _Made]) -> _Made:
-    """What `do` gives, once it has given something on all ranks. What it raises on one ends all of them."""
-    error: Exception | None = None
-    made: list[_Made] = []
-    try:
-        made.append(do())
-    except Exception as raised:
-        error = raised
-    answers = gather(None if error is None else _Failure.of(error, pipeline.rank), pipeline.group)
-    failures = [failure for failure in answers if failure is not None]
-    if not failures:
-        return made[0]
-    # The rank that needs most says what would be enough for all.
-    worst = max(failures, key=lambda failure: (not failure.is_echo, failure.floor_bytes or 0))
-    if worst.floor_bytes is not None:
-        raise BudgetError(f"pipeline: rank {worst.rank}: {worst.text}", floor_bytes=worst.floor_bytes) from error
-    if error is not None:
-        raise error
-    if worst.is_mistake:
-        raise ConfigError(f"{worst.text} (rank {worst.rank})")
-    raise PipelineError(f"pipeline: rank {worst.rank} failed at {what}: {worst.kind}: {worst.text}")
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """All ranks that fit their stages at the same time."""
+
+    pipeline: Pipeline
+    group: Any
+
+    def all_do(self, what: str, do: Callable[[], _Made]) -> _Made:
+        """What `do` gives, once it has given something on all ranks. What it raises on one ends all of them."""
+        error: Exception | None = None
+        made: list[_Made] = []
+        try:
+            made.append(do())
+        except Exception as raised:
+            error = raised
+        answers = gather(None if error is None else _Failure.of(error, self.pipeline.rank), self.group)
+        failures = [failure for failure in answers if failure is not None]
+        if not failures:
+            return made[0]
+        # The rank that needs most says what would be enough for all.
+        worst = max(failures, key=lambda failure: (not failure.is_echo, failure.floor_bytes or 0))
+        if worst.floor_bytes is not None:
+            raise BudgetError(f"pipeline: rank {worst.rank}: {worst.text}", floor_bytes=worst.floor_bytes) from error
+        if error is not None:
+            raise error
+        if worst.is_mistake:
+            raise ConfigError(f"{worst.text} (rank {worst.rank})")
+        raise PipelineError(f"pipeline: rank {worst.rank} failed at {what}: {worst.kind}: {worst.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +180,11 @@ class _Failure:
 
 
 def _checked(
-    pipeline: Pipeline, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, memory: Any, budget: Any
+    pipeline: Pipeline,
+    inputs: Sequence[Any] | None,
+    targets: Sequence[Any] | None,
+    memory: Any,
+    budget: Any,
 ) -> MemoryConfig:
     config = merged_config(memory, budget)
     _refuse(pipeline, config)
@@ -158,15 +200,19 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
             "not observed; leave weight_gradients out"
         )
     if pipeline.run_pair is not one_after_the_other:
-        raise ConfigError(
-            "pipeline: a budget cannot be planned for pairs whose halves take turns, which need their temporaries at "
-            "the same time; leave run_pair out"
-        )
-    if config.optimizer != "keep":
-        raise ConfigError(
-            f"memory.optimizer: '{config.optimizer}' cannot be planned for the stages of a pipeline; leave it out, and "
-            "swap the state with lowtide.swap_optimizer"
-        )
+        overlap = _overlap_of(pipeline)
+        if overlap is None:
+            raise ConfigError(
+                "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another "
+                "run_pair nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out"
+            )
+        if overlap.fill is not None:
+            raise ConfigError(
+                "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not "
+                "observed; leave fill out"
+            )
+    if config.preset is not None:
+        raise ConfigError("memory.preset: cannot be planned for the stages of a pipeline yet; write a budget")
     if config.loss == "sliced":
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
@@ -176,23 +222,38 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
             raise ConfigError(f"pipeline: stage {stage} is already under a lowtide plan; call remove() on it first")
 
 
-def _of_one_chunk(config: MemoryConfig, pipeline: Pipeline) -> MemoryConfig:
-    """With the part of the slower tier that one chunk may fill: as many as there are share it."""
-    if config.host_budget is None:
-        return config
-    moments = moments_of(pipeline.schedule, pipeline.rank, pairs_at_once=False)
-    most = max(len(moment.running) + sum(number for _, number in moment.live) for moment in moments)
-    return dataclasses.replace(config, host_budget=config.host_budget // most)
+def _with_state_that_can_move(config: MemoryConfig, placed: PlacedState) -> MemoryConfig:
+    """`auto` is `keep` where the optimizer's state cannot move. Raises ConfigError where it was told to."""
+    if config.optimizer == "swap":
+        placed.check(OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it"))
+    if config.optimizer == "auto" and placed.why_not():
+        return dataclasses.replace(config, optimizer="keep")
+    return config
+
+
+def _overlap_of(pipeline: Pipeline) -> Overlap | None:
+    """What carries out its pairs, if it is one whose order is known."""
+    home, call = (getattr(pipeline.run_pair, name, None) for name in ("__self__", "__func__"))
+    return home if isinstance(home, Overlap) and call is Overlap.run_pair else None
+
+
+def _moments_of(pipeline: Pipeline) -> tuple[Moment, ...]:
+    takes_turns = pipeline.run_pair is not one_after_the_other
+    return moments_of(pipeline.schedule, pipeline.rank, pairs_at_once=takes_turns)
+
+
+def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:
+    """A layer that exchanges rows runs again where a rule says so, and keeps them from its first run."""
+    if not chunk.exchanges:
+        return chunk
+    layers = layers_by_rule(chunk.profile, config)
+    return dataclasses.replace(chunk, profile=with_kept_rows(chunk.profile, chunk.exchanges, layers))
 
 
 def _state_of(
-    pipeline: Pipeline,
-    own: nn.ModuleList,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
+    pipeline: Pipeline, own: nn.ModuleList, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device
 ) -> StateBytes:
-    """What is on the device whatever the plans."""
+    """What is on the device whatever the plans; `optimizer_temporaries` are those of the optimizer alone."""
     tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     num_parameters = sum(1 for _ in own.parameters())
     steady = _STEADY_BYTES + 64 * (num_parameters + pipeline.schedule.num_micro_batches)
@@ -203,19 +264,18 @@ def _state_of(
         device_type=device.type,
         is_accelerator=device.type != "cpu",
     )
-    # A weight that several stages of the rank share has a sum for each, and at the end the sum of these.
-    of_stages = sum(
-        parameter.numel() * parameter.element_size()
-        for module in pipeline.stages.values()
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    )
-    shared = of_stages - state.gradients
+    shared = _shared_bytes(pipeline, own)
     return dataclasses.replace(
         state,
-        gradients=of_stages,
-        optimizer_temporaries=max(state.optimizer_temporaries - shared, shared),
+        gradients=state.gradients + shared,
+        optimizer_temporaries=max(0, state.optimizer_temporaries - shared),
     )
+
+
+def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
+    """Gradients that exist once more for each further stage that has the weight."""
+    of_stages = [p.nbytes for module in pipeline.stages.values() for p in module.parameters() if p.requires_grad]
+    return sum(of_stages) - sum(p.nbytes for p in own.parameters() if p.requires_grad)
 
 
 # -- follow ----------------------------------------------------------------------------------------------------
@@ -248,31 +308,38 @@ class StageSummary:
         )
 
 
+def _plan_of_state(found: RankPlan, config: MemoryConfig) -> Plan:
+    """Where the optimizer's state goes, and what that may take."""
+    return Plan(
+        layers=(),
+        min_bytes=0,
+        host_budget_bytes=config.host_budget,
+        disk_budget_bytes=config.disk_budget,
+        disk_path=None if config.disk_path is None else str(config.disk_path),
+        optimizer=found.optimizer,
+    )
+
+
 class StagePlans:
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        task: RankTask,
-        found: RankPlan,
-        optimizer: torch.optim.Optimizer | None,
-        engine: Engine,
-        *,
-        owns_engine: bool,
+        self, pipeline: Pipeline, task: RankTask, found: RankPlan, placed: PlacedState, *, closes: bool
     ) -> None:
+        """`closes`: the engine ends with the plans."""
         self.found = found
         self.budget_bytes = task.budget_bytes
         self.tides: dict[int, Tide] = {}
         self._pipeline = pipeline
-        self._optimizer = optimizer
-        self._engine = engine
-        self._owns_engine = owns_engine
+        self._placed = placed
+        self._engine = engine = placed.beside
+        self._owns_engine = closes
         try:
             for stage, plan in found.plans.items():
                 tide = apply(pipeline.stages[stage], plan, engine=engine, group=ALONE, moves_state=False)
                 self.tides[stage] = tide
                 tide.set_limit(self._limit(stage, task, plan), slack_bytes=max(0, task.budget_bytes - found.peak_bytes))
+            self._placed.follow(_plan_of_state(found, task.config))
         except BaseException:
             self.remove()
             raise
@@ -299,7 +366,11 @@ class StagePlans:
         module = self._pipeline.stages[stage]
         weights = unique_bytes([*module.parameters(), *module.buffers()])
         weights += sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        num_live = max(dict(moment.live)[stage] for moment in task.moments)
+        # The backward of a pair may be of the same stage.
+        num_live = max(
+            dict(moment.live)[stage] + (len(moment.running) == 2 and (stage, False) in moment.running)
+            for moment in task.moments
+        )
         state = task.state
         beside = state.parameters + state.buffers + state.optimizer + state.inputs + state.gradients
         own = max(0, plan.predicted.forward_held_bytes - beside)
@@ -330,7 +401,7 @@ class StagePlans:
         """Around steps of your own: `peak_bytes` of what it gives is the exact peak of this rank on the device, without
         messages that have arrived and were not read yet."""
         own = nn.ModuleList(self._pipeline.stages.values())
-        live = LiveBytes(model=own, optimizer=self._optimizer, device_type=self._engine.device_type)
+        live = LiveBytes(model=own, optimizer=self._placed.optimizer, device_type=self._engine.device_type)
         for tide in self.tides.values():
             tide.count_buffers(live.add)
         try:
@@ -344,6 +415,7 @@ class StagePlans:
         """Leave the stages as they were. Idempotent."""
         for tide in self.tides.values():
             tide.remove()
+        self._placed.remove()
         if self._owns_engine:
             self._engine.close()
 

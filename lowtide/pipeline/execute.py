@@ -17,10 +17,12 @@ FSDP2 around a stage (refused where halves of pairs take turns). After a step th
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,8 +45,10 @@ from lowtide.pipeline.schedule import (
     Schedule,
     carried_by,
     made_by,
+    receive_of,
 )
 from lowtide.pipeline.stage_call import LiveChunk, Tensors
+from lowtide.pipeline.step_log import StepLog
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.transport import GroupTransport, Transport
 from lowtide.pipeline.trial import try_stages
@@ -57,6 +61,7 @@ Half = Callable[[], None]
 """A forward or a backward, with what it needs at hand. It sends its own result."""
 RunPair = Callable[[Half | None, Half | None], None]
 """Carries out a forward and a backward; None stands for a half that has no partner."""
+Waited = TypeVar("Waited")
 
 
 def one_after_the_other(forward: Half | None, backward: Half | None) -> None:
@@ -79,11 +84,12 @@ class Pipeline:
         transport: Transport | None = None,
         weight_gradients: WeightGradients | None = None,
         run_pair: RunPair = one_after_the_other,
+        log: StepLog | None = None,
     ) -> None:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
         and an entry of `targets`; its rank has one. group: absent, all ranks of the job. transport: absent, one over
         `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out,
-        and a forward or backward outside of pairs, with None for the other half.
+        and a forward or backward outside of pairs, with None for the other half. log: notes what each step does when.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
@@ -91,6 +97,7 @@ class Pipeline:
         self.loss = loss
         self.weight_gradients = weight_gradients
         self.run_pair = run_pair
+        self.log = log
         mistake = None
         try:
             self.schedule = _checked(schedule, num_ranks)
@@ -102,7 +109,7 @@ class Pipeline:
         self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
         self.transport, self._own_transport = transport, None
         if transport is None and self._note is not None:
-            self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note)
+            self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note, log)
         self.num_steps = 0
         self._has_tried = False
         self._failure: str | None = None
@@ -130,6 +137,8 @@ class Pipeline:
             self.try_stages(inputs)
         self._has_tried = True
         self.num_steps += 1
+        if self.log is not None:
+            self.log.clear()
         walk = _Walk(self, inputs, targets)
         gradients = StepGradients(self.stages)
         try:
@@ -304,39 +313,65 @@ class _Walk:
             for every in self._row:
                 self.at = every
                 if isinstance(every, Pair):
-                    self._pipeline.run_pair(
-                        self._ready(every.forward, gradients), self._ready(every.backward, gradients)
-                    )
+                    self._run_pair(every, gradients)
                 elif every.kind in RECEIVES:
                     assert self._transport is not None
                     result = carried_by(every)
                     self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
                 elif every.kind is Kind.FORWARD:
-                    self._pipeline.run_pair(self._ready(every, gradients), None)
+                    self._pipeline.run_pair(self._logged(every, self._ready(every, gradients)), None)
                 elif every.kind is Kind.BACKWARD_WEIGHT:
-                    self._weight_gradient(every, gradients)
+                    self._logged(every, functools.partial(self._weight_gradient, every, gradients))()
                 elif every.kind not in SENDS:  # what is made is sent at once, in the order of the row
-                    self._pipeline.run_pair(None, self._ready(every, gradients))
+                    self._pipeline.run_pair(None, self._logged(every, self._ready(every, gradients)))
             self.at = "its end"
             if self._transport is not None:
-                self._transport.finish()
+                self._waited("messages to go", self._transport.finish)
         assert not (self._chunks or self._local or self._made)
+
+    def _run_pair(self, pair: Pair, gradients: StepGradients) -> None:
+        forward, backward = self._ready(pair.forward, gradients), self._ready(pair.backward, gradients)
+        run_pair = self._pipeline.run_pair
+        if run_pair is one_after_the_other:
+            run_pair(self._logged(pair.forward, forward), self._logged(pair.backward, backward))
+        else:  # of halves that take turns only the whole has a time
+            self._logged(pair, functools.partial(run_pair, forward, backward))()
 
     def _ready(self, action: Action, gradients: StepGradients) -> Half:
         """The action, when what it reads from another stage is there."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
             leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
-            return lambda: self._forward(action, leaves)
+            return functools.partial(self._forward, action, leaves)
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
-        return lambda: self._backward(action, given, gradients)
+        return functools.partial(self._backward, action, given, gradients)
 
     def _take(self, result: Result) -> Tensors:
         if result in self._local:
             return self._local.pop(result)
         assert self._transport is not None
-        return self._transport.read(result)
+        return self._waited(str(receive_of(result)), functools.partial(self._transport.read, result))
+
+    def _logged(self, action: AnyAction, run: Half) -> Half:
+        """The same, noted in the log if there is one."""
+        log = self._pipeline.log
+        if log is None:
+            return run
+
+        def run_and_note() -> None:
+            start = log.mark()
+            run()
+            log.computed(action, start)
+
+        return run_and_note
+
+    def _waited(self, name: str, wait: Callable[[], Waited]) -> Waited:
+        start = time.perf_counter()
+        found = wait()
+        if self._pipeline.log is not None:
+            self._pipeline.log.passed("wait", name, start, time.perf_counter())
+        return found
 
     def _forward(self, action: Action, leaves: Tensors) -> None:
         stage, micro_batch = chunk = action.stage, action.micro_batch

@@ -233,6 +233,12 @@ def _sum_over(parameters: Sequence[nn.Parameter], group: Any) -> None:
             gradient.copy_(summed.view_as(gradient))
 
 
+def averaging_bytes(parameters: Sequence[torch.Tensor]) -> int:
+    """The most that `average_gradients` needs beside these parameters' gradients: the copy of one bucket."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return max((sum(each.nbytes for each in bucket) for bucket in _buckets(trained)), default=0)
+
+
 def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Runs of gradients of one type; a new one begins where the last is full."""
     buckets: list[list[torch.Tensor]] = []

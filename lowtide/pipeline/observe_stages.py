@@ -3,24 +3,34 @@
 What: `observe_stages` is called by all ranks. The largest micro-batch goes from stage to stage through the messages of
 the pipeline; each stage observes a whole step of it, forward and backward (one extra step that leaves no trace, and
 whose saved activations are elsewhere meanwhile). The last stage's step has the loss in it.
+Where stages exchange rows with other ranks (experts), how many come is up to the routing. So `with_rows_of_all` takes
+all micro-batches through the stages, forward alone, and counts their rows (turns.py has what follows from them).
 Why through messages: what a stage is given in the real step has just that shape, dtype and need of a gradient.
-Cost: one step of one micro-batch, one stage after the other. Not covered: what the loss saves is kept and counted,
-since it is the caller's own function, which hooks of a stage do not see.
+Cost: one step of one micro-batch, one stage after the other; with exchanges the forwards of all others too. Not
+covered: what the loss saves is kept and counted, since it is the caller's own function, which hooks of a stage do not
+see.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lowtide.core.profile import Profile
+from lowtide.errors import ConfigError
 from lowtide.pipeline.execute import Pipeline
+from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.pipeline.stage_call import Tensors
+from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
+from lowtide.pipeline.watch import ExchangeWatch
+from lowtide.profiling.observe_step import device_of, untouched
 from lowtide.profiling.step_recorder import OUTSIDE
 from lowtide.runtime.autopilot.observe_call import observe_call
 from lowtide.tensors.live_bytes import unique_bytes
@@ -50,47 +60,74 @@ def observe_stages(
     pipeline: Pipeline, inputs: Sequence[Any] | None, targets: Sequence[Any] | None
 ) -> dict[int, StageChunk]:
     """One micro-batch goes through all stages; what was seen of this rank's."""
-    schedule, rank = pipeline.schedule, pipeline.rank
     with pipeline.ending_all("the step that is observed"):
         number, is_steady = _largest(pipeline, inputs)
         found: dict[int, StageChunk] = {}
-        given: Tensors = ()
-        for stage in schedule.stages_of(rank):
-            if stage == 0:
-                assert inputs is not None
-                args, kwargs = _arguments(inputs[number])
-            else:
-                result = Result(Kind.FORWARD, stage - 1, number)
-                source = schedule.rank_of_stage[stage - 1]
-                if source != rank:
-                    assert pipeline.transport is not None
-                    pipeline.transport.ask(result, source=source)
-                    given = pipeline.transport.read(result)
-                args, kwargs = given, {}
-            is_last = stage == schedule.num_stages - 1
+
+        def observe(stage: int, args: tuple, kwargs: dict[str, Any]) -> Tensors:
+            is_last = stage == pipeline.schedule.num_stages - 1
             target = targets[number] if is_last and targets is not None else None
             output = _Output()
-            profile = _observe_stage(pipeline, stage, (args, kwargs), output, target)
+            profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
             found[stage] = StageChunk(
-                profile=profile if is_steady else profile.without_sizes(is_proven=False),
+                profile=profile if is_steady and not exchanges else profile.without_sizes(is_proven=False),
+                exchanges=exchanges,
                 input_bytes=_bytes_of(args) if stage else 0,
                 output_bytes=0 if is_last else _bytes_of(output.tensors),
                 input_gradient_bytes=_bytes_of(args, with_gradient=True) if stage else 0,
                 output_gradient_bytes=0 if is_last else _bytes_of(output.tensors, with_gradient=True),
             )
-            given = output.tensors
-            reader = schedule.reader(Result(Kind.FORWARD, stage, number))
-            if reader not in (None, rank):
-                assert pipeline.transport is not None and reader is not None
-                pipeline.transport.send(Result(Kind.FORWARD, stage, number), given, to=reader)
-        if pipeline.transport is not None:
-            pipeline.transport.finish()
+            return output.tensors
+
+        _through(pipeline, inputs, number, observe)
     return found
+
+
+def with_rows_of_all(
+    pipeline: Pipeline, inputs: Sequence[Any] | None, chunks: Mapping[int, StageChunk]
+) -> dict[int, StageChunk]:
+    """The same chunks, with room for the rows of every micro-batch. Collective, where any stage exchanges rows. Raises
+    ConfigError where they cannot be told from those of the one that was observed."""
+    most = {stage: _forward_rows(chunk) for stage, chunk in chunks.items()}
+    with pipeline.ending_all("the rows of all micro-batches"):
+        for number in range(pipeline.schedule.num_micro_batches):
+            _through(pipeline, inputs, number, functools.partial(_count, pipeline, most))
+        return {stage: _grown(stage, chunk, most[stage]) for stage, chunk in chunks.items()}
+
+
+def _through(
+    pipeline: Pipeline,
+    inputs: Sequence[Any] | None,
+    number: int,
+    use: Callable[[int, tuple, dict[str, Any]], Tensors],
+) -> None:
+    """A micro-batch goes through all stages. `use` makes of what a stage is given what it passes on."""
+    schedule, rank, transport = pipeline.schedule, pipeline.rank, pipeline.transport
+    given: Tensors = ()
+    for stage in schedule.stages_of(rank):
+        if stage == 0:
+            assert inputs is not None
+            args, kwargs = _arguments(inputs[number])
+        else:
+            result = Result(Kind.FORWARD, stage - 1, number)
+            source = schedule.rank_of_stage[stage - 1]
+            if source != rank:
+                assert transport is not None
+                transport.ask(result, source=source)
+                given = transport.read(result)
+            args, kwargs = given, {}
+        given = use(stage, args, kwargs)
+        reader = schedule.reader(Result(Kind.FORWARD, stage, number))
+        if reader not in (None, rank):
+            assert transport is not None and reader is not None
+            transport.send(Result(Kind.FORWARD, stage, number), given, to=reader)
+    if transport is not None:
+        transport.finish()
 
 
 def _observe_stage(
     pipeline: Pipeline, stage: int, given: tuple[tuple, dict[str, Any]], output: _Output, target: Any
-) -> Profile:
+) -> tuple[Profile, tuple[Exchange, ...]]:
     is_last = stage == pipeline.schedule.num_stages - 1
 
     def use(call: Callable[[], Any]) -> Any:
@@ -100,8 +137,51 @@ def _observe_stage(
         assert not is_last or pipeline.loss is not None
         return pipeline.loss(made, target) if is_last and pipeline.loss is not None else made
 
-    profile = observe_call(pipeline.stages[stage], *given, None, use=use)
-    return kept_outside(profile, output.num_nodes)
+    with _watch(pipeline) as watch:
+        profile = observe_call(pipeline.stages[stage], *given, None, use=use)
+    return kept_outside(profile, output.num_nodes), watch.exchanges
+
+
+def _watch(pipeline: Pipeline) -> ExchangeWatch:
+    overlap = getattr(pipeline.run_pair, "__self__", None)
+    return ExchangeWatch(overlap.start) if isinstance(overlap, Overlap) else ExchangeWatch()
+
+
+def _forward_rows(chunk: StageChunk) -> Rows:
+    return [
+        (each.num_sent, each.num_received) for each in chunk.exchanges if each.start < chunk.profile.num_forward_ops
+    ]
+
+
+def _count(pipeline: Pipeline, most: dict[int, Rows], stage: int, args: tuple, kwargs: dict[str, Any]) -> Tensors:
+    """The forward of one stage, which leaves no trace but the rows that it exchanged, where they are the most."""
+    module = pipeline.stages[stage]
+    with untouched(module, (args, kwargs), device_of(module)), torch.no_grad(), _watch(pipeline) as watch:
+        output = module(*args, **kwargs)
+    if len(watch.rows) != len(most[stage]):
+        raise ConfigError(
+            f"pipeline: stage {stage} exchanges rows {len(most[stage])} times in one micro-batch and "
+            f"{len(watch.rows)} times in another, which cannot be planned for; write rules: recompute, swap, keep"
+        )
+    most[stage] = [(max(a, b), max(c, d)) for (a, c), (b, d) in zip(most[stage], watch.rows, strict=True)]
+    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+    return tuple(None if each is None else each.detach() for each in outputs)
+
+
+def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
+    """As of a micro-batch with more rows than any that was seen."""
+    growth = growth_of(chunk.exchanges, chunk.profile.num_forward_ops, most)
+    if growth is None:
+        raise ConfigError(
+            f"pipeline: no row came to the experts of stage {stage} in the micro-batch that was observed, so what a "
+            "row takes is not known; make micro-batches larger, or write rules: recompute, swap, keep"
+        )
+    grown = (
+        dataclasses.replace(each, nbytes=math.ceil(each.nbytes * factor))
+        for each, factor in zip(chunk.exchanges, growth, strict=True)
+    )
+    profile = with_more_rows(chunk.profile, chunk.exchanges, growth)
+    return dataclasses.replace(chunk, profile=profile, exchanges=tuple(grown))
 
 
 def kept_outside(profile: Profile, end_sequence: int) -> Profile:

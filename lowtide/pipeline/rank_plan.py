@@ -7,8 +7,10 @@ each operator, the bytes that the rest of the rank holds at that time; and betwe
 no time, the *turn*, that leaves only so much room as a chunk may hold in flight.
 How much that is, is searched: more means less to recompute, and less room for the chunk that is computed. All stages
 of a rank go the same part of the way from the least that each can hold to all that it saves.
+Of a pair whose halves take turns both chunks are computed at once: each gets a part of the room at each of its
+operators (turns.py), and what is left of it is what the operator finds taken.
 Why it is safe: no number is averaged. If each chunk in flight holds no more than its turn allows, then at each moment
-of the schedule state, chunks, messages and the chunk that runs are within the budget.
+of the schedule state, chunks, messages and the chunks that run are within the budget.
 Cost: about ten solutions a stage. Not covered: plans that differ from one micro-batch to the next, which could keep
 more of those that are in flight for a short time only; a gap to the fastest plan; the time that a rank waits for
 others.
@@ -20,15 +22,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lowtide.config.memory import MemoryConfig
+from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site, StateBytes
 from lowtide.errors import BudgetError
 from lowtide.pipeline.moments import MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
+from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, shares_of, slots_of
 from lowtide.planner.again import can_run_again
 from lowtide.planner.plan_profile import floor_of_kept, plan_profile, problem_of
+from lowtide.planner.problem import Problem
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
@@ -57,6 +64,13 @@ class StageChunk:
     """Of what it passes on."""
     input_gradient_bytes: int
     output_gradient_bytes: int
+    exchanges: tuple[Exchange, ...] = ()
+    """Of rows with other ranks, in order."""
+
+    @property
+    def halves(self) -> tuple[Half, Half]:
+        """Forward and backward, as they take turns in pairs."""
+        return halves_of(len(self.profile.op_bytes), self.profile.num_forward_ops, self.exchanges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +83,9 @@ class RankTask:
     state: StateBytes
     """Of the rank: `gradients` once for each stage that a parameter is in; `inputs` are the whole batch, and what else
     is there all the time."""
+    between_bytes: int = 0
+    """What is needed between the last chunk and the step of the optimizer."""
+    num_micro_batches: int
     budget_bytes: int
     config: MemoryConfig
     link: Link
@@ -85,11 +102,26 @@ class RankPlan:
     """What the rank needs at most, as predicted."""
     step_seconds: Mapping[int, float]
     """Of one chunk: forward and backward, with what its plan adds."""
+    optimizer: OptimizerPlacement | None = None
+    """Where its state is between steps; None: on the device."""
 
 
 def plan_rank(task: RankTask) -> RankPlan:
     """The fastest that was found. Raises `BudgetError` where nothing fits, which says what budget would be enough."""
-    search = _Search(task)
+    search = _Search(dataclasses.replace(task, config=_of_one_chunk(task)))
+    found = _searched(search)
+    return dataclasses.replace(found, peak_bytes=search.peak_bytes(found))
+
+
+def _of_one_chunk(task: RankTask) -> MemoryConfig:
+    """With the part of the slower tier that one chunk may fill: as many as there are share it."""
+    if task.config.host_budget is None:
+        return task.config
+    most = max(len(moment.running) + sum(number for _, number in moment.live) for moment in task.moments)
+    return dataclasses.replace(task.config, host_budget=task.config.host_budget // most)
+
+
+def _searched(search: _Search) -> RankPlan:
     most = search.at(1.0)
     if most is not None and all(plan.does_nothing for plan in most.plans.values()):
         return most
@@ -118,6 +150,7 @@ class _Search:
     def __init__(self, task: RankTask) -> None:
         self.task = task
         self.most = {stage: _held_bytes(chunk.profile) for stage, chunk in task.chunks.items()}
+        self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
         self._known: dict[tuple[float, int], RankPlan | None] = {}
 
@@ -146,7 +179,7 @@ class _Search:
         return RankPlan(
             plans=plans,
             held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
-            peak_bytes=max(self._peak_bytes(stage, limits, plan, budget_bytes) for stage, plan in plans.items()),
+            peak_bytes=budget_bytes,
             step_seconds={stage: _seconds(plan) for stage, plan in plans.items()},
         )
 
@@ -154,25 +187,59 @@ class _Search:
         room = budget_bytes - _state_bytes(self._state(stage)) - limits[stage]
         if room < 0:
             raise BudgetError("no room for a chunk", floor_bytes=budget_bytes - room)
-        return self._solved(self._profile(stage, limits, turn_bytes=room), budget_bytes)
+        beside = self.beside(stage, limits, budget_bytes)
+        return self._solved(with_turn(self.chunk_profile(stage), beside, turn_bytes=room), budget_bytes)
 
-    def _profile(self, stage: int, limits: Mapping[int, int], *, turn_bytes: int) -> Profile:
-        """Of one chunk, beside what the rest of the rank may hold."""
-        return with_turn(
-            dataclasses.replace(self.task.chunks[stage].profile, state=self._state(stage)),
-            forward_bytes=self._beside_bytes(stage, limits, is_forward=True),
-            turn_bytes=turn_bytes,
-            backward_bytes=self._beside_bytes(stage, limits, is_forward=False),
-        )
+    def chunk_profile(self, stage: int) -> Profile:
+        """Of one chunk, beside the state of the rank."""
+        return dataclasses.replace(self.task.chunks[stage].profile, state=self._state(stage))
 
-    def _peak_bytes(self, stage: int, limits: Mapping[int, int], plan: Plan, budget_bytes: int) -> int:
-        """What the rank needs at most while it computes a chunk. (The plan counts the limit of the turn as needed.)"""
-        layers = tuple(rule.pattern.text for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
-        profile = self._profile(stage, limits, turn_bytes=0)
-        problem = problem_of(profile, self.task.config, has_gradients=True, layers=layers)
-        fate_of = {site.name: site.fate for site in plan.sites}
-        fates = [fate_of.get(problem.profile.nodes[index].name, Fate.KEEP) for index in problem.nodes]
-        return run(problem.step, fates, self.task.link, budget_bytes=budget_bytes).peak_bytes
+    def beside(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> np.ndarray:
+        """For each operator of a chunk, the most that the rest of the rank may hold meanwhile."""
+        found = np.zeros(len(self.needs[stage].least), np.int64)
+        forward, backward = self.task.chunks[stage].halves
+        for moment in self.task.moments:
+            rest = self._rest_bytes(moment, limits)
+            if len(moment.running) == 1:
+                for half, is_forward in ((forward, True), (backward, False)):
+                    if moment.running[0] == (stage, is_forward):
+                        found[half.first : half.end] = np.maximum(found[half.first : half.end], rest)
+                continue
+            (ahead, _), (behind, _) = pair = sorted(moment.running, key=lambda each: not each[1])
+            if (stage, True) not in pair and (stage, False) not in pair:
+                continue
+            room = budget_bytes - _state_bytes(self.task.state) - rest - self._input_bytes(moment)
+            own = shares_of(
+                (self.task.chunks[ahead].halves[0], self.needs[ahead]),
+                (self.task.chunks[behind].halves[1], self.needs[behind]),
+                room,
+            )
+            others = rest + self._input_bytes(moment) - self.task.chunks[stage].input_bytes
+            for share, each, half in zip(own, (ahead, behind), (forward, backward), strict=True):
+                if each == stage:
+                    part = slice(half.first, half.end)
+                    found[part] = np.maximum(found[part], others + np.maximum(room - share[part], 0))
+        for stop in (*forward.stops, *backward.stops):  # a layer that runs again there may do so on either side
+            found[stop - 1 : stop + 1] = found[stop - 1 : stop + 1].max()
+        return found
+
+    def peak_bytes(self, plan: RankPlan) -> int:
+        """What the rank needs at most, as its plans are."""
+        limits = {stage: held - self.task.chunks[stage].input_bytes for stage, held in plan.held_bytes.items()}
+        own = {stage: _Own(self, stage, limits, each) for stage, each in plan.plans.items()}
+        found = [each.step_of_optimizer_bytes for each in own.values()]
+        for moment in self.task.moments:
+            rest = _state_bytes(self.task.state) + self._rest_bytes(moment, limits) + self._input_bytes(moment)
+            (ahead, is_forward), *more = sorted(moment.running, key=lambda each: not each[1])
+            if not more:
+                half = self.task.chunks[ahead].halves[0 if is_forward else 1]
+                found.append(rest + own[ahead].most(range(half.first, half.end)))
+                continue
+            behind = more[0][0]
+            halves = self.task.chunks[ahead].halves[0], self.task.chunks[behind].halves[1]
+            for slot in slots_of(*halves):
+                found.append(rest + own[ahead].most(slot.forward) + own[behind].most(slot.backward))
+        return max(found)
 
     def _solved(self, profile: Profile, budget_bytes: int) -> Plan:
         return plan_profile(
@@ -189,16 +256,14 @@ class _Search:
         state = self.task.state
         return dataclasses.replace(state, inputs=state.inputs + self.task.chunks[stage].input_bytes)
 
-    def _beside_bytes(self, stage: int, limits: Mapping[int, int], *, is_forward: bool) -> int:
-        """The most that other chunks and messages hold while a chunk of this stage runs."""
-        found = [0]
-        for moment in self.task.moments:
-            if (stage, is_forward) in moment.running:
-                chunks = sum(
-                    number * (limits[other] + self.task.chunks[other].input_bytes) for other, number in moment.live
-                )
-                found.append(chunks + sum(number * self._message_bytes(kind) for kind, number in moment.messages))
-        return max(found)
+    def _rest_bytes(self, moment: Moment, limits: Mapping[int, int]) -> int:
+        """What chunks that do not run and messages hold."""
+        chunks = sum(number * (limits[other] + self.task.chunks[other].input_bytes) for other, number in moment.live)
+        return chunks + sum(number * self._message_bytes(kind) for kind, number in moment.messages)
+
+    def _input_bytes(self, moment: Moment) -> int:
+        """What the chunks that run were given."""
+        return sum(self.task.chunks[stage].input_bytes for stage, _ in moment.running)
 
     def _message_bytes(self, kind: MessageKind) -> int:
         """Also of a neighbour's result, which is as large as what this rank reads or gave."""
@@ -214,7 +279,7 @@ class _Search:
         """The least that a chunk can hold in flight: by single activations, or with all layers run again."""
         state = self._state(stage)
         alone = dataclasses.replace(self.task.chunks[stage].profile, state=state)
-        profile = with_turn(alone, forward_bytes=0, turn_bytes=_NO_LIMIT, backward_bytes=0)
+        profile = with_turn(alone, np.zeros(len(alone.op_bytes), np.int64), turn_bytes=_NO_LIMIT)
         beyond = _NO_LIMIT + _state_bytes(state)
         layers = can_run_again(profile) if self.task.config.recomputes_freely else ()
         again = problem_of(profile, self.task.config, has_gradients=True, layers=layers) if layers else None
@@ -258,13 +323,48 @@ class _Search:
         return high
 
 
+class _Own:
+    """What a chunk needs under its plan, beside the state of its rank and its input."""
+
+    def __init__(self, search: _Search, stage: int, limits: Mapping[int, int], plan: Plan) -> None:
+        self._task = search.task
+        self._profile = search.chunk_profile(stage)
+        self._layers = tuple(rule.pattern.text for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
+        self._fate_of = {site.name: site.fate for site in plan.sites}
+        self._known: dict[range, int] = {range(0): 0}
+        self._state_bytes = _state_bytes(self._profile.state)
+        budget_bytes = self._task.budget_bytes
+        beside = search.beside(stage, limits, budget_bytes)
+        problem, fates = self._problem(beside, turn_bytes=budget_bytes - self._state_bytes - limits[stage])
+        self._played = run(problem.step, fates, self._task.link, budget_bytes=budget_bytes)
+        self.step_of_optimizer_bytes = self._played.curve[-1]
+
+    def most(self, ops: range) -> int:
+        """The most that it has at any of these operators."""
+        if ops not in self._known:
+            apart = np.full(len(self._profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
+            apart[ops.start : ops.stop] = 0
+            problem, fates = self._problem(apart, turn_bytes=-_NO_LIMIT)
+            played = self._played
+            again = run(problem.step, fates, self._task.link, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
+            curve = again.curve[:-1]
+            self._known[ops] = max(0, max(curve) - self._state_bytes)
+        return self._known[ops]
+
+    def _problem(self, beside: np.ndarray, *, turn_bytes: int) -> tuple[Problem, list[Fate]]:
+        profile = with_turn(self._profile, beside, turn_bytes=turn_bytes)
+        problem = problem_of(profile, self._task.config, has_gradients=True, layers=self._layers)
+        names = (problem.profile.nodes[index].name for index in problem.nodes)
+        return problem, [self._fate_of.get(name, Fate.KEEP) for name in names]
+
+
 HEAD_BYTES = 1024
 """Of a message, beside its tensors."""
 
 
-def with_turn(profile: Profile, *, forward_bytes: int, turn_bytes: int, backward_bytes: int) -> Profile:
-    """The same step with so many bytes more in each half, and an operator of no time between them, at which there are
-    `turn_bytes` beside what the step itself holds then."""
+def with_turn(profile: Profile, beside: np.ndarray, *, turn_bytes: int) -> Profile:
+    """The same step with so many bytes more at each operator, and one of no time between forward and backward, at which
+    there are `turn_bytes` beside what the step itself holds then."""
     turn = profile.num_forward_ops
     # Alive at the turn is what both neighbours have.
     around = min(profile.op_bytes[turn - 1 : turn + 1])
@@ -273,7 +373,7 @@ def with_turn(profile: Profile, *, forward_bytes: int, turn_bytes: int, backward
     def column(values: Sequence, at_turn: object) -> tuple:
         return (*values[:turn], at_turn, *values[turn:])
 
-    nbytes = [each + (forward_bytes if op < turn else backward_bytes) for op, each in enumerate(profile.op_bytes)]
+    nbytes = [own + more for own, more in zip(profile.op_bytes, beside.tolist(), strict=True)]
     return dataclasses.replace(
         profile,
         op_names=column(profile.op_names, "the turn from forward to backward"),

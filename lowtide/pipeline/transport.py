@@ -32,6 +32,7 @@ from lowtide.errors import PipelineError
 from lowtide.pipeline import heads
 from lowtide.pipeline.failure import POLL_SECONDS, FailureNote
 from lowtide.pipeline.schedule import Result, receive_of, send_of
+from lowtide.pipeline.step_log import StepLog
 
 Tensors = tuple[torch.Tensor | None, ...]
 _PATIENCE_SECONDS = 10.0
@@ -71,23 +72,29 @@ class _Asked:
         self.error: BaseException | None = None
 
 
+_Sent = tuple[Result, float, Any, list[Any], list[torch.Tensor]]
+"""On its way: since when by the clock of the host, the work of its head, that of its tensors, and all of them."""
+
+
 class _Peer:
     """The other end: what is expected from it, and what is on its way to it."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self.sent: queue.SimpleQueue[tuple[Any, list[Any], list[torch.Tensor]] | None] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
 
 
 class GroupTransport:
     """`Transport` over a process group. To be made by all its ranks at once."""
 
-    def __init__(self, group: Any, device: torch.device, note: FailureNote) -> None:
+    def __init__(self, group: Any, device: torch.device, note: FailureNote, log: StepLog | None = None) -> None:
+        """log: notes when each message was on its way."""
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = dist.get_rank(group)
         self._device = device
         self._note = note
+        self._log = log
         self._heads = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._ways = [self._heads, self._heads]
         """Of tensors: to higher ranks, to lower ranks."""
@@ -103,6 +110,7 @@ class GroupTransport:
         self._raise_lost_send()
         there = [tensor.detach().contiguous() for tensor in tensors if tensor is not None and tensor.numel()]
         head = heads.write(result, tensors)
+        start = time.perf_counter()
         way = self._ways[int(to < self.rank)]
         try:
             head_work = dist.isend(head, group=self._heads, group_dst=to)
@@ -111,7 +119,7 @@ class GroupTransport:
             raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
         with self._sending:
             self._num_sending += 1
-        self._peer(to).sent.put((head_work, works, [head, *there]))
+        self._peer(to).sent.put((result, start, head_work, works, [head, *there]))
 
     def ask(self, result: Result, *, source: int) -> None:
         is_cpu = self._device.type == "cpu"
@@ -183,6 +191,7 @@ class GroupTransport:
     def _take_in(self, source: int, asked: _Asked) -> None:
         words = torch.empty(heads.NUM_WORDS, dtype=torch.int64)
         dist.recv(words, group=self._heads, group_src=source)
+        start = time.perf_counter()
         head = self._checked(words, asked.result, source)
         if asked.stream is not None:
             torch.accelerator.set_stream(asked.stream)  # of this thread: memory and order are those of the reader
@@ -201,6 +210,8 @@ class GroupTransport:
                     asked.works.append(work)
             tensors.append(tensor.requires_grad_(blank.requires_grad))
         asked.tensors = tuple(tensors)
+        if self._log is not None:
+            self._log.passed("receive", str(receive_of(asked.result)), start, time.perf_counter())
 
     def _checked(self, words: torch.Tensor, expected: Result, source: int) -> heads.Head:
         wanted = f"rank {self.rank} stands at {receive_of(expected)}"
@@ -214,12 +225,14 @@ class GroupTransport:
 
     def _let_go(self, to: int, peer: _Peer) -> None:
         while (sent := peer.sent.get()) is not None:
-            head_work, works, tensors = sent
+            result, start, head_work, works, tensors = sent
             error: BaseException | None = None
             try:
                 head_work.wait()
                 for work in works:
                     _wait_on_host(work, self._device)
+                if self._log is not None:
+                    self._log.passed("send", str(send_of(result)), start, time.perf_counter())
             except BaseException as raised:
                 error = raised
             del sent, head_work, works, tensors

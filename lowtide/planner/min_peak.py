@@ -13,6 +13,7 @@ Not covered: proof that nothing is lower in the second case, except in steps sma
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import operator
@@ -51,13 +52,19 @@ def floor(step: Step | StepArrays, host_bytes: int | None = None) -> tuple[int, 
     peak_bytes, fates, is_proven = quick_floor(arrays, host_bytes)
     if is_proven:
         return peak_bytes, fates
-    found = [_lowest(timed, host_bytes, fates) for timed in (StepArrays.of(_timeless(arrays.step)), arrays)]
+    found = [_lowest(timed, host_bytes, fates) for timed in (_timeless(arrays.step), arrays.step)]
     (missing, peak_bytes), best = min(found, key=operator.itemgetter(0))
     return (UNREACHABLE if missing else peak_bytes), best
 
 
-def _lowest(arrays: StepArrays, host_bytes: int | None, fates: Fates) -> tuple[tuple[int, int], Fates]:
-    """The fates that were found to exceed a budget of nothing least, and by how much: all of their peak."""
+@functools.lru_cache(maxsize=8)
+def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int, int], Fates]:
+    """The fates that were found to exceed a budget of nothing least, and by how much: all of their peak.
+
+    Remembered: a refusal, its ways out, other budgets and other links ask for the floor of one step, and without times
+    steps that were observed one after the other are one step.
+    """
+    arrays = StepArrays.of(step)
     evaluator = Evaluator(arrays, _LINK, 0, host_bytes)
     candidates = [fates, *(_all(arrays, order) for order in _ORDERS)]
     is_small = len(fates) <= WHOLE_ITEMS

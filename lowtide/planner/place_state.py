@@ -43,7 +43,8 @@ _BUCKET_SECONDS = 3e-3
 _LEAST_BUCKET, _MOST_BUCKET = 64 * MIB, 256 * MIB
 _LEAST_BUCKETS = 8
 _MOST_SHARES = 64
-_NUM_SLOTS = 3
+NUM_SLOTS = 3
+"""Places for buckets while the optimizer steps."""
 _ALIGNMENT = 256
 _NO_TIME = 1.0 + 1e-9
 """Not slower than this, and nothing is to be gained."""
@@ -117,7 +118,7 @@ def choose_placement(
     """
     is_forced = config.optimizer == "swap"
     if is_forced:
-        _refuse_without_effect(profile.state, config.host_budget)
+        refuse_without_effect(profile.state, config.host_budget)
     shares = shares_of(
         profile.state, link, config.host_budget, num_micro_batches=num_micro_batches, may_stay=not is_forced
     )
@@ -179,7 +180,7 @@ def shares_of(
         sizes=sizes,
         fates=fates,
         streamed_seconds=tuple(one / num_micro_batches for one in seconds),
-        slot_bytes=min(_NUM_SLOTS * bucket_bytes, nbytes),
+        slot_bytes=min(NUM_SLOTS * bucket_bytes, nbytes),
         temporaries=math.ceil(state.optimizer_temporaries * min(1.0, bucket_bytes / state.optimizer_movable)),
     )
 
@@ -205,7 +206,8 @@ def placed_fates(placement: OptimizerPlacement, state: StateBytes, shares: State
     return tuple(Fate.KEEP if end <= stay else Fate.SWAP if end <= beside else Fate.RECOMPUTE for end in ends)
 
 
-def _refuse_without_effect(state: StateBytes, host_bytes: int | None) -> None:
+def refuse_without_effect(state: StateBytes, host_bytes: int | None) -> None:
+    """Raises `ConfigError` where `memory.optimizer: swap` has nothing to move, or no room for it."""
     if not state.optimizer:
         raise ConfigError(
             "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
@@ -264,7 +266,7 @@ class _Writer:
             beside_bytes=nbytes[Fate.SWAP],
             tier=Tier.DISK if self.profile.device == "cpu" else Tier.HOST,
             bucket_bytes=bucket_size(self.profile.state, self.link),
-            num_slots=_NUM_SLOTS,
+            num_slots=NUM_SLOTS,
             overlap="backward" if nbytes[Fate.SWAP] else "step",
             exposed_seconds=lanes.stall_seconds + streamed * self.num_micro_batches,
             slowed_seconds=lanes.slowed_seconds,

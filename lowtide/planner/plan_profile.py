@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.core.codec import Codec
 from lowtide.core.decisions import Prediction, SiteDecision
@@ -25,10 +25,12 @@ from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again, run_again
 from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.memory_breakdown import memory_breakdown
+from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, choose_placement
-from lowtide.planner.problem import Problem, decisions, make_problem, may_be_smaller
+from lowtide.planner.problem import Problem, decisions, fitting_min_bytes, make_problem, may_be_smaller
 from lowtide.planner.smaller import decodes, merged
 from lowtide.planner.state_items import StateShares, in_order, split, state_curve, with_state
+from lowtide.planner.ways_out import Change, explained
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Item, Link
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 _CHECK_SHARE = 0.005
 # What eager PyTorch's host takes to launch an operator on an accelerator. An estimate.
 _LAUNCH_SECONDS = 8e-6
+_WAY_OUT_SECONDS = 1.0
+"""For each solution of a step with a change."""
 _ALL = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 
 
@@ -58,18 +62,45 @@ def plan_profile(
     progress: Callable[[str], None] | None = None,
     layers: tuple[str, ...] | None = None,
     with_ways_out: bool = True,
+    changes: Sequence[Change] = (),
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `log_seconds` is what proving recipes costs for each operator of the forward pass (recipes/proof.py). Where that
     would show, a plan without recipes is tried too. `num_micro_batches` share what the optimizer's state costs on its
     way, where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
-    Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them.
+    Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
+    them (ways_out.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
-    assert budget is not None
-    say = progress or _say_nothing
-    asked = _Asked(profile, config, link, budget, has_gradients, time_limit_seconds, say, layers, None, with_ways_out)
+    assert isinstance(budget, int)
+    asked = _Asked(
+        profile, config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing, layers, None,
+        with_ways_out,
+    )  # fmt: skip
+    try:
+        return _made(asked, log_seconds, num_micro_batches)
+    except BudgetError as error:
+        if not with_ways_out or error.floor_bytes >= UNREACHABLE:
+            raise
+        refusal = error.with_traceback(None)  # its frames would be a cycle, and hold all that is above them
+
+    def plan_again(other: Profile, memory: MemoryConfig) -> Plan:
+        limits: Any = {"time_limit_seconds": _WAY_OUT_SECONDS, "with_ways_out": False}
+        return _made(dataclasses.replace(asked, profile=other, config=memory, **limits), log_seconds, num_micro_batches)
+
+    raise explained(
+        refusal,
+        asked.problem(layers_by_rule(profile, config)),
+        config,
+        has_gradients=has_gradients,
+        plan_again=plan_again,
+        changes=changes,
+    )
+
+
+def _made(asked: _Asked, log_seconds: float, num_micro_batches: int) -> Plan:
+    profile, config = asked.profile, asked.config
     if config.optimizer == "keep":
         return _plan_of(asked.fastest(log_seconds))
 
@@ -81,7 +112,7 @@ def plan_profile(
         says_more = with_ways_out and asked.with_ways_out
         return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=says_more).fastest(log_seconds)
 
-    choice = choose_placement(profile, config, link=link, num_micro_batches=num_micro_batches, fit=fit)
+    choice = choose_placement(profile, config, link=asked.link, num_micro_batches=num_micro_batches, fit=fit)
     return _plan_of(choice.found, choice)
 
 
@@ -290,10 +321,14 @@ def problem_of(
     free = [node for node in step.nodes if rules.decide(node.name).rule is None]
     # A recipe frees all of a site's bytes: a codec is for those that have none, or may not use it.
     names = {node.name for node in free if node.recipe is None or not config.recomputes_freely}
-    step = may_be_smaller(step, names, config.min_bytes)
-    return make_problem(
-        step, allowed=_allowed(step, config, rules), min_bytes=config.min_bytes, has_gradients=has_gradients
-    )
+    least = _min_bytes(profile, config)
+    step = may_be_smaller(step, names, least)
+    return make_problem(step, allowed=_allowed(step, config, rules), min_bytes=least, has_gradients=has_gradients)
+
+
+def _min_bytes(profile: Profile, config: MemoryConfig) -> int:
+    """As written, or as it fits what the step saves."""
+    return fitting_min_bytes(profile) if config.min_bytes is None else config.min_bytes
 
 
 def _left_rules(config: MemoryConfig, layers: tuple[str, ...]) -> Rules:
@@ -363,7 +398,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         layers=profile.layers,
         # Other storages that a recompute rule names are made again one by one.
         rules=_with_layers(config.rules(), found.layers),
-        min_bytes=config.min_bytes,
+        min_bytes=_min_bytes(asked.profile, config),
         host_budget_bytes=asked.host_budget_bytes,
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),

@@ -20,6 +20,10 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
 from lowtide.planner.smaller import decodes, is_form, with_codecs
 from lowtide.timeline.step import Item, Step, Tick
+from lowtide.units import MIB
+
+_SMALL_SHARE = 10
+"""So many times as much is in larger storages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,16 @@ def make_problem(
     step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items, stops=_stops(profile, starts))
     held = _held(profile, starts[:num_forward], fixed, has_gradients)
     return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed, held=held)
+
+
+def fitting_min_bytes(profile: Profile) -> int:
+    """1 MiB, or the largest power of two below it under which there is at most a tenth of the bytes that are saved: a
+    copy costs its start, but a plan must not leave a small model alone for that."""
+    sizes = [node.nbytes for node in profile.nodes if node.anchor is None]
+    least = MIB
+    while least > 1 and sum(size for size in sizes if size < least) > sum(sizes) // _SMALL_SHARE:
+        least //= 2
+    return least
 
 
 def _is_forced(fates: tuple[Fate, ...]) -> bool:

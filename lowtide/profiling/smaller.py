@@ -19,6 +19,7 @@ import time
 import torch
 
 from lowtide.core.codec import Codec
+from lowtide.profiling.op_timer import DeviceTimer
 from lowtide.tensors.codecs import (
     depends_on_values,
     encode,
@@ -69,12 +70,23 @@ def _size(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> float
 
 
 def _seconds(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> float:
-    started = _now(storage.device)
+    if storage.device.type == "cpu":
+        busy, wall = time.thread_time(), time.perf_counter()
+        _round_trip(kind, storage, dtype)
+        return min(time.perf_counter() - wall, time.thread_time() - busy)
+    # The device's own time: the host is ahead of it in a step, and has to wait for it here.
+    timer = DeviceTimer(storage.device)
+    start = timer.mark()
+    _round_trip(kind, storage, dtype)
+    end = timer.mark()
+    timer.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _round_trip(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
     encoded = encode(kind, storage, dtype)
     assert encoded is not None
     encoded.decoder.run([encoded.data], storage.device)
-    wall, busy = (end - start for end, start in zip(_now(storage.device), started, strict=True))
-    return min(wall, busy) if storage.device.type == "cpu" else wall
 
 
 def traced_codec(nbytes: int, dtype: torch.dtype, hardware: Hardware) -> Codec | None:
@@ -96,10 +108,3 @@ def _codec(kind: str, nbytes: int, dtype: torch.dtype, seconds: float, size: flo
         work_bytes=work_bytes(kind, nbytes, dtype),
         seconds=seconds,
     )
-
-
-def _now(device: torch.device) -> tuple[float, float]:
-    """Seconds of the wall and of this thread, once the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter(), time.thread_time()

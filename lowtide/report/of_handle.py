@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
-from lowtide.report.report import Measured, Report, Table, Tile, report_of_plan
+from lowtide.report.parts import Measured, Table, Tile
+from lowtide.report.report import Report, report_of_plan
+from lowtide.report.story import story_of, tables_of
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.saved.stats import Stats
@@ -33,9 +35,8 @@ def report_of_handle(handle: Tide | Autopilot) -> Report:
             link=handle.link,
             has_gradients=handle.has_gradients,
             measured=Measured(peak_bytes=stats.peak_device_bytes, stall_seconds=stats.stall_seconds),
-            events=_events(handle),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
-            tables=(_figures(stats),),
+            tables=(_figures(stats), *tables_of(story_of(handle))),
         )
     return _of_rules(name, plan, stats)
 
@@ -71,18 +72,3 @@ def _figures(stats: Stats) -> Table:
     ):
         rows.append((what, value))
     return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
-
-
-def _events(handle: Autopilot) -> tuple[tuple[str, ...], ...]:
-    head = ("after forward pass", "why", "budget for the solver", "plan", "took")
-    rows = [
-        (
-            str(event.forward),
-            event.why,
-            "-" if event.budget_bytes is None else format_bytes(event.budget_bytes),
-            event.digest,
-            format_seconds(event.seconds),
-        )
-        for event in handle.events
-    ]
-    return (head, *rows)

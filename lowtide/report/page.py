@@ -22,14 +22,15 @@ from lowtide.report.pictures import (
     memory_picture,
     sweep_picture,
 )
+from lowtide.report.rank_pictures import rank_memory_picture, ranks_picture
 from lowtide.report.report import Report
 from lowtide.version import __version__
 
 _CSS = """
 :root { color-scheme: light dark;
-  --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; }
+  --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; --bad: #c2352b; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9aa6b2; --paper: #11161c; --card: #1a2129; --line: #323c47; }
+  :root { --ink: #e6edf3; --soft: #9aa6b2; --paper: #11161c; --card: #1a2129; --line: #323c47; --bad: #ff7b6e; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1.2rem 4rem; max-width: 62rem; background: var(--paper); color: var(--ink);
@@ -39,12 +40,15 @@ p { margin: .3rem 0; } .soft { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1.1rem 0; }
 .tile { background: var(--card); border-radius: .5rem; padding: .7rem .8rem; }
 .tile b { display: block; font-size: 1.2rem; } .tile span { color: var(--soft); font-size: .85rem; }
-figure { margin: .5rem 0; } figure img { width: 100%; height: auto; }
+figure { margin: .5rem 0; } figure > div { overflow-x: auto; }
+figure img { width: 100%; min-width: 40rem; height: auto; display: block; }
 figcaption { color: var(--soft); font-size: .9rem; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
        border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right; }
 pre { background: var(--card); border-radius: .5rem; padding: .8rem; overflow-x: auto; font-size: .8rem; }
 .wide { overflow-x: auto; }
+.failure { border-left: .3rem solid var(--bad); background: var(--card); border-radius: .3rem; padding: .6rem .9rem;
+       margin: 1rem 0; overflow-wrap: anywhere; } .failure b { color: var(--bad); }
 """
 
 
@@ -53,17 +57,20 @@ def page(report: Report) -> str:
     parts = [
         f"<h1>{escape(report.title)}</h1>",
         f'<p class="soft">{escape(report.subtitle)}</p>',
+        _failure(report),
         _tiles(report),
         *(f"<p>{escape(line)}</p>" for line in report.remarks),
     ]
     pictures = [history_picture(report.history, report.plan, theme) for theme in (LIGHT, DARK)]
-    parts += _section("The run", "Measured, of the first rank: every step that was done.", pictures)
+    parts += _section("The run", _of_run(report), pictures)
+    if report.ranks:
+        parts += _ranks(report)
     if report.played is not None:
         parts += _section(
             "Memory over one step",
-            "Predicted, stacked by owner. The dotted line is the same step with everything kept"
-            + (", on its own clock." if report.plan is not None else "."),
-            [memory_picture(report.played, theme) for theme in (LIGHT, DARK)],
+            "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
+            + _measured_line(report),
+            [memory_picture(report.played, theme, report.measured) for theme in (LIGHT, DARK)],
         )
         parts += _section(
             "What runs when",
@@ -76,7 +83,7 @@ def page(report: Report) -> str:
             "The fate of each activation", "Decided by the plan; the table at the end has the reasons.", pictures
         )
     if report.sweep:
-        pictures = [sweep_picture(report.sweep, theme) for theme in (LIGHT, DARK)]
+        pictures = [sweep_picture(report.sweep, theme, report.measured) for theme in (LIGHT, DARK)]
         parts += _section("What other budgets would cost", "Predicted: the fastest plan for each budget.", pictures)
     for table in report.tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
@@ -89,6 +96,48 @@ def page(report: Report) -> str:
         f"<title>{escape(report.title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
         f'<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
     )
+
+
+def _failure(report: Report) -> str:
+    """What a reader must know before all else."""
+    if not report.failure:
+        return ""
+    heading, *lines = report.failure
+    body = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
+    return f'<div class="failure"><b>{escape(heading)}</b>{body}</div>'
+
+
+def _of_run(report: Report) -> str:
+    whose = "of the first rank" if report.ranks else "of this rank"
+    return f"Measured, {whose}: every step that was done."
+
+
+def _measured_line(report: Report) -> str:
+    if report.measured.peak_bytes is None:
+        return ""
+    return " The measured line is one figure: the highest peak of all steps."
+
+
+def _ranks(report: Report) -> list[str]:
+    """Ranks x time, and memory by rank."""
+    first = report.ranks[0]
+    steps = sorted({each.step for each in report.ranks})
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, of each rank its last"
+    kinds = ", ".join(dict.fromkeys(each.memory_is for each in report.ranks if each.memory))
+    return [
+        *_section(
+            "What each rank did",
+            f"Measured: {which}, schedule {first.schedule}. 1F2 is the forward of stage 1 with micro-batch 2, B "
+            "the backward, I and W its two parts. Thin bars are messages on their way, beside compute. Ranks stand "
+            "below each other by the moment at which all met after their passes.",
+            [ranks_picture(report.ranks, theme) for theme in (LIGHT, DARK)],
+        ),
+        *_section(
+            "Memory by rank",
+            f"Measured after each action of the same step: {kinds}.",
+            [rank_memory_picture(report.ranks, theme) for theme in (LIGHT, DARK)],
+        ),
+    ]
 
 
 def _tiles(report: Report) -> str:
@@ -107,8 +156,8 @@ def _section(title: str, caption: str, pictures: Sequence[str | None]) -> list[s
         return []
     return [
         f"<h2>{escape(title)}</h2>",
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
-        f'<img alt="{escape(title)}" src="{_data(light)}"></picture>'
+        f'<figure><div><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+        f'<img alt="{escape(title)}" src="{_data(light)}"></picture></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>",
     ]
 

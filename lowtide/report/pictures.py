@@ -20,9 +20,9 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.parts import NOTHING, Measured, StepRow
 from lowtide.report.played_step import OWNERS, Played
-from lowtide.report.report import StepRow
-from lowtide.units import GIB, MIB
+from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _MOST_POINTS = 600
 _MOST_BARS = 400
 """Of a lane: neighbours are drawn as one bar beyond that."""
+_FAR = 2.5
+"""A line so many times above all else is not drawn."""
 _LANES = ("compute", "stall", "out", "in")
 _LANE_NAMES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
 _FATE_WORDS = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
@@ -70,17 +72,19 @@ DARK = Theme(
 )  # fmt: skip
 
 
-def memory_picture(played: Played, theme: Theme) -> str:
-    """Bytes on the device over the planned step, stacked by owner; the plain step and the budget as lines."""
+def memory_picture(played: Played, theme: Theme, measured: Measured = NOTHING) -> str:
+    """Bytes on the device over the planned step, stacked by owner; the plain step, the budget and the measured peak as
+    lines."""
 
     def draw(figure: Figure) -> None:
         figure.set_size_inches(9.2, 3.6)
         panel = figure.subplots()
-        scale, unit = _byte_unit(max(played.curve.plain_bytes))
+        scale, unit = byte_unit(max(played.curve.plain_bytes))
         starts = _thinned_starts(len(played.starts))
-        times, time_unit = _time_unit(played.step_seconds)
+        times, time_word = time_unit(played.step_seconds)
         x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
-        stacked = [np.maximum.reduceat(np.array(part), starts) / scale for part in played.bytes_by_owner]
+        shown = _fullest(np.array(played.curve.planned_bytes), starts)
+        stacked = [np.array(part)[shown] / scale for part in played.bytes_by_owner]
         floor = np.zeros(len(starts))
         for name, part, colour in zip(OWNERS, stacked, theme.owners, strict=True):
             panel.fill_between(x, _step(floor), _step(floor + part), step="post", color=colour, linewidth=0, label=name)
@@ -89,22 +93,23 @@ def memory_picture(played: Played, theme: Theme) -> str:
         plain_x = np.append((np.cumsum(played.curve.seconds) - played.curve.seconds)[starts], sum(played.curve.seconds))
         panel.plot(plain_x * times, _step(plain), color=theme.plain, linewidth=1.2, linestyle=":",
                    drawstyle="steps-post", label="everything kept")  # fmt: skip
-        if played.curve.budget_bytes is not None:
-            budget = played.curve.budget_bytes / scale
-            panel.axhline(budget, color=theme.budget, linewidth=1.2, linestyle="--", label="budget")
+        most = max(float(plain.max()), float(floor.max()), (measured.peak_bytes or 0) / scale)
+        most = _draw_budget(panel, played.curve.budget_bytes, most, scale, theme)
+        if measured.peak_bytes is not None:
+            panel.axhline(measured.peak_bytes / scale, color=theme.ink, linewidth=1.2, label="peak, measured")
         turn = played.starts[played.curve.num_forward_ticks] * times
         panel.axvline(turn, color=theme.faint, linewidth=1)
-        top = 1.12 * max(float(plain.max()), float(floor.max()), (played.curve.budget_bytes or 0) / scale)
+        top = 1.12 * most
         panel.set_ylim(0, top)
         panel.set_xlim(0, max(float(x[-1]), float(plain_x[-1] * times)))
         for shift, word, side in ((-5, "forward", "right"), (5, "backward", "left")):
             panel.annotate(word, (turn, top), xytext=(shift, 0), textcoords="offset points", ha=side, va="top",
                            fontsize=8, color=theme.ink)  # fmt: skip
-        panel.set(xlabel=f"time, {time_unit}", ylabel=f"on the device, {unit}")
+        panel.set(xlabel=f"time, {time_word}", ylabel=f"on the device, {unit}")
         handles, labels = panel.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
 
-    return _svg(draw, theme)
+    return svg(draw, theme)
 
 
 def lane_picture(played: Played, theme: Theme) -> str:
@@ -113,7 +118,7 @@ def lane_picture(played: Played, theme: Theme) -> str:
     def draw(figure: Figure) -> None:
         figure.set_size_inches(9.2, 2.2)
         panel = figure.subplots()
-        times, time_unit = _time_unit(played.step_seconds)
+        times, time_word = time_unit(played.step_seconds)
         for row, lane in enumerate(_LANES):
             events = [event for event in played.events if event.lane == lane]
             again = [event for event in events if event.name.startswith("recompute ")]
@@ -127,10 +132,13 @@ def lane_picture(played: Played, theme: Theme) -> str:
         panel.set_ylim(len(_LANES) - 0.5, -0.5)
         panel.set_xlim(0, played.step_seconds * times)
         panel.grid(axis="y", visible=False)
-        panel.set_xlabel(f"time, {time_unit}")
-        panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8)
+        panel.set_xlabel(f"time, {time_word}")
+        if any(event.name.startswith("recompute ") for event in played.events):
+            panel.text(
+                1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8
+            )
 
-    return _svg(draw, theme)
+    return svg(draw, theme)
 
 
 def fate_picture(plan: Plan, theme: Theme) -> str | None:
@@ -158,7 +166,7 @@ def fate_picture(plan: Plan, theme: Theme) -> str | None:
         panel.pcolormesh(*edges, np.ma.masked_invalid(cells), cmap=colours, vmin=-0.5, vmax=2.5, edgecolors=theme.paper,
                          linewidth=0.6)  # fmt: skip
         panel.invert_yaxis()
-        scale, unit = _byte_unit(max(sizes))
+        scale, unit = byte_unit(max(sizes))
         panel.set_yticks(range(len(names)), [f"{_short(name)}  {size / scale:.3g}" for name, size in zip(names, sizes)])
         every = max(1, len(plan.layers) // 16)
         panel.set_xticks(range(0, len(plan.layers), every), [str(index) for index in range(0, len(plan.layers), every)])
@@ -167,33 +175,39 @@ def fate_picture(plan: Plan, theme: Theme) -> str | None:
         patches = [Patch(color=theme.fates[fate], label=_FATE_WORDS[fate]) for fate in fates]
         figure.legend(handles=patches, loc="outside right upper")
 
-    return _svg(draw, theme)
+    return svg(draw, theme)
 
 
-def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme) -> str | None:
-    """Time of a step against the budget; the plan's own is marked. None where there is only one budget."""
+def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme, measured: Measured = NOTHING) -> str | None:
+    """Time of a step against the budget; the plan's own is marked, and what was measured. None where there is only one
+    budget."""
     if len(rungs) < 2:
         return None
 
     def draw(figure: Figure) -> None:
         figure.set_size_inches(9.2, 3.2)
         panel = figure.subplots()
-        scale, unit = _byte_unit(max(swept.budget_bytes for swept in rungs))
+        scale, unit = byte_unit(max(swept.budget_bytes for swept in rungs))
         points = [(swept.budget_bytes / scale, swept.predicted.step_seconds) for swept in rungs]
-        times, time_unit = _time_unit(max(seconds for _, seconds in points))
+        times, time_word = time_unit(max(seconds for _, seconds in points))
         panel.plot([x for x, _ in points], [y * times for _, y in points], "o-", color=theme.kept, markersize=4)
         for swept, (x, y) in zip(rungs, points, strict=True):
             if swept.is_asked:
                 panel.plot([x], [y * times], "o", color=theme.budget, markersize=9)
                 panel.annotate("you are here", (x, y * times), xytext=(8, 8), textcoords="offset points", fontsize=8,
                                color=theme.ink)  # fmt: skip
+        if measured.peak_bytes is not None and measured.step_seconds is not None:
+            there = measured.peak_bytes / scale, measured.step_seconds * times
+            panel.plot([there[0]], [there[1]], "x", color=theme.ink, markersize=8)
+            panel.annotate("measured", there, xytext=(8, -12), textcoords="offset points", fontsize=8,
+                           color=theme.ink)  # fmt: skip
         panel.axhline(rungs[0].predicted.plain_seconds * times, color=theme.plain, linestyle=":", linewidth=1.2)
         panel.annotate("everything kept", (points[-1][0], rungs[0].predicted.plain_seconds * times), xytext=(0, -10),
                        textcoords="offset points", fontsize=8, color=theme.plain)  # fmt: skip
         panel.margins(y=0.2)
-        panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_unit}")
+        panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_word}")
 
-    return _svg(draw, theme)
+    return svg(draw, theme)
 
 
 def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme) -> str | None:
@@ -210,34 +224,35 @@ def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme)
         mark = "o" if len(history) == 1 else ""
         panels[0].plot(steps, [row.loss for row in history], color=theme.kept, marker=mark)
         panels[0].set_title("loss", fontsize=9)
-        times, time_unit = _time_unit(max(row.seconds for row in history))
+        times, time_word = time_unit(max(row.seconds for row in history))
         panels[1].plot(steps, [row.seconds * times for row in history], color=theme.swapped, marker=mark)
-        panels[1].set_title(f"time of a step, {time_unit}", fontsize=9)
+        panels[1].set_title(f"time of a step, {time_word}", fontsize=9)
         panels[1].set_ylim(bottom=0)
         if has_peaks:
             budget = plan.budget_bytes if plan is not None else None
             predicted = plan.predicted.peak_bytes if plan is not None and plan.predicted is not None else None
-            scale, unit = _byte_unit(max(*(peak or 0 for peak in peaks), budget or 0))
+            most = max(predicted or 0, *(peak or 0 for peak in peaks))
+            scale, unit = byte_unit(most)
             panels[2].plot(
                 steps, [(peak or 0) / scale for peak in peaks], color=theme.recomputed, marker=mark, label="measured"
             )
-            for value, name, colour, style in (
-                (predicted, "predicted", theme.plain, ":"),
-                (budget, "budget", theme.budget, "--"),
-            ):
-                if value is not None:
-                    panels[2].axhline(value / scale, color=colour, linestyle=style, linewidth=1.2, label=name)
+            if predicted is not None:
+                panels[2].axhline(predicted / scale, color=theme.plain, linestyle=":", linewidth=1.2, label="predicted")
+            _draw_budget(panels[2], budget, most / scale, scale, theme)
             panels[2].set_title(f"peak on the device, {unit}", fontsize=9)
             panels[2].set_ylim(bottom=0)
             panels[2].legend(loc="lower right", fontsize=8)
         for panel in panels:
             panel.set_xlabel("step")
-            panel.locator_params(axis="x", integer=True, nbins=6)
+            if len(history) == 1:
+                panel.set_xticks(steps)
+            else:
+                panel.locator_params(axis="x", integer=True, nbins=6)
 
-    return _svg(draw, theme)
+    return svg(draw, theme)
 
 
-def _svg(draw: Callable[[Figure], None], theme: Theme) -> str:
+def svg(draw: Callable[[Figure], None], theme: Theme) -> str:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -284,6 +299,32 @@ def _thinned_starts(num_ticks: int) -> np.ndarray:
     return np.unique(np.arange(count) * num_ticks // count)
 
 
+def _fullest(totals: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """In each part, which begins at one of `starts`, the tick with most bytes: all that is drawn was there at once."""
+    ends = np.append(starts[1:], len(totals))
+    return np.array([start + int(totals[start:end].argmax()) for start, end in zip(starts, ends)])
+
+
+def _draw_budget(panel: Any, budget_bytes: int | None, most: float, scale: int, theme: Theme) -> float:
+    """The budget as a line, or in words where a picture that shows it would show nothing else. Gives the highest value
+    that the picture must show."""
+    if budget_bytes is None:
+        return most
+    budget = budget_bytes / scale
+    if budget <= _FAR * most:
+        panel.axhline(budget, color=theme.budget, linewidth=1.2, linestyle="--", label="budget")
+        return max(most, budget)
+    panel.plot(
+        [],
+        [],
+        color=theme.budget,
+        linewidth=1.2,
+        linestyle="--",
+        label=f"budget {format_bytes(budget_bytes)},\nabove the picture",
+    )
+    return most
+
+
 def _bars(spans: Sequence[tuple[float, float]], total: float) -> list[tuple[float, float]]:
     """(start, width) of bars; those closer than a screen can show become one."""
     nearest = total / _MOST_BARS / 4 if len(spans) > _MOST_BARS else 0.0
@@ -296,11 +337,11 @@ def _bars(spans: Sequence[tuple[float, float]], total: float) -> list[tuple[floa
     return bars
 
 
-def _byte_unit(most_bytes: int) -> tuple[int, str]:
+def byte_unit(most_bytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if most_bytes >= GIB else (MIB, "MiB")
 
 
-def _time_unit(seconds: float) -> tuple[float, str]:
+def time_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
 

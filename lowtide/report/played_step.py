@@ -1,8 +1,8 @@
 """A solved plan, played on the clock once more: bytes on the device in each tick, and what each lane does when.
 
-What: `play` runs the timeline of a plan on its profile. `Played` has the memory curve, the same bytes by owner, and the
-events of the lanes. Everything that draws or exports a step starts from it.
-Cost: two runs of the timeline, and one for each owner. Not covered: what really happened; the clock is a prediction.
+What: `play` runs the timeline of a plan on its profile. `Played` has the memory curve, the same bytes by owner and as
+blocks that come and go, and the events of the lanes. Everything that draws or exports a step starts from it.
+Cost: two runs of the timeline. Not covered: what really happened; the clock is a prediction.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
 from lowtide.planner.state_items import with_state
 from lowtide.timeline.events import Event, Timeline, run
-from lowtide.timeline.memory import curve as curve_of
-from lowtide.timeline.memory import plain_curve
+from lowtide.timeline.memory import Lifetimes, StepArrays, earliest_evict, plain_curve
 from lowtide.timeline.step import Link, Step
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 OWNERS = ("state, gradients, temporaries", "kept", "swapped, while here", "recomputed, while here")
 """Whose bytes a curve by owner shows, from the bottom up."""
+_STATE, _RECOMPUTED = 0, 3
+_OWNER_OF = {Fate.KEEP: 1, Fate.SWAP: 2, Fate.RECOMPUTE: _RECOMPUTED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,18 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Bytes of one thing that are on the device in ticks `start .. end-1`."""
+
+    name: str
+    owner: int
+    """A place in `OWNERS`."""
+    nbytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """One step of a plan on the clock."""
 
@@ -70,6 +83,9 @@ class Played:
     step_seconds: float
     events: tuple[Event, ...]
     """Of lanes 'compute', 'out', 'in' and 'stall', by start."""
+    blocks: tuple[Block, ...] = ()
+    """Activations, anchors and travelling optimizer state: twice where something leaves and comes back. What else is on
+    the device has no blocks."""
 
 
 def played_to_json(played: Played) -> str:
@@ -90,6 +106,7 @@ def played_from_json(text: str) -> Played:
             bytes_by_owner=tuple(tuple(part) for part in content["bytes_by_owner"]),
             step_seconds=content["step_seconds"],
             events=tuple(Event(**event) for event in content["events"]),
+            blocks=tuple(Block(**block) for block in content.get("blocks", ())),
         )
     except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
         raise ConfigError("not a step that lowtide wrote") from None
@@ -115,12 +132,14 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
         budget_bytes=plan.budget_bytes,
     )
     events = tuple(sorted(timeline.events, key=lambda event: event.start))
+    presences = _presences(problem.step, fates, timeline, num_items)
     return Played(
         curve=curve,
         starts=_starts(events, curve),
-        bytes_by_owner=_by_owner(problem.step, fates, timeline, num_items, num_ticks),
+        bytes_by_owner=_by_owner(problem.step, timeline, presences, num_ticks),
         step_seconds=timeline.step_seconds,
         events=events,
+        blocks=_shown(presences, num_ticks),
     )
 
 
@@ -142,25 +161,51 @@ def _starts(events: Sequence[Event], curve: Curve) -> tuple[float, ...]:
     return tuple(starts)
 
 
+def _presences(step: Step, fates: Sequence[Fate], timeline: Timeline, num_items: int) -> list[Block]:
+    """When each item is there, by the rules of timeline/memory.py. Items from `num_items` on are optimizer state."""
+    arrays = StepArrays.of(step)
+    lives, earliest = Lifetimes.of(arrays, fates), earliest_evict(arrays)
+    found = []
+    for index, (item, fate) in enumerate(zip(step.items, fates, strict=True)):
+        need, release = int(lives.need[index]), int(lives.release[index])
+        spans = [(item.born, item.dies)]
+        if lives.is_held[index]:
+            spans = [(item.born, max(item.dies, release))]
+        elif lives.is_made[index]:
+            spans.append((need, release))
+        elif lives.is_swapped[index]:
+            gone, back = timeline.evict_by[index], timeline.prefetch_at[index]
+            assert gone is not None and back is not None, "every swapped item leaves and is fetched at some tick"
+            needed = max(need, item.dies)
+            spans = [(item.born, max(int(earliest[index]), gone)), (min(max(back, item.dies), needed), release)]
+        owner = _OWNER_OF[fate] if index < num_items else _STATE
+        found += [
+            Block(name=item.name, owner=owner, nbytes=item.nbytes, start=start, end=end)
+            for start, end in spans
+            if end > start
+        ]
+    return found
+
+
 def _by_owner(
-    step: Step, fates: Sequence[Fate], timeline: Timeline, num_items: int, num_ticks: int
+    step: Step, timeline: Timeline, presences: Sequence[Block], num_ticks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The state that travels counts as state."""
-    base = np.array([tick.base_bytes for tick in step.ticks], np.int64)
-    whose = [fate if index < num_items else None for index, fate in enumerate(fates)]
-    of_fate = {
-        fate: _curve_of(step, fates, timeline, [owner is fate for owner in whose]) - base
-        for fate in (None, Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
-    }
-    parts = (base + of_fate[None], of_fate[Fate.KEEP], of_fate[Fate.SWAP], of_fate[Fate.RECOMPUTE])
+    """The state that travels counts as state; what recipes need while they run, as recomputed."""
+    parts = np.zeros((len(OWNERS), len(step.ticks) + 1), np.int64)
+    for block in presences:
+        parts[block.owner, block.start] += block.nbytes
+        parts[block.owner, block.end] -= block.nbytes
+    parts = np.cumsum(parts, axis=1)[:, :-1]
+    parts[_STATE] += np.array([tick.base_bytes for tick in step.ticks], np.int64)
+    parts[_RECOMPUTED] += np.array(timeline.curve, np.int64) - parts.sum(axis=0)
     return tuple(tuple(part[:num_ticks].tolist()) for part in parts)
 
 
-def _curve_of(step: Step, fates: Sequence[Fate], timeline: Timeline, counts: Sequence[bool]) -> np.ndarray:
-    """The curve if only these items had bytes."""
-    items = tuple(
-        item if count else dataclasses.replace(item, nbytes=0, recipe_bytes=0)
-        for item, count in zip(step.items, counts, strict=True)
-    )
-    ticks = {"evict_by": timeline.evict_by, "prefetch_at": timeline.prefetch_at}
-    return curve_of(dataclasses.replace(step, items=items), fates, **ticks)
+def _shown(presences: Sequence[Block], num_ticks: int) -> tuple[Block, ...]:
+    """Within the ticks of the curve. In the first tick travelling state has no bytes of its own (state_items.py)."""
+    shown = []
+    for block in presences:
+        start, end = max(block.start, int(block.owner == _STATE)), min(block.end, num_ticks)
+        if end > start:
+            shown.append(dataclasses.replace(block, start=start, end=end))
+    return tuple(shown)

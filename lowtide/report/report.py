@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.parts import NOTHING, Measured, StepRow, Table, Tile
 from lowtide.report.played_step import OWNERS, Played, play
+from lowtide.report.rank_step import RankStep
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
@@ -24,44 +27,6 @@ if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
 
 _MOST_POINTS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """One large figure."""
-
-    what: str
-    value: str
-    beside: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Rows of text; the first is the head."""
-
-    title: str
-    caption: str
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a run did, beside what its plan said."""
-
-    peak_bytes: int | None = None
-    step_seconds: float | None = None
-    """Forward and backward of one micro-batch."""
-    stall_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One optimizer step of a run."""
-
-    step: int
-    loss: float
-    seconds: float
-    peak_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +42,11 @@ class Report:
     sweep: tuple[SweptBudget, ...] = ()
     tables: tuple[Table, ...] = ()
     history: tuple[StepRow, ...] = ()
+    measured: Measured = NOTHING
+    ranks: tuple[RankStep, ...] = ()
+    """The last step of each rank of a pipeline, by rank."""
+    failure: tuple[str, ...] = ()
+    """Why the run ended, the heading first; empty where it did not fail."""
 
 
 def report_of_plan(
@@ -88,21 +58,16 @@ def report_of_plan(
     has_gradients: bool = False,
     sweep: Sequence[SweptBudget] = (),
     measured: Measured | None = None,
-    events: Sequence[tuple[str, ...]] = (),
     title: str | None = None,
     tables: Sequence[Table] = (),
 ) -> Report:
     """The report of a solved plan for `profile` under the rules of `config`.
 
-    `events`: rows of what happened in a run, such as plans made again and races; their head comes first. `tables`:
-    further ones. `title`: absent, that of a plan that has not run.
+    `tables`: further ones. `title`: absent, that of a plan that has not run.
     """
     assert plan.predicted is not None, "only a solved plan predicts"
-    measured = measured or Measured()
+    measured = measured or NOTHING
     tables = [*([account_table(plan)] if plan.account else []), *tables]
-    if len(events) > 1:
-        caption = "Each time that the plan was made, corrected, or raced against others on real steps."
-        tables.append(Table(title="What happened", caption=caption, rows=tuple(events)))
     how = "traced without a device, nothing has run" if profile.is_fake else f"observed on {profile.device}"
     return Report(
         title=title or f"{profile.model}: a plan within {format_bytes(plan.budget_bytes or 0)}",
@@ -113,6 +78,7 @@ def report_of_plan(
         played=play(plan, profile, config, link=link, has_gradients=has_gradients),
         sweep=tuple(sweep),
         tables=tuple(tables),
+        measured=measured,
     )
 
 
@@ -121,6 +87,7 @@ def document(report: Report) -> dict[str, Any]:
     played = report.played
     return {
         "title": report.title,
+        "failure": report.failure,
         "subtitle": report.subtitle,
         "figures": [dataclasses.asdict(tile) for tile in report.tiles],
         "remarks": report.remarks,
@@ -131,8 +98,14 @@ def document(report: Report) -> dict[str, Any]:
             for swept in report.sweep
         ],
         "tables": [dataclasses.asdict(table) for table in report.tables],
-        "steps": [dataclasses.asdict(row) for row in report.history],
+        "steps": [_step_row(row) for row in report.history],
+        "ranks": [dataclasses.asdict(each) for each in report.ranks],
     }
+
+
+def _step_row(row: StepRow) -> dict[str, Any]:
+    """JSON knows neither nan nor infinity."""
+    return dataclasses.asdict(row) | ({} if math.isfinite(row.loss) else {"loss": None})
 
 
 def _step_document(played: Played) -> dict[str, Any]:

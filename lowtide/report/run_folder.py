@@ -1,112 +1,143 @@
 """The report of a run from the files that it left: also of one that failed, was stopped, or is still going on.
 
-What: `lowtide train` writes a line a step into metrics.jsonl and, when its plan changes, plan.json and step.json (the
-plan on the clock). `RunFiles` writes the two, `report_of_folder` reads all three. Without a budget there is only the
-first, and the report has the run's own figures.
-Cost: a run of the timeline each time that a plan is made. Not covered: other ranks than the first; runs of other
-trainers (`lowtide.write_report` has those).
+What: `report_of_folder` reads what `lowtide train` wrote: metrics.jsonl, a line a step, and the files of run_files.py.
+Whatever is missing is left out: a run without a budget has no plan, one without stages no rank files.
+Cost: that of drawing. Not covered: runs of other trainers (`lowtide.write_report` has those); the other ranks of a run
+without a pipeline; rank files that are on other machines.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
+from lowtide.core.plan_table import plural
 from lowtide.errors import ConfigError
-from lowtide.report.played_step import Played, play, played_from_json, played_to_json
-from lowtide.report.report import Measured, Report, StepRow, Tile, account_table, remarks_of, tiles_of
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_source import BudgetSource
+from lowtide.report import rank_step, run_state
+from lowtide.report.parts import Measured, StepRow, Table, Tile
+from lowtide.report.played_step import Played, played_from_json
+from lowtide.report.rank_step import RankStep, rank_table
+from lowtide.report.report import Report, account_table, remarks_of, tiles_of
+from lowtide.report.run_files import EVENTS, METRICS, PLAN, RUN, STEP, rank_name
+from lowtide.report.story import story_from_json, tables_of
 from lowtide.units import format_bytes, format_seconds
 
-METRICS, PLAN, STEP = "metrics.jsonl", "plan.json", "step.json"
 _MOST_BYTES = 1 << 28
-
-
-_MOST_WRITES = 64
-"""Batches that change their shape all the time change plans as often; those after that are not worth a file."""
-
-
-class RunFiles:
-    """plan.json and step.json of a run, kept up to date."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._digest: str | None = None
-        self._num_writes = 0
-
-    def follow(self, handle: Any) -> None:
-        """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing, and
-        neither does a race: its plans take turns, and one of them stays."""
-        if not isinstance(handle, Autopilot) or handle.phase is Phase.RACING or self._num_writes == _MOST_WRITES:
-            return
-        plan = handle.plan
-        if plan is None or plan.predicted is None or plan.digest() == self._digest:
-            return
-        assert isinstance(handle.source, BudgetSource)
-        assert handle.profile is not None and handle.link is not None
-        played = play(plan, handle.profile, handle.source.config, link=handle.link, has_gradients=handle.has_gradients)
-        self._digest = plan.digest()
-        self._num_writes += 1
-        for name, text in ((PLAN, plan.to_json()), (STEP, played_to_json(played))):
-            partial = self._folder / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self._folder / name)
+_MOST_RANKS = 4096
+_Read = TypeVar("_Read")
 
 
 def report_of_folder(folder: Path) -> Report:
     """Raises ConfigError for a folder that is no run's, and for files that were edited badly."""
     metrics = folder / METRICS
-    if not metrics.is_file():
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the train.output_dir of a run of `lowtide train`")
+    if not metrics.is_file() and not (folder / RUN).is_file():
         raise ConfigError(
             f"{folder}: no run of `lowtide train`: there is no {METRICS} in it; give its train.output_dir"
         )
-    rows = tuple(_rows(metrics))
-    plan, played = _plan_and_step(folder)
-    last = rows[-1] if rows else {}
+    rows = tuple(_rows(metrics)) if metrics.is_file() else ()
     history = tuple(
         StepRow(step=row["step"], loss=row["loss"], seconds=row["step_seconds"], peak_bytes=row["peak_bytes"])
         for row in rows
     )
-    loss = f"{last['loss']:.4f}" if rows else "-"
+    plan, played = _plan_and_step(folder)
+    ranks = tuple(_ranks(folder))
     peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
-    recorded = last.get("plan") or {}
+    recorded = (rows[-1] if rows else {}).get("plan") or {}
     measured = Measured(peak_bytes=max(peaks, default=None), step_seconds=recorded.get("measured_seconds"))
-    tiles = [Tile(what="steps done", value=str(last.get("step", 0)), beside=f"loss {loss}")]
-    if plan is not None:
-        tiles += tiles_of(plan, measured)
-    elif rows:
-        if measured.peak_bytes is not None:
-            tiles.append(Tile(what="peak, measured", value=format_bytes(measured.peak_bytes)))
-        seconds = sorted(row.seconds for row in history)[len(history) // 2]
-        tiles.append(Tile(what="step, median", value=format_seconds(seconds)))
+    story = _read(folder, EVENTS, story_from_json)
     return Report(
-        title=f"{folder.name or folder.resolve().name}: a run"
-        + (f" within {format_bytes(plan.budget_bytes)}" if plan is not None and plan.budget_bytes else ""),
-        subtitle=f"{len(rows)} steps in {metrics.name}." if rows else "No step was done.",
-        tiles=tuple(tiles),
+        title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
+        subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
+        tiles=tuple(_tiles(plan, history, measured, ranks)),
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
-        tables=(account_table(plan),) if plan is not None and plan.account else (),
+        tables=tuple(_tables(plan, ranks)) + (() if story is None else tuple(tables_of(story))),
         history=history,
+        measured=measured,
+        ranks=ranks,
+        failure=_failure(folder, history, plan, measured),
     )
 
 
+def _what(plan: Plan | None, ranks: tuple[RankStep, ...]) -> str:
+    if ranks:
+        return f"a pipeline of {len(ranks)} ranks"
+    if plan is not None and plan.budget_bytes:
+        return f"a run within {format_bytes(plan.budget_bytes)}"
+    return "a run"
+
+
+def _tiles(
+    plan: Plan | None, history: tuple[StepRow, ...], measured: Measured, ranks: tuple[RankStep, ...]
+) -> Iterator[Tile]:
+    last = history[-1] if history else None
+    yield Tile(
+        what="steps done",
+        value=str(last.step if last else 0),
+        beside=f"loss {last.loss:.4f}" if last else "no loss yet",
+    )
+    if plan is not None:
+        yield from tiles_of(plan, measured)
+    elif last is not None:
+        if measured.peak_bytes is not None:
+            which = "of the first rank" if ranks else ""
+            yield Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=which)
+        seconds = sorted(row.seconds for row in history)[len(history) // 2]
+        yield Tile(what="step, median", value=format_seconds(seconds))
+
+
+def _tables(plan: Plan | None, ranks: tuple[RankStep, ...]) -> Iterator[Table]:
+    if ranks:
+        yield rank_table(ranks)
+    if plan is not None and plan.account:
+        yield account_table(plan)
+
+
+def _failure(folder: Path, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured) -> tuple[str, ...]:
+    """What ended the run, and what was known of its memory until then."""
+    state = _read(folder, RUN, run_state.from_json)
+    said = () if state is None else run_state.verdict(state, history[-1].step if history else 0)
+    if not said:
+        return ()
+    known = []
+    if measured.peak_bytes is not None:
+        known.append(f"the highest peak until then was {format_bytes(measured.peak_bytes)}")
+    if plan is not None and plan.predicted is not None:
+        budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
+        known.append(f"the plan had said {format_bytes(plan.predicted.peak_bytes)}{budget}")
+    text = "; ".join(known)
+    return (*said, f"{text[0].upper()}{text[1:]}.") if text else said
+
+
 def _plan_and_step(folder: Path) -> tuple[Plan | None, Played | None]:
-    if not (folder / PLAN).is_file() or not (folder / STEP).is_file():
-        return None, None
+    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, played_from_json)
+    return (None, None) if plan is None or played is None else (plan, played)
+
+
+def _ranks(folder: Path) -> Iterator[RankStep]:
+    """By number; a rank that wrote nothing here is left out."""
+    numbers = [path.name[len("rank-") : -len(".json")] for path in folder.glob("rank-*.json")]
+    for number in sorted(int(each) for each in numbers if each.isdecimal())[:_MOST_RANKS]:
+        found = _read(folder, rank_name(number), rank_step.from_json)
+        if found is not None:
+            yield found
+
+
+def _read(folder: Path, name: str, parse: Callable[[str], _Read]) -> _Read | None:
+    """None where the file is not there."""
+    if not (folder / name).is_file():
+        return None
     try:
-        plan = Plan.from_json(read_text(folder / PLAN, most_bytes=_MOST_BYTES))
-        return plan, played_from_json(read_text(folder / STEP, most_bytes=_MOST_BYTES))
+        return parse(read_text(folder / name, most_bytes=_MOST_BYTES))
     except ConfigError as error:
-        raise ConfigError(f"{folder}: {error}; delete {PLAN} and {STEP} for a report without them") from None
+        raise ConfigError(f"{folder / name}: {error}; delete it for a report without it") from None
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,8 +147,11 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-            if not math.isfinite(row["loss"]) or row["step_seconds"] < 0:
+            if not row["step_seconds"] >= 0:
                 raise ValueError
-            yield {"peak_bytes": None, **row, "step": int(row["step"])}
+            yield {"peak_bytes": None, **row, "step": int(row["step"]), "loss": float(row["loss"])}
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise ConfigError(f"{path}:{number}: this is not a step that `lowtide train` wrote") from None
+            raise ConfigError(
+                f"{path}:{number}: this is not a step that `lowtide train` wrote; delete the line for a report "
+                "without it"
+            ) from None

@@ -231,6 +231,16 @@ def current_fake_mode() -> Any:
     return _dispatch_mode(_FAKE_KEY)
 
 
+_share_versions: Callable[..., AbstractContextManager[Any]] = find("torch._C._SetExcludeDispatchKeyGuard")
+_VIEWS_AND_WRITES = find("torch._C.DispatchKey.ADInplaceOrView")
+
+
+def sharing_versions() -> AbstractContextManager[Any]:
+    """A context in a dispatch mode in which `detach()` shares the version counter, as it does outside of one. torch's
+    own selective checkpointing holds tensors so; no public way."""
+    return _share_versions(_VIEWS_AND_WRITES, False)
+
+
 DisableTorchDispatch: Callable[[], AbstractContextManager[Any]] = find("torch._C._DisableTorchDispatch")
 """A context in which operators pass over `__torch_dispatch__`, at 0.3 us; `disable_current_modes` takes 3 us."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lowtide.config.source import MOST_YAML_BYTES, read_text
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.timeline.sourced import Form, read_numbers
+from lowtide.timeline.sourced import Form, known_name, read_numbers
 
 _KEYS = (
     "node_devices",
@@ -72,12 +72,13 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     if name.endswith(".toml"):
         return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)
     names = cluster_names()
-    if name not in names:
+    known = known_name(name, names)
+    if known is None:
         raise ConfigError(
-            f"cluster: unknown cluster '{name}'{did_you_mean(name, names)} (known: {', '.join(names)}; a file of your "
-            "own is given by its path, which ends in .toml)"
+            f"cluster: unknown cluster '{name}'{did_you_mean(name.lower(), names)} (known: {', '.join(names)}; a file "
+            "of your own is given by its path, which ends in .toml)"
         )
-    return _parse((_files() / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml", name)
+    return _parse((_files() / f"{known}.toml").read_text(encoding="utf-8"), f"{known}.toml", known)
 
 
 def _files() -> resources.abc.Traversable:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.config.source import MOST_YAML_BYTES, read_text
+from lowtide.core.budget import DeviceMemory
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.timeline.sourced import Form, read_numbers
+from lowtide.timeline.sourced import Form, known_name, read_numbers
 from lowtide.timeline.step import Link
 
 OTHER_KERNELS = ("efficient", "cudnn", "flash3")
@@ -136,7 +137,8 @@ def hardware_names() -> tuple[str, ...]:
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """The device of that name, or of a TOML file of the same form as the ones in `timeline/devices`.
+    """The device of that name, or of a TOML file of the same form as the ones in `timeline/devices`. In a name case
+    does not count, nor do blanks, hyphens and underscores: `RTX 4090` is `rtx4090`.
 
     Raises `ConfigError`: name unknown, file missing, not TOML, or any mistake in a key, a number or a source.
     """
@@ -144,12 +146,19 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     if _is_toml(name):
         return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)
     names = hardware_names()
-    if name not in names:
+    known = known_name(name, names)
+    if known is None:
         raise ConfigError(
-            f"hardware: unknown device '{name}'{did_you_mean(name, names)} (known: {', '.join(names)}; a file of your "
-            "own is given by its path, which ends in .toml)"
+            f"hardware: unknown device '{name}'{did_you_mean(name.lower(), names)} (known: {', '.join(names)}; "
+            "a file of your own is given by its path, which ends in .toml)"
         )
-    return _parse((_devices() / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml", name)
+    return _parse((_devices() / f"{known}.toml").read_text(encoding="utf-8"), f"{known}.toml", known)
+
+
+def memory_of_hardware(hardware: Hardware) -> DeviceMemory:
+    """Of such a device, of which nobody has taken anything yet."""
+    nbytes = hardware.memory_bytes
+    return DeviceMemory(total_bytes=nbytes, free_bytes=nbytes, where=f"of {hardware.name}")
 
 
 def _devices() -> Any:

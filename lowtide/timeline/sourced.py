@@ -55,6 +55,13 @@ def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], d
     return numbers, {key: entry["source"] for key, entry in entries.items()}
 
 
+def known_name(name: str, names: Collection[str]) -> str | None:
+    """The one of `names` that a person means by `RTX 4090` or `rtx-4090`: case, blanks, hyphens and underscores do not
+    count. None where there is none."""
+    bare = "".join(letter for letter in name.casefold() if letter not in " -_")
+    return bare if bare in names else None
+
+
 def _flatten(table: Mapping[str, Any], prefix: str, tables: Collection[str]) -> dict[str, Any]:
     """`link.latency_seconds` -> what was written there."""
     entries: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import signal
@@ -23,9 +24,17 @@ from typing import Any
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.report.run_folder import METRICS, RunFiles
+from lowtide.report.run_files import METRICS, RunFiles
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.train.progress import MetricsFile, PlanRecord, Progress, StepRecord, open_progress, resident_bytes
+from lowtide.train.progress import (
+    MetricsFile,
+    PlanRecord,
+    Progress,
+    StepRecord,
+    open_progress,
+    resident_bytes,
+    say_on_stderr,
+)
 from lowtide.train.ranks import Ranks, choose_device
 from lowtide.train.run_file import RunConfig
 from lowtide.train.stop import StopRequest, TrainingError
@@ -72,15 +81,16 @@ def train(
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
     ranks = Ranks.join(device)
+    files = RunFiles(run.output_dir, say_on_stderr)
     with StopRequest() as stop:
         try:
             with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
-                summary = _loop(trainer, stop, on_step=on_step)
+                summary = _loop(trainer, stop, files, on_step=on_step)
                 if wants_weights_hash:
                     summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.state_dict()))
             ranks.leave()
         except Exception as error:
-            ranks.fail(_told(error, ranks))
+            ranks.fail(_told(error, ranks), tell=files.failed)
     return summary
 
 
@@ -97,15 +107,20 @@ def _told(error: Exception, ranks: Ranks) -> Exception:
     return told
 
 
-def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord], None] | None) -> Summary:
+def _loop(
+    trainer: Trainer, stop: StopRequest, files: RunFiles, *, on_step: Callable[[StepRecord], None] | None
+) -> Summary:
     """Steps until the last one or a signal; a checkpoint at the end in either case."""
     run, ranks = trainer.run, trainer.ranks
     settings = run.train
     asked: signal.Signals | None = None
     newest = trainer.resumed_from
     totals = _Totals()
-    metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step) if ranks.is_first else None
-    files = RunFiles(run.output_dir)
+    metrics = None
+    if ranks.is_first:
+        metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step, warn=say_on_stderr)
+    if trainer.step < settings.steps:
+        files.begin(num_steps=settings.steps, num_ranks=ranks.num_ranks, is_first=ranks.is_first)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
         open_progress(
@@ -128,11 +143,17 @@ def _loop(trainer: Trainer, stop: StopRequest, *, on_step: Callable[[StepRecord]
             if on_step:
                 on_step(record)
             is_end = trainer.step == settings.steps or asked is not None
+            files.note_peak(trainer.step, record.peak_bytes)
+            if trainer.stages is not None:
+                make = functools.partial(trainer.stages.rank_step, trainer.step)
+                files.note_rank(make, step=trainer.step, is_last=is_end)
             is_due = settings.checkpoint_every is not None and trainer.step % settings.checkpoint_every == 0
             if is_end or is_due:
                 newest = trainer.save()
         if trainer.step >= settings.steps:
             asked = None  # a signal in the last step came too late to stop anything
+        if ranks.is_first:
+            files.end(stopped_by=asked.name if asked else None)
         _say_end(progress, trainer, asked, newest)
     return Summary(
         steps=trainer.step,

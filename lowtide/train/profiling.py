@@ -18,6 +18,7 @@ from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
+from lowtide.planner.optimizer_kinds import Weight
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
@@ -87,6 +88,18 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     say("tracing one step")
     with _as_trained(run, model, "cpu"), _sliced_as_asked(run, model):
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
+
+
+def weights_of_run(run: RunConfig, layers: Sequence[str]) -> list[Weight]:
+    """The trained parameters of the run's model, of which nothing is built."""
+    with torch.device("meta"):
+        model = fresh_model(run, model_config(run), getattr(torch, run.model.dtype))
+    heads = tuple(f"{name}." for name in layers)
+    return [
+        Weight(shape=tuple(p.shape), element_bytes=p.element_size(), is_in_layer=name.startswith(heads))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
 
 
 def layer_bytes(run: RunConfig, layers: Sequence[str]) -> dict[str, int]:

@@ -7,12 +7,14 @@ Not covered: experiment trackers; they can read metrics.jsonl.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +119,12 @@ class PlainLines:
             self.say(f"step {record.step:>{len(str(self._num_steps))}}/{self._num_steps}  {describe(record)}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        say_on_stderr(text)
+
+
+def say_on_stderr(text: str) -> None:
+    """A line, at once."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextmanager
@@ -155,13 +162,15 @@ def _open_bar(*, num_steps: int, first_step: int) -> Iterator[Progress]:
 class MetricsFile:
     """metrics.jsonl: one line per step, also across interruptions."""
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
-        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again.
+    def __init__(self, path: Path, *, first_step: int, warn: Callable[[str], None]) -> None:
+        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again. `warn` hears, once, that a
+        line could not be written: a full disk ends no training.
 
         Raises `ConfigError` if the file cannot be written, or holds anything but lines of an earlier run.
         """
         self.last_loss: float | None = None
         self._digest = hashlib.sha256()
+        self._path, self._warn, self._has_warned = path, warn, False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
@@ -172,14 +181,26 @@ class MetricsFile:
                         file.write(line + "\n")
                         self._count(loss)
             partial.replace(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another train.output_dir") from None
 
     def append(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-        self._file.flush()
         self._count(record.loss)
+        line = memoryview(f"{json.dumps(dataclasses.asdict(record))}\n".encode())
+        num_bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(num_bytes)  # of a line, all or nothing
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(
+                    f"lowtide: {self._path} cannot be written: {error.strerror}; training goes on without a record of "
+                    "these steps"
+                )
 
     def losses_sha256(self) -> str:
         """Over all steps of the run to the last bit: equal for a run that was interrupted and one that was not."""

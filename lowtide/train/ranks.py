@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,12 @@ _LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that the others read its note before the store may vanish with it."""
 _VICTIM_SECONDS = 3.0
 """How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
+
+
+class Tell(Protocol):
+    """Hears why a run fails."""
+
+    def __call__(self, why: str, *, step: int, rank: int) -> None: ...
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
@@ -114,15 +120,18 @@ class Ranks:
         gc.collect()
         dist.destroy_process_group()
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
+    def fail(self, error: BaseException, tell: Tell) -> NoReturn:
+        """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank. `tell` hears of
+        the first failure, on its rank."""
+        is_expected = isinstance(error, ConfigError | TrainingError | PipelineError)
+        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
         if self._watch is None:
+            tell(text, step=self.step, rank=self.rank)
             raise error
         if isinstance(error, PipelineError):
             time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
-        is_expected = isinstance(error, ConfigError | TrainingError | PipelineError)
-        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
         if self._watch.report():
+            tell(text, step=self.step, rank=self.rank)
             if not is_expected:
                 traceback.print_exception(error)
             place = f"at step {self.step}" if self.step else "while it started"

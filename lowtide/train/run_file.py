@@ -345,8 +345,8 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
             f"{pipeline.micro_batches} micro-batches already; write their number into 'pipeline.micro_batches' only",
         )
     memory = file.memory
-    if memory is not None and memory.budget is not None:
-        _check_budget_of_stages(file, pipeline, memory, fail)
+    if memory is not None and memory.has_budget:
+        _check_budget_of_stages(memory, fail)
     if has_sections and (pipeline.overlap or file.train.expert_parallel > 1):
         key = "pipeline.overlap" if pipeline.overlap else "train.expert_parallel"
         fail(
@@ -354,29 +354,10 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
         )
 
 
-def _check_budget_of_stages(
-    file: _RunFile, pipeline: PipelineConfig, memory: MemoryConfig, fail: Callable[[str, str], NoReturn]
-) -> None:
+def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoReturn]) -> None:
     """What the plans for the stages of a pipeline do not know of."""
-    rules = "write rules: recompute, swap, keep"
-    if pipeline.overlap:
-        fail(
-            "memory.budget",
-            "'memory.budget' cannot stand beside 'pipeline.overlap' yet: two micro-batches need their temporaries at "
-            f"the same time; {rules}",
-        )
-    if file.train.expert_parallel > 1:
-        fail(
-            "memory.budget",
-            "'memory.budget' cannot stand beside 'pipeline' and 'train.expert_parallel' yet: how many rows a rank "
-            f"receives differs from one micro-batch to the next; {rules}",
-        )
-    if memory.optimizer != "keep":
-        fail(
-            "memory.optimizer",
-            "'memory.optimizer' cannot stand beside 'pipeline' and 'memory.budget' yet: what a plan for stages counts "
-            f"is all of the state; {rules}, or leave it out",
-        )
+    if memory.preset is not None:
+        fail("memory.preset", "'memory.preset' cannot stand beside 'pipeline' yet; write a budget")
     if memory.loss == "sliced":
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
     if memory.race:

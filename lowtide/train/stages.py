@@ -15,6 +15,7 @@ Not covered: data parallelism beside the pipeline, but for that of the experts.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,11 +34,13 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
+from lowtide.pipeline.step_log import StepLog, shifted
+from lowtide.report.rank_step import RankStep
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.ranks import ALONE, gather
 from lowtide.train.experts import named, split_for
-from lowtide.train.progress import PlanRecord
+from lowtide.train.progress import PlanRecord, resident_bytes
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
 from lowtide.train.stage_layers import layers_of_run, sections_of_stages
@@ -89,6 +92,8 @@ class RankStages:
         self.stages: dict[int, Any] = {stage: every[stage].to(device) for stage in own}
         self.experts = split_for(run, torch.nn.ModuleList(self.stages.values()), ranks)
         """None where each rank has all experts of its layers."""
+        self._together: Any = dist.group.WORLD if num_pipelines > 1 else None
+        """All ranks, where they share experts."""
         self._group: Any = None
         if num_pipelines > 1:
             # Every rank makes every group, in the same order, as torch wants it.
@@ -104,6 +109,10 @@ class RankStages:
         self._pipeline: Pipeline | None = None
         self._engine: Engine | None = None
         self._placed: PlacedState | None = None
+        self._log = StepLog(device, self._memory_now)
+        self._met = 0.0
+        """When all ranks met after their passes, by the clock of this host."""
+        self._place = ranks.rank
 
     def begin(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
@@ -115,17 +124,17 @@ class RankStages:
         may_slice = run.memory is not None and run.memory.slices_loss["may"]
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
         memory = None if run.memory is None else dataclasses.replace(run.memory, optimizer="keep", loss="plain")
-        if run.memory is not None and run.memory.optimizer == "swap":
+        if run.memory is not None and run.memory.optimizer == "swap" and run.memory.budget is None:
             self._place_state(run.memory, optimizer)
         if run.sections is not None:
             self._follow(run, memory, say)
-        elif memory is not None and memory.budget is None:
+        elif memory is not None and not memory.has_budget:
             self._tides = [
                 lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
         loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
+        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, log=self._log, **how)
 
     @property
     def layer_counts(self) -> list[int]:
@@ -169,10 +178,10 @@ class RankStages:
         batches = [tokens.to(self._device) for tokens in drawn if self.has_loss or 0 in self.stages]
         given = batches if 0 in self.stages else None, batches if self.has_loss else None
         memory = self._run.memory
-        if memory is not None and memory.budget is not None and self._plans is None:
+        if memory is not None and memory.has_budget and self._plans is None:
             own = dataclasses.replace(memory, loss="plain")
             how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
-            self._plans = fit_stages(self._pipeline, *given, say=say, **how)
+            self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)
             self._tides = list(self._plans.tides.values())
         losses = self._pipeline.step(*given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -181,6 +190,41 @@ class RankStages:
         if self.experts is not None:
             self.experts.average_gradients()
         return float(total) / self._schedule.num_micro_batches
+
+    def meet(self) -> None:
+        """All ranks have just met: what this one did can stand beside what others did."""
+        self._met = time.perf_counter()
+
+    def rank_step(self, step: int) -> RankStep:
+        """What this rank did in the step that is over. Waits for the device."""
+        spans, memory = shifted(self._log.spans(), self._log.memory(), self._met)
+        own = [f"stage {stage}: {_named(self._layers[stage])}" for stage in self.stages]
+        plans = self._plans
+        return RankStep(
+            rank=self._place,
+            step=step,
+            schedule=self._schedule.name,
+            holds="; ".join(own),
+            spans=tuple(spans),
+            memory=tuple(memory),
+            memory_is=self._memory_is,
+            peaks=(),
+            predicted_bytes=None if plans is None else plans.found.peak_bytes,
+            budget_bytes=None if plans is None else plans.budget_bytes,
+        )
+
+    @property
+    def _memory_is(self) -> str:
+        if self._device.type != "cpu":
+            return "bytes of the device's allocator"
+        return "activations, as lowtide counts them" if self._tides else "resident memory of the process"
+
+    def _memory_now(self) -> int | None:
+        if self._device.type != "cpu":
+            return torch.accelerator.memory_allocated(self._device)
+        if self._tides:
+            return sum(tide.live_bytes for tide in self._tides)
+        return resident_bytes()[0]
 
     def plan_record(self, pass_seconds: float) -> PlanRecord | None:
         """Of this rank's plans; None without a budget. `pass_seconds`: what all micro-batches took, waits and all."""
@@ -222,6 +266,12 @@ class RankStages:
         if self._run.train.precision == "bf16_autocast" and self._pipeline is not None:
             for stage in self.stages.values():
                 del stage.forward
+
+
+def _named(layers: range) -> str:
+    if not layers:
+        return "no layers"
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
 
 def _sizes(layers: Sequence[range]) -> list[int]:

@@ -100,7 +100,7 @@ class Trainer:
             return follow(self.model, sections, memory=memory, say=self._tell, **how)
         if memory is None:
             return None
-        if memory.budget is None:
+        if not memory.has_budget:
             return lowtide.apply(self.model, memory, **how)
         return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)
 
@@ -127,6 +127,8 @@ class Trainer:
         own_loss = self._accumulate_gradients()
         pass_seconds = (time.perf_counter() - start) / self.run.train.grad_accumulation
         loss, asked = self._agree(own_loss, stop)
+        if self.stages is not None:
+            self.stages.meet()
         grad_norm = self._clip()
         self._check_finite(loss, grad_norm)
         self.optimizer.step()

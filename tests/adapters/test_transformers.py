@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lowtide
 from lowtide.adapters.transformers import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests import two_ranks
-
-SMALL = {"min_bytes": 0}
-BUDGET = "560KiB"
-
-
-def _llama(dropout: float = 0.0) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            use_cache=False,
-            attention_dropout=dropout,
-        )
-    )
-
-
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.tokens = torch.randint(64, (16, 24), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, environment_of, llama, on_a_rank
 
 
 def _callback(budget: str | None = BUDGET, memory: Any = SMALL, said: list[str] | None = None) -> TideCallback:
@@ -67,7 +39,7 @@ def _trainer(path: Path, callback: TideCallback | None, **more: Any) -> Trainer:
         "seed": 3,
     }
     return Trainer(
-        model=_llama(dropout=0.1),
+        model=llama(dropout=0.1),
         args=TrainingArguments(**{**arguments, **more}),
         train_dataset=Tokens(),
         eval_dataset=Tokens(),
@@ -100,9 +72,18 @@ HABITS: dict[str, dict[str, Any]] = {
 }
 
 
+Outcome = tuple[dict[str, Tensor], list[float]]
+
+
+@pytest.fixture(scope="module")
+def plain_outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """What a habit leaves behind without lowtide; each is run once."""
+    return functools.cache(lambda habit: _outcome(_trained(tmp_path_factory.mktemp("plain"), None, **HABITS[habit])))
+
+
 @pytest.mark.parametrize("habit", HABITS)
-def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path) -> None:
-    plain = _outcome(_trained(tmp_path, None, **HABITS[habit]))
+def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
+    plain = plain_outcome(habit)
     assert len(plain[1]) >= 16
     for budget in (BUDGET,) if habit != "plain" else (BUDGET, "1GiB"):
         callback = _callback(budget)
@@ -114,15 +95,15 @@ def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path) -> None:
         assert patched_module(trainer.model) is None
 
 
-def test_rules_without_a_budget(tmp_path: Path) -> None:
-    plain = _outcome(_trained(tmp_path, None))
+def test_rules_without_a_budget(tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
+    plain = plain_outcome("plain")
     callback = _callback(None, {"swap": "all", "min_bytes": 0})
     assert _same(_outcome(_trained(tmp_path, callback)), plain)
     assert callback.stats.swapped_bytes
 
 
-def test_a_run_that_is_resumed(tmp_path: Path) -> None:
-    plain = _outcome(_trained(tmp_path / "plain", None))
+def test_a_run_that_is_resumed(tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
+    plain = plain_outcome("plain")
     _trained(tmp_path / "ours", _callback(), save_strategy="steps", save_steps=4)
     again = _trainer(tmp_path / "ours", _callback())
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
@@ -147,11 +128,128 @@ def test_its_own_checkpointing_is_off_while_lowtide_plans(tmp_path: Path) -> Non
     assert trainer.model.is_activation_checkpointing
 
 
+@pytest.mark.parametrize("options", [{"every_n_layers": 2, "use_reentrant": False}, {"offload": True}])
+def test_its_own_choice_of_layers_and_offload_come_back(options: dict[str, Any], tmp_path: Path) -> None:
+    how = {"activation_checkpointing": True, "activation_checkpointing_kwargs": options}
+    plain = _trained(tmp_path, None)  # its `offload` itself needs pinned memory, so an accelerator
+    callback = _callback()
+    trainer = _trained(tmp_path, callback, **how)
+    assert _same(_outcome(trainer), _outcome(plain))
+    assert callback.stats.num_skipped_calls == 0
+    layers = trainer.model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, "offload" in options]
+    function = layers[0]._gradient_checkpointing_func
+    assert ("offload" in options) == (function.func is not torch.utils.checkpoint.checkpoint)
+
+
+class Seen(TrainerCallback):
+    """A reporter, as TensorBoard's and Weights & Biases' are: it comes before the callbacks of users."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+FIGURES = {
+    "lowtide/peak_device_bytes",
+    "lowtide/kept_bytes",
+    "lowtide/swapped_bytes",
+    "lowtide/recomputed_bytes",
+    "lowtide/stall_seconds",
+    "lowtide/num_divergences",
+    "lowtide/predicted_peak_bytes",
+    "lowtide/predicted_micro_batch_seconds",
+    "lowtide/step_seconds",
+}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_reporters_get_the_figures_once_they_are_asked_to(joins: bool, tmp_path: Path) -> None:
+    callback, seen = _callback(), Seen()
+    trainer = _trainer(tmp_path, callback, max_steps=4, logging_steps=2)
+    trainer.callback_handler.callbacks.insert(1, seen)
+    if joins:
+        callback.log_to(trainer)
+        callback.log_to(trainer)
+    trainer.train()
+    figures = [{name for name in logs if name.startswith("lowtide/")} for logs in seen.logs if "loss" in logs]
+    assert figures == [FIGURES if joins else set()] * 2
+    (first, last) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert set(last) >= FIGURES
+    plan = callback.tide.plan
+    assert last["lowtide/predicted_peak_bytes"] == plan.predicted.peak_bytes
+    assert last["lowtide/peak_device_bytes"] == callback.stats.peak_device_bytes
+    assert first["lowtide/step_seconds"] > 0
+
+
+def test_a_callback_of_another_trainer_cannot_log() -> None:
+    with pytest.raises(lowtide.ConfigError) as caught:
+        _callback().log_to(_trainer(Path("out"), None))
+    assert str(caught.value) == (
+        "TideCallback.log_to: this callback is not one of the trainer's; pass callbacks=[callback]"
+    )
+
+
+def test_tensorboard_shows_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    callback = _callback()
+    trainer = _trainer(tmp_path, callback, max_steps=4, logging_steps=2, report_to=["tensorboard"])
+    callback.log_to(trainer)
+    trainer.train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = {tag.removeprefix("train/") for tag in events.Tags()["scalars"]}
+    assert tags >= FIGURES
+
+
+class Removes(TrainerCallback):
+    def __init__(self, callback: TideCallback, step: int) -> None:
+        self.callback, self.step = callback, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.callback.remove()
+
+
+def test_taken_off_in_mid_training(tmp_path: Path) -> None:
+    plain = _outcome(_trained(tmp_path, None))
+    callback = _callback()
+    trainer = _trainer(tmp_path, callback)
+    trainer.add_callback(Removes(callback, 4))
+    trainer.train()
+    assert _same(_outcome(trainer), plain)
+    assert callback.stats.num_forwards <= 4
+    assert patched_module(trainer.model) is None
+
+
+def test_a_cell_that_runs_again(tmp_path: Path) -> None:
+    """A new trainer and a new callback on a model that an interrupted training left under a plan."""
+    plain = _trainer(tmp_path, None)
+    torch.manual_seed(5)
+    plain.train()
+    lost, said = _callback(), []
+    model = llama(dropout=0.1)
+    lost.attached.attach(model, None, speaks=False)  # as `train()` does before it is interrupted
+    again = _callback(said=said)
+    trainer = _trainer(tmp_path, again)
+    trainer.model = trainer.model_wrapped = model
+    torch.manual_seed(5)
+    trainer.train()
+    assert _same(_outcome(trainer), _outcome(plain))
+    assert said[0] == "lowtide: another plan was on this model; it is taken off, and this one begins"
+    assert patched_module(model) is None
+
+
 def test_after_an_error_the_next_training_begins_anew(tmp_path: Path) -> None:
     plain = _trainer(tmp_path, None)
     torch.manual_seed(5)  # the order of the batches is drawn in `train()`
     plain.train()
-    callback = _callback("1KiB")
+    callback = _callback("1KiB", {"min_bytes": 1 << 30})  # nothing can be moved: no way out is looked for
     trainer = _trainer(tmp_path, callback)
     with pytest.raises(lowtide.BudgetError):
         trainer.train()
@@ -189,7 +287,7 @@ def test_lora_in_sft_trainer(tmp_path: Path) -> None:
 
     def trained(callback: TideCallback | None, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
         trainer = SFTTrainer(
-            model=_llama(),
+            model=llama(),
             args=SFTConfig(
                 output_dir=str(tmp_path),
                 max_steps=4,
@@ -225,44 +323,29 @@ def test_lora_in_sft_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["optimize", "apply"])
 def test_accelerate_with_its_own_optimizer(how: str) -> None:
     """The optimizer is the same object, with the same state and groups, after the observed step as before it."""
-    assert all(torch.equal(one, other) for one, other in zip(_accelerated(how), _accelerated("plain"), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(accelerated(how), accelerated("plain"), strict=True))
 
 
-def _accelerated(call: str, rows: slice = slice(0, 2)) -> list[Tensor]:
-    accelerator = Accelerator(cpu=True)
-    model = _llama()
-    inside = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared, optimizer = accelerator.prepare(model, inside)
-    groups, state = inside.param_groups, inside.state
-    tide: Any = None
-    if call == "optimize":
-        tide = lowtide.optimize(prepared, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine="virtual:1")
-    elif call == "apply":
-        tide = lowtide.apply(prepared, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine="virtual:1")
-    tokens = Tokens().tokens[rows]
-    for _ in range(3):
-        accelerator.backward(prepared(input_ids=tokens, labels=tokens).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
-    assert inside.param_groups is groups
-    assert inside.state is state
-    assert {id(p) for p in state} == {id(p) for p in model.parameters()}
-    if tide is not None:
-        assert tide.stats.swapped_bytes + tide.stats.recomputed_bytes
-        tide.remove()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def on_a_rank(rank: int, call: str) -> list[Any]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
-    assert Accelerator(cpu=True).num_processes == 2
-    return [weight.tolist() for weight in _accelerated(call, slice(2 * rank, 2 * rank + 2))]
+def trainer_on_a_rank(rank: int, folder: str, budget: str | None) -> list[Any]:
+    """As `accelerate launch` runs a script with a Trainer: DDP around the model, a part of each batch for each rank."""
+    environment_of(rank)
+    callback = None if budget is None else _callback(budget)
+    trainer = _trained(Path(folder) / str(rank), callback, max_steps=4, ddp_backend="gloo")
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    weights, losses = _outcome(trainer)
+    if callback is not None:
+        assert callback.stats.swapped_bytes + callback.stats.recomputed_bytes
+    return [{name: value.tolist() for name, value in weights.items()}, losses]
 
 
 def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
     """DDP by Accelerate: the process group is there, as under `accelerate launch`."""
-    jobs: list[two_ranks.Job] = [("on_a_rank", {"call": call}) for call in ("plain", "optimize")]
-    plain, ours = two_ranks.run("tests.adapters.test_transformers", jobs, tmp_path)
-    assert plain == ours
+    calls = ("plain", "optimize", "inside")
+    jobs: list[two_ranks.Job] = [(on_a_rank.__name__, {"call": call}) for call in calls]
+    jobs += [("trainer_on_a_rank", {"folder": str(tmp_path), "budget": budget}) for budget in (None, BUDGET)]
+    plain, ours, inside, trainers, under_a_budget = two_ranks.run(__name__, jobs, tmp_path)
+    assert plain == ours == inside
     assert plain[0] == plain[1]
+    assert trainers == under_a_budget
+    assert trainers[0][0] == trainers[1][0]
+    assert len(trainers[0][1]) == 8

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import gpu_run, report
 from benchmarks.record import Record, read_all, write
 
 CPU = {"folder": "cpu-2-core", "name": "CPU, 2 cores", "processor": "A processor", "num_cores": 2}
@@ -120,8 +120,7 @@ def test_the_questions_of_the_makefile_have_a_command_and_a_place() -> None:
     makefile = (report.README.parent / "Makefile").read_text(encoding="utf-8")
     (line,) = [line for line in makefile.splitlines() if line.startswith("QUESTIONS := ")]
     assert line.removeprefix("QUESTIONS := ").split() == list(report.QUESTIONS)
-    (line,) = [line for line in makefile.splitlines() if line.startswith("GPU_QUESTIONS := ")]
-    assert set(line.removeprefix("GPU_QUESTIONS := ").split()) < set(report.QUESTIONS)
+    assert set(gpu_run.PIECES) - {"tests", "gpu"} < set(report.QUESTIONS)
 
 
 def test_views_of_details_and_of_a_real_published_run() -> None:

@@ -23,7 +23,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(3):  # processor time of the fastest: the wall clock depends on what else this machine is doing
         before = os.times()
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
         after = os.times()
         seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert result.returncode == 0, result.stderr
@@ -42,7 +42,7 @@ def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
-    assert "lowtide: error: the following arguments are required: command" in capsys.readouterr().err
+    assert capsys.readouterr().err == "lowtide: the following arguments are required: command; see lowtide --help\n"
 
 
 @pytest.fixture
@@ -107,5 +107,5 @@ def test_our_own_bugs_are_not_hidden(command) -> None:
 
 
 def test_python_dash_m() -> None:
-    result = subprocess.run([sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, timeout=200)
     assert (result.returncode, result.stdout) == (0, "lowtide 0.1.0\n")

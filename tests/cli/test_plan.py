@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -364,9 +365,9 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
         (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],
-            "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, ascend910b, ascend910c, b200, cpu, "
-            "gh200, "
-            "h100, h200, rtx4090; a file of your own is given by its path, which ends in .toml)",
+            "hardware: unknown device 'h2000'; did you mean 'h200'? (known: a100, a6000, ascend910b, ascend910c, "
+            "b200, cpu, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090; a file of "
+            "your own is given by its path, which ends in .toml)",
         ),
     ],
 )
@@ -388,9 +389,8 @@ def test_a_budget_of_zero_in_the_file(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_budget_below_the_floor_says_the_floor_and_the_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
     said = error_of(capsys, "plan", "run.yaml", "--hardware", "h200", "--budget", "100KiB").splitlines()
     assert said[0].startswith("budget 0.098 MiB: no plan fits; the least that can be reached is 1.0 MiB, set by ")
-    assert said[1].startswith("  - a budget of 1.0 MiB: ")
-    assert said[-1].startswith("  - half the micro-batch: needs about ")
-    assert len(said) <= 4
+    assert said[1].startswith("  most of it is the optimizer's state: ")
+    assert len(said) <= 5
 
 
 def test_a_profile_of_another_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,12 +471,22 @@ def test_a_batch_that_does_not_fit_the_model(kind_of_model, capsys: pytest.Captu
 
 def test_whoever_waits_is_told_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.0)
+    say = waiting.Waiting.say
+
+    def until_shown(line: waiting.Waiting, what: str) -> None:
+        """However fast this machine is."""
+        say(line, what)
+        while not line._num_shown:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(waiting.Waiting, "say", until_shown)
     assert plan("--budget", "1.2MiB") == 0
     said = capsys.readouterr().err.splitlines()
     assert "lowtide: tracing one step ..." in said
 
 
-def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 600.0)
     with waiting.Waiting() as line:
         line.say("blinking")
     assert capsys.readouterr().err == ""

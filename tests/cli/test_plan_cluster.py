@@ -111,9 +111,9 @@ def test_the_published_settings(name: str, gain_percent: float, capsys: pytest.C
          "given by its "
          "path, which ends in .toml)"),
         ({}, ["--hardware", "h1000", "--devices", "8"],
-         "hardware: unknown device 'h1000'; did you mean 'h100'? (known: a100, ascend910b, ascend910c, b200, cpu, "
-         "gh200, h100, "
-         "h200, rtx4090; a file of your own is given by its path, which ends in .toml)"),
+         "hardware: unknown device 'h1000'; did you mean 'h100'? (known: a100, a6000, ascend910b, ascend910c, "
+         "b200, cpu, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090; a file of "
+            "your own is given by its path, which ends in .toml)"),
         ({}, ["--hardware", "h100", "--devices", "8", "--curve"],
          "--curve: is for a plan for one device; leave it out"),
         ({}, ["--hardware", "h100", "--devices", "8", "--export", "deepspeed", "f"],

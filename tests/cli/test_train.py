@@ -95,14 +95,14 @@ with StopRequest():
     os.kill(os.getpid(), signal.SIGTERM)
     print("and here", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(30)
+    time.sleep(300)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=200,
     )
     assert done.returncode == -signal.SIGINT
     assert done.stdout == "still here\nand here\n"
@@ -147,7 +147,7 @@ main(["train", "run.yaml"])
             env=environment | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         assert done.stdout == f"torch {expected}\n", done.stderr
 

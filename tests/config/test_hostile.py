@@ -198,7 +198,7 @@ def test_names_of_files() -> None:
          r"for 'data.files[2]', not 'b\n'"),
         (GOOD + "memory: {disk_path: ~nobody-at-all/x}", "run.yaml:3:21: there is no user 'nobody-at-all' for "
          "'memory.disk_path'; write the path out"),
-        (GOOD + "memory: {budget: 99999999999999999999999999}", "run.yaml:3:18: expected a size such as 20GiB for "
+        (GOOD + "memory: {budget: 99999999999999999999999999}", "run.yaml:3:18: expected a size such as 20GiB, a share such as 90% or auto for "
          "'memory.budget', not a number of 26 digits; the most is 18"),
         (GOOD + "memory: {budget: 99999999999999999999GiB}", "run.yaml:3:18: 'memory.budget': 99999999999999999999GiB is "
          "too large; the largest size is 1048576TiB"),
@@ -252,7 +252,7 @@ def test_chunks_and_stages_together() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"budget": 10**5000}, "memory.budget: expected a size such as 20GiB, not a number of 5001 digits; the most is 18"),
+        ({"budget": 10**5000}, "memory.budget: expected a size such as 20GiB, a share such as 90% or auto, not a number of 5001 digits; the most is 18"),
         ({"min_bytes": float("nan")}, "memory.min_bytes: expected a size such as 20GiB, not nan"),
         ({"budget": "1\n" * 100}, r"memory.budget: '1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n1\n...' is not a "
          "size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowtide.config.memory import MemoryConfig, SwapRule, load_memory
+from lowtide.core.budget import DeviceMemory, Share
 from lowtide.core.fate import Fate, Tier
 from lowtide.errors import ConfigError
 
@@ -71,8 +73,40 @@ def test_the_memory_section_of_a_run_file(in_tmp: Path) -> None:
 def test_nothing_asked_is_nothing_done() -> None:
     config = load_memory({})
     assert config == MemoryConfig()
-    assert config.min_bytes == 1 << 20
+    assert config.min_bytes is None and config.least_bytes == 1 << 20
     assert config.rules().does_nothing
+
+
+def test_what_leaves_the_budget_to_the_device_sets_the_solver_free_too() -> None:
+    for written in ({"budget": "90%"}, {"budget": "AUTO"}, {"budget": " 12.5 % "}, {"preset": "balanced"}):
+        config = load_memory(written)
+        assert config.has_budget and config.recomputes_freely and config.swaps_freely and config.races
+        assert config.slices_loss == {"may": True, "must": False}
+    assert load_memory({"budget": " 12.5 % "}).budget == Share(Fraction(25, 2))
+    assert load_memory({"recompute": "auto", "race": True, "preset": "fastest"}).preset == "fastest"
+
+
+def test_bytes_ask_no_device() -> None:
+    def unknown() -> DeviceMemory:
+        raise AssertionError("nobody has to know")
+
+    config = load_memory({"budget": "1GiB"})
+    settled = config.settled(unknown)
+    assert (settled.config, settled.budget_bytes, settled.preset, settled.line) == (config, 1 << 30, None, "")
+
+
+def test_shares_and_presets_become_bytes_on_a_device(in_tmp: Path) -> None:
+    memory = DeviceMemory(total_bytes=80 << 30, free_bytes=80 << 30, where="of h100")
+    Path("memory.yaml").write_text("budget: 90%\nkeep: [layers.0]\n")  # plain text: a share is no number for YAML
+    settled = load_memory("memory.yaml").settled(lambda: memory)
+    assert settled.budget_bytes == settled.config.budget == 72 << 30
+    assert settled.config.keep == ("layers.0",) and settled.preset is None
+    assert settled.line == "budget 90% = 72.0 GiB: of 80.0 GiB of h100"
+    settled = load_memory({"preset": "balanced"}).settled(lambda: memory)
+    assert (settled.preset, settled.config.preset, settled.config.budget) == ("balanced", None, 76 << 30)
+    assert settled.line == (
+        "preset balanced, within budget auto = 76.0 GiB: 80.0 GiB of h100 less 4.0 GiB (5 %) for what no plan counts"
+    )
 
 
 def test_all() -> None:
@@ -93,6 +127,31 @@ def test_a_budget_sets_the_solver_free() -> None:
     ("mapping", "message"),
     [
         ({"budget": 0}, "memory.budget: must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"),
+        (
+            {"budget": "0%"},
+            "memory.budget: '0%' is not a share of a device; write more than 0% and at most 100%, such as 90%",
+        ),
+        (
+            {"budget": "101%"},
+            "memory.budget: '101%' is not a share of a device; write more than 0% and at most 100%, such as 90%",
+        ),
+        ({"budget": "-5%"}, "memory.budget: '-5%' is not a share; write a number from 1 to 100 and a %, such as 90%"),
+        (
+            {"budget": "most"},
+            "memory.budget: 'most' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
+        ),
+        (
+            {"host_budget": "90%"},
+            "memory.host_budget: '90%' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
+        ),
+        (
+            {"preset": "smallest", "budget": "20GiB"},
+            "memory.preset: chooses a budget by itself; leave the preset or the budget out",
+        ),
+        (
+            {"preset": "smalest"},
+            "memory.preset: expected fastest, balanced, smallest or null, not 'smalest'; did you mean 'smallest'?",
+        ),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"race": True}, "memory.race: true needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"budget": 1, "race": "sometimes"}, "memory.race: expected true, false or null, not 'sometimes'"),

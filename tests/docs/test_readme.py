@@ -73,6 +73,15 @@ def test_the_python_of_the_page_on_reports_runs(tmp_path: Path, monkeypatch: pyt
     exec(compile(code, "report.md", "exec"), {})
     assert "What happened" in (tmp_path / "run.html").read_text(encoding="utf-8")
     assert (tmp_path / "run.trace.json").exists()
+    assert (tmp_path / "run.pickle").exists()
+
+
+@pytest.mark.parametrize("page", ["budget.md", "techniques/sliced-loss.md"])
+def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(ROOT / "docs" / page, "python")
+    exec(compile(code, page, "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert all("of the plain step" in line for line in printed) and len(printed) == 3 * (page == "budget.md")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from lowtide.engines import host
 from lowtide.engines.base import Engine, Lane, Slot
 from lowtide.engines.host import HostEngine
 from lowtide.errors import ConfigError, TierFull
@@ -50,7 +52,7 @@ class _Gate:
     def __call__(self, offset: int, address: int, nbytes: int) -> None:
         self.calls.append(offset)
         self.entered.release()
-        assert self.opened.wait(20)
+        assert self.opened.wait(120)
         self._real(offset, address, nbytes)
 
 
@@ -112,7 +114,7 @@ def test_an_event_waits_for_everything_before_it(engine):
 
     def slow_first(offset: int, address: int, nbytes: int) -> None:
         if offset == slots[0].place:
-            assert first_done.wait(20)
+            assert first_done.wait(120)
         real(offset, address, nbytes)
 
     slots = [engine.allocate(MIB, "disk") for _ in range(3)]
@@ -128,12 +130,22 @@ def test_an_event_waits_for_everything_before_it(engine):
     assert all(engine.query(event) for event in events)
 
 
-def test_wait_on_compute_blocks_and_says_for_how_long(engine):
+def test_wait_on_compute_blocks_and_says_for_how_long(engine, monkeypatch):
     gate = _Gate(engine, "write")
+    write = gate._real
+    gate._real = lambda *place: (time.sleep(0.05), write(*place))  # who does not wait is back before that
     _, event = _write(engine, 1)
     assert not engine.query(event)
-    threading.Timer(0.1, gate.opened.set).start()
-    assert 0.05 < engine.wait(Lane.COMPUTE, event) < 10
+
+    def clock() -> float:
+        """The first who asks is about to wait: seven seconds pass until the write is over."""
+        if gate.opened.is_set():
+            return 8.0 if engine.query(event) else 2.0
+        gate.opened.set()
+        return 1.0
+
+    monkeypatch.setattr(host, "time", types.SimpleNamespace(perf_counter=clock))
+    assert engine.wait(Lane.COMPUTE, event) == 7.0
     assert engine.wait(Lane.COMPUTE, event) == 0.0
 
 
@@ -177,7 +189,7 @@ def test_cancel_drops_what_has_not_started_and_nothing_else(tmp_path):
     engine = HostEngine(tmp_path)
     gate = _Gate(engine, "write")
     running_slot, running = _write(engine, 1)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=120)
     source = _storage(MIB, 2)
     alive = weakref.ref(source)
     slot = engine.allocate(MIB, "disk")
@@ -271,7 +283,7 @@ def test_random_traffic_keeps_every_byte(engine):
     assert engine.memory_in_use()["disk"] == sum(-(-slot.nbytes // 4096) * 4096 for slot, *_ in held)
 
 
-def test_no_leaks_over_20_000_copies(tmp_path):
+def test_no_leaks_over_4_000_copies(tmp_path):
     engine = HostEngine(tmp_path)
     engine.disk.write = engine.disk.read = lambda *_: None  # the bookkeeping is what may leak
     source = _storage(4096, 1)
@@ -288,13 +300,13 @@ def test_no_leaks_over_20_000_copies(tmp_path):
     traffic(500)
     gc.collect()
     objects, resident = len(gc.get_objects()), psutil.Process().memory_info().rss
-    for _ in range(200):
+    for _ in range(40):
         for _ in range(49):
             engine.copy_out(source, slot)
             engine.copy_in(slot, source)
         traffic(1)
     gc.collect()
-    assert len(gc.get_objects()) - objects < 200
+    assert len(gc.get_objects()) - objects < 100
     assert psutil.Process().memory_info().rss - resident < 16 * MIB
     engine.close()
 
@@ -311,13 +323,15 @@ def test_close_ends_threads_and_descriptors_and_is_idempotent(tmp_path):
     assert _num_descriptors() == descriptors
 
 
-def test_close_drops_what_has_not_started(tmp_path):
+def test_close_drops_what_has_not_started(tmp_path, monkeypatch):
     engine = HostEngine(tmp_path)
     gate = _Gate(engine, "write")
     _, running = _write(engine, 1)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=120)
     _, queued = _write(engine, 2)
-    threading.Timer(0.05, gate.opened.set).start()
+    (thread,) = engine._copier.threads
+    join = thread.join
+    monkeypatch.setattr(thread, "join", lambda: (gate.opened.set(), join()))
     engine.close()
     assert engine.query(running)
     assert engine.failure(running) is None
@@ -332,7 +346,7 @@ def test_a_forgotten_engine_is_collected(tmp_path):
     engine.wait(Lane.COMPUTE, event)
     del engine, event
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     gc.collect()
@@ -415,9 +429,11 @@ def test_256_mib_go_through_little_resident_memory(tmp_path):
 
 
 def test_bandwidth_is_measured_both_ways(engine):
+    start = time.perf_counter()
     bandwidth = engine.probe_bandwidth(4 * MIB)
-    assert bandwidth.out_bytes_per_second > 1e6
-    assert bandwidth.in_bytes_per_second > 1e6
+    least = 4 * MIB / (time.perf_counter() - start)  # what is timed is a part of the call
+    assert least < bandwidth.out_bytes_per_second < 1e13
+    assert least < bandwidth.in_bytes_per_second < 1e13
     assert engine.memory_in_use() == {"disk": 0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from zoo import same_bits
 
 import lowtide
+from benchmarks.device_sizes import sizes_of
 from lowtide.optimizer.swap import OptimizerSwap
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
-NUM_PARAMETERS, SIDE, BUCKET_BYTES = 24, 1024, 16 * MIB
+NUM_PARAMETERS = 24
 
 
 def _device() -> torch.device:
@@ -22,9 +24,20 @@ def _device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
+@functools.lru_cache(maxsize=1)
+def _side() -> int:
+    """Of each parameter, a square."""
+    return max(256, min(sizes_of(_device()).side, 1024))
+
+
+def _bucket_bytes() -> int:
+    """Of four parameters in float32."""
+    return 16 * _side() ** 2
+
+
 def _make(flags: dict[str, Any], dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(SIDE, SIDE, generator=generator).to(dtype) for _ in range(NUM_PARAMETERS)]
+    values = [torch.randn(_side(), _side(), generator=generator).to(dtype) for _ in range(NUM_PARAMETERS)]
     parameters = [torch.nn.Parameter(value.to(_device())) for value in values]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -46,7 +59,7 @@ def test_same_bits(flags: dict[str, Any], dtype: torch.dtype) -> None:
     _steps(plain_parameters, plain, 6)
     for overlap in ("step", "backward"):
         parameters, optimizer = _make(flags, dtype)
-        with lowtide.swap_optimizer(optimizer, bucket_bytes=BUCKET_BYTES, overlap=overlap):
+        with lowtide.swap_optimizer(optimizer, bucket_bytes=_bucket_bytes(), overlap=overlap):
             _steps(parameters, optimizer, 6)
             for parameter, twin in zip(parameters, plain_parameters, strict=True):
                 for key in ("exp_avg", "exp_avg_sq"):
@@ -62,7 +75,7 @@ def test_the_device_holds_buckets_only() -> None:
     device = _device()
     module = torch.get_device_module(device)
     _parameters, optimizer = _make({"fused": True}, torch.float32)
-    handle: OptimizerSwap = lowtide.swap_optimizer(optimizer, bucket_bytes=BUCKET_BYTES, overlap="step")
+    handle: OptimizerSwap = lowtide.swap_optimizer(optimizer, bucket_bytes=_bucket_bytes(), overlap="step")
     before = module.memory_allocated(device)
     for _ in range(4):
         module.reset_peak_memory_stats(device)
@@ -70,8 +83,8 @@ def test_the_device_holds_buckets_only() -> None:
         torch.accelerator.synchronize(device)
         assert module.memory_allocated(device) - before <= NUM_PARAMETERS * 512, "a `step` for each parameter"
         # The first step makes the state of one bucket beside the buckets.
-        assert module.max_memory_allocated(device) - before <= 4 * BUCKET_BYTES + MIB
-    assert handle.stats.swapped_bytes == 8 * NUM_PARAMETERS * SIDE * SIDE
+        assert module.max_memory_allocated(device) - before <= 4 * _bucket_bytes() + MIB
+    assert handle.stats.swapped_bytes == 8 * NUM_PARAMETERS * _side() ** 2
     handle.detach()
 
 

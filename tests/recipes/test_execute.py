@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 import weakref
 from typing import Any
 
@@ -119,25 +119,17 @@ def test_an_operator_that_does_not_exist(op: str) -> None:
     )
 
 
-def test_a_step_costs_microseconds() -> None:
+def test_a_step_costs_a_few_python_calls() -> None:
+    """Beside the operator itself: microseconds, on whatever machine."""
     steps = [step("aten.neg.default", {"input": 0}), *(step("aten.neg.default", made(i)) for i in range(99))]
     program = compile_recipe(recipe(*steps))
-    x = torch.ones(1)
-
-    def best(run: Any) -> float:
-        times = []
-        for _ in range(30):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    def by_hand() -> None:
-        y = x
-        for _ in range(100):
-            y = torch.ops.aten.neg.default(y)
-
-    assert (best(lambda: program.run([x], CPU)) - best(by_hand)) / 100 < 10e-6
+    x, calls = torch.ones(1), []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        program.run([x], CPU)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 6 * 100
 
 
 def test_operators_run_with_gradients_on_as_they_ran_and_record_nothing() -> None:

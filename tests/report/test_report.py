@@ -129,7 +129,9 @@ def test_a_run_by_rules(tmp_path: Path) -> None:
     text = lowtide.write_report(model, tmp_path / "run.html").read_text(encoding="utf-8")
     assert "Sequential: a run by rules" in text
     assert text.count("<figure>") == 1
-    with pytest.raises(lowtide.ConfigError, match=r"run\.trace\.json: there is no step to trace; write HTML or JSON$"):
+    with pytest.raises(
+        lowtide.ConfigError, match=r"only a plan for a budget has a step on the clock; write \.html or \.json$"
+    ):
         lowtide.write_report(model, tmp_path / "run.trace.json")
     lowtide.remove(model)
 
@@ -138,7 +140,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(lowtide.ConfigError) as caught:
         lowtide.write_report(_model(), tmp_path / "run.pdf")
     assert str(caught.value) == (
-        f"report: {tmp_path / 'run.pdf'}: write to a file that ends in .html, .trace.json or .json"
+        f"report: {tmp_path / 'run.pdf'}: write to a file that ends in .html, .trace.json, .json or .pickle"
     )
     with pytest.raises(lowtide.ConfigError) as caught:
         lowtide.write_report(_model(), tmp_path / "run.html")

@@ -61,13 +61,14 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"{tmp_path / 'metrics.jsonl'}:1: this is not a step that `lowtide train` wrote\n"
+        f"{tmp_path / 'metrics.jsonl'}:1: this is not a step that `lowtide train` wrote; delete the line "
+        "for a report without it\n"
     )
     (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "run.pdf")]) == 2
-    assert capsys.readouterr().err.endswith("write to a file that ends in .html, .trace.json or .json\n")
+    assert capsys.readouterr().err.endswith("write to a file that ends in .html, .trace.json, .json or .pickle\n")
     assert main(["report", str(tmp_path)]) == 0  # a run that failed before its first step
     for name in ("plan.json", "step.json"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
     assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith("; delete plan.json and step.json for a report without them\n")
+    assert capsys.readouterr().err.endswith("; delete it for a report without it\n")

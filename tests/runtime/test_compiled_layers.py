@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.profiling.layers import find_layers
-from lowtide.tensors.private import num_compiled_graphs
-from tests.compiled_models import FORMS, WIDTH, Block, Model, assert_same, build, train
+from tests.compiled_models import FORMS, WIDTH, Block, Model, assert_same, build, num_frames, train
 
 PLANS: dict[str, dict[str, Any]] = {
     "swap": {"swap": "all", "min_bytes": 0},
@@ -31,11 +30,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _frames() -> tuple[int, int]:
-    """How many frames the compiler has looked at, and how many graphs it made."""
-    return torch._dynamo.utils.counters["frames"]["total"], num_compiled_graphs()
-
-
 def _apply(model: nn.Module, plan: dict[str, Any]) -> Any:
     return lowtide.apply(model, plan, engine="virtual:1")
 
@@ -44,30 +38,30 @@ def _apply(model: nn.Module, plan: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_are_those_of_the_compiled_model_and_nothing_is_compiled_for_lowtide(form: str, plan: str) -> None:
     truth = train(build(form))
-    before = _frames()
+    before = num_frames()
     model = build(form)
     with _apply(model, PLANS[plan]) as tide:
         assert_same(train(model), truth)
         stats = tide.stats
         assert stats.num_divergences == 0
         assert (stats.swapped_bytes, stats.recomputed_bytes) != (0, 0)
-    assert _frames() == before
+    assert num_frames() == before
     del tide
     model.zero_grad(set_to_none=True)
     model.layers.load_state_dict(build(form).layers.state_dict())
     assert_same(train(model), truth)
-    assert _frames() == before
+    assert num_frames() == before
 
 
 def test_other_lengths_make_other_graphs_and_change_no_bit() -> None:
     """One graph is compiled for eight rows, one for any number of them; each saves something else."""
     lengths = (8, 12, 8, 5)
     truth = train(build(), lengths)
-    before = _frames()
+    before = num_frames()
     for plan in PLANS.values():
         with _apply(build(), plan) as tide:
             assert_same(train(tide.model, lengths), truth)
-        assert _frames() == before
+        assert num_frames() == before
 
 
 def test_a_layer_that_was_compiled_anew_since_its_forward_is_not_recomputed_by_other_code() -> None:
@@ -98,11 +92,11 @@ def test_a_layer_that_was_compiled_anew_since_its_forward_is_not_recomputed_by_o
 def test_writes_in_place_autocast_and_buffers_that_move() -> None:
     how: dict[str, Any] = {"habits": ("writes", "", "")}
     truth = train(build(**how), dtype=torch.bfloat16)
-    before = _frames()
+    before = num_frames()
     for plan in PLANS.values():
         with _apply(build(**how), plan) as tide:
             assert_same(train(tide.model, dtype=torch.bfloat16), truth)
-        assert _frames() == before
+        assert num_frames() == before
 
 
 def test_evaluation_in_between_and_remove() -> None:
@@ -116,7 +110,7 @@ def test_evaluation_in_between_and_remove() -> None:
         return [*first, *outputs, *train(model)]
 
     truth = run(build())
-    before = _frames()
+    before = num_frames()
     model = build()
     keys, calls = list(model.state_dict()), [dict(vars(module)) for module in model.modules()]
     with _apply(model, PLANS["mixed"]) as tide:
@@ -124,7 +118,7 @@ def test_evaluation_in_between_and_remove() -> None:
         assert list(model.state_dict()) == keys
         assert tide.stats.num_forwards == 5
     assert [dict(vars(module)) for module in model.modules()] == calls
-    assert _frames() == before
+    assert num_frames() == before
 
 
 def test_a_copy_of_a_model_with_compiled_layers_is_plain() -> None:
@@ -156,7 +150,7 @@ def test_a_compiled_layer_inside_an_eager_one_and_a_compiled_part_that_is_no_lay
     model = make()
     state = copy.deepcopy(model.state_dict())
     truth = train(model)
-    before = _frames()
+    before = num_frames()
     for plan in (PLANS["swap"], PLANS["recompute"], {"recompute": ["layers.*.inner", "embed"]}):
         model = make()
         model.load_state_dict(state)
@@ -165,7 +159,7 @@ def test_a_compiled_layer_inside_an_eager_one_and_a_compiled_part_that_is_no_lay
             names = {site.name for site in tide.plan.sites}
         if "recompute" not in plan:
             assert {"tanh", "layers.0.inner.compiled", "layers.1.relu"} <= names
-    assert _frames() == before
+    assert num_frames() == before
 
 
 def test_blocks_of_which_one_is_compiled_are_layers_and_what_repeats_inside_one_is_not() -> None:

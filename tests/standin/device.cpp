@@ -42,6 +42,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -110,8 +111,15 @@ struct Queue {
 
 enum Policy { kLate = 0, kEarly = 1, kRandom = 2, kClock = 3, kHidden = 4 };
 
+// Rates in bytes and operations a second; the least that an operator and that a copy takes; and the share of a copy's
+// time by which computation beside it falls behind.
 struct Speeds {
-  double out = 20e9, in = 20e9, memory = 1e12, flops = 1e14, launch = 1e-6;
+  double out = 20e9, in = 20e9, memory = 1e12, flops = 1e14, launch = 1e-6, latency = 0, share = 0;
+};
+
+struct Span {
+  int stream;
+  double start, end;
 };
 
 // -- who touched which bytes -------------------------------------------------------------------------------------------
@@ -152,6 +160,7 @@ struct State {
   std::array<int64_t, kNumDevices> own_peak{};  // nobody but the tests can reset it
   std::array<c10::CachingDeviceAllocator::DeviceStats, kNumDevices> stats;
   std::map<std::pair<int, size_t>, std::vector<Block*>> free_blocks;
+  std::array<std::vector<Span>, kNumDevices> copies;  // when they run, as long as computation may still meet them
   int64_t num_allocations = 0, fail_from = -1, fail_until = -1;
   std::map<uintptr_t, std::weak_ptr<void>> pinned;
   std::map<uintptr_t, size_t> pinned_bytes;
@@ -252,6 +261,36 @@ void issue(int stream) {
 void take(int stream, double seconds) {
   Queue& queue = queue_of(stream);
   queue.now = std::max(queue.now, state().host_now) + seconds;
+}
+
+// A copy between host and device.
+void take_copy(int stream, double seconds) {
+  take(stream, seconds);
+  const double end = queue_of(stream).now;
+  if (state().speeds.share > 0) state().copies[device_of(stream)].push_back({stream, end - seconds, end});
+}
+
+// Computation, slower while copies of other streams run. All of those have been issued by now: a copy waits for what was
+// computed before it was issued, so none that comes later can begin before this is over.
+void take_compute(int stream, double seconds) {
+  auto& copies = state().copies[device_of(stream)];
+  take(stream, 0);
+  double now = queue_of(stream).now, rate;
+  copies.erase(std::remove_if(copies.begin(), copies.end(), [&](const Span& copy) { return copy.end <= now; }),
+               copies.end());
+  for (;;) {
+    rate = 1;
+    double next = HUGE_VAL;  // until then nothing changes
+    for (const Span& copy : copies) {
+      if (copy.stream == stream || copy.end <= now) continue;
+      if (copy.start <= now) rate = std::max(rate - state().speeds.share, 0.1);
+      next = std::min(next, copy.start <= now ? copy.end : copy.start);
+    }
+    if ((next - now) * rate >= seconds) break;
+    seconds -= (next - now) * rate;
+    now = next;
+  }
+  queue_of(stream).now = now + seconds / rate;
 }
 
 std::string name_of(int stream) {
@@ -575,6 +614,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!is_seen) return false;
     force(point->stream, point->position);
     s.host.join(point->clock);
+    s.host_now = std::max(s.host_now, point->time);  // what the host issues from here on cannot begin earlier
     return true;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
@@ -707,18 +747,37 @@ Tensor brought(const Tensor& made, int stream, bool is_racing, const char* what)
   return moved;
 }
 
-double seconds_of(const std::string& name, const std::vector<Tensor>& tensors) {
+std::vector<Tensor> tensors_in(c10::ArrayRef<c10::IValue> values) {
+  std::vector<Tensor> found;
+  for (const auto& value : values) {
+    if (value.isTensor()) found.push_back(value.toTensor());
+    else if (value.isTensorList()) for (const Tensor& each : value.toTensorList()) found.push_back(each);
+  }
+  found.erase(std::remove_if(found.begin(), found.end(), [](auto& tensor) { return !tensor.defined(); }), found.end());
+  return found;
+}
+
+// Elements that differ: what is expanded is read once.
+double bytes_of(const Tensor& tensor) {
+  double elements = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.size(dim) == 0 || tensor.stride(dim) != 0) elements *= double(tensor.size(dim));
+  return elements * double(tensor.itemsize());
+}
+
+// By roofline: the longer of arithmetic and traffic, and never less than a launch. `moved`: what is read, and what is made.
+double seconds_of(const std::string& name, const std::vector<Tensor>& moved) {
   const Speeds& speeds = state().speeds;
   double nbytes = 0;
-  for (auto& tensor : tensors) nbytes += double(tensor.numel()) * double(tensor.itemsize());
-  double seconds = nbytes / speeds.memory;
+  for (auto& tensor : moved) nbytes += bytes_of(tensor);
+  bool is_lookup = name == "aten::index_select" || name == "aten::embedding" || name == "aten::gather";
+  if (is_lookup) nbytes += bytes_of(moved.back()) - bytes_of(moved.front());  // of a table, only what is taken is read
+  double seconds = std::max(nbytes / speeds.memory, speeds.launch);
   bool is_product = name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm";
-  if (is_product && tensors.size() >= 2) {
-    size_t left = name == "aten::mm" || name == "aten::bmm" ? 0 : 1;
-    if (tensors.size() > left + 1 && tensors[left + 1].dim() > 0)
-      seconds = std::max(seconds, 2.0 * double(tensors[left].numel()) * double(tensors[left + 1].size(-1)) / speeds.flops);
-  }
-  return seconds + speeds.launch;
+  size_t left = name == "aten::mm" || name == "aten::bmm" ? 0 : 1;
+  if (is_product && moved.size() > left + 1 && moved[left + 1].dim() > 0)
+    seconds = std::max(seconds, 2.0 * double(moved[left].numel()) * double(moved[left + 1].size(-1)) / speeds.flops);
+  return seconds;
 }
 
 void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -793,7 +852,15 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
   if (whole) stack->back() = stack->back().toTensor().to(*whole);
-  take(stream, seconds_of(name, all));
+  std::vector<Tensor> moved = all;
+  const auto results = tensors_in(torch::jit::last(*stack, schema.returns().size()));
+  bool is_view = written.empty() && !results.empty();
+  for (const Tensor& made : results) {
+    if (made.is_cpu() && aliases.ours_of_storage(made) != nullptr) continue;
+    moved.push_back(made);
+    is_view = false;
+  }
+  if (!is_view) take_compute(stream, seconds_of(name, moved));
 
   for (auto& [ours, other] : aliases.pairs) {  // outputs that the kernel gave another size
     if (std::none_of(written.begin(), written.end(), [&](auto& w) { return w.is_same(ours); })) continue;
@@ -868,7 +935,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     issue(stream);
     bool is_racing = touch(stream, data_of(source), nbytes, false, is_ours(target) ? "copy in" : "copy out");
     is_racing |= touch(stream, data_of(target), nbytes, true, is_ours(target) ? "copy in" : "copy out");
-    take(stream, double(nbytes) / (is_ours(target) ? s.speeds.in : s.speeds.out) + s.speeds.launch);
+    take_copy(stream, double(nbytes) / (is_ours(target) ? s.speeds.in : s.speeds.out) + s.speeds.latency);
     ++s.num_copies;
     submit(stream, {Work::kCopy, nullptr, static_cast<char*>(target.unsafeGetTensorImpl()->mutable_data()),
                     static_cast<const char*>(data_of(source)), nbytes, is_racing, pinned});
@@ -887,7 +954,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   issue(stream);
   bool is_racing = is_ours(source) && touch(stream, data_of(source), span_of(source), false, "copy_");
   is_racing |= is_ours(target) && touch(stream, data_of(target), nbytes, true, "copy_");
-  take(stream, 2.0 * double(nbytes) / s.speeds.memory + s.speeds.launch);
+  take_compute(stream, 2.0 * double(nbytes) / s.speeds.memory + s.speeds.launch);
   Tensor to = is_ours(target) ? aliases.of(target) : target;
   Tensor from = is_ours(source) ? aliases.of(source) : source;
   to.copy_(from);
@@ -1049,9 +1116,9 @@ int64_t standin_take_peak(int device) {
 int64_t standin_num_allocations() { return state().num_allocations; }
 int64_t standin_num_copies() { return int64_t(state().num_copies); }
 
-void standin_set_speeds(double out, double in, double memory, double flops, double launch) {
+void standin_set_speeds(double out, double in, double memory, double flops, double launch, double latency, double share) {
   Lock lock(state().mutex);
-  state().speeds = {out, in, memory, flops, launch};
+  state().speeds = {out, in, memory, flops, launch, latency, share};
 }
 
 // Seconds on the clock of the calling thread's current stream.

@@ -54,7 +54,7 @@ def load() -> None:
     library.standin_play.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_double]
     library.standin_set_cap.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.standin_refuse.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    library.standin_set_speeds.argtypes = [ctypes.c_double] * 5
+    library.standin_set_speeds.argtypes = [ctypes.c_double] * 7
     library.standin_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.standin_violation.argtypes = [ctypes.c_int64]
     library.standin_violation.restype = ctypes.c_char_p
@@ -119,6 +119,10 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
         "memory_allocated": torch.accelerator.memory_allocated,
         "max_memory_allocated": torch.accelerator.max_memory_allocated,
         "reset_peak_memory_stats": torch.accelerator.reset_peak_memory_stats,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_properties": lambda device=None: types.SimpleNamespace(
+            name=NAME, total_memory=torch.accelerator.get_memory_info(index(device))[1]
+        ),
     }
     for name, function in functions.items():
         setattr(module, name, function)
@@ -151,11 +155,19 @@ def refusing(first: int, num: int = 1) -> Iterator[None]:
 
 
 def set_speeds(
-    *, out: float = 20e9, into: float = 20e9, memory: float = 1e12, flops: float = 1e14, launch: float = 1e-6
+    *,
+    out: float = 20e9,
+    into: float = 20e9,
+    memory: float = 1e12,
+    flops: float = 1e14,
+    launch: float = 1e-6,
+    latency: float = 0.0,
+    share: float = 0.0,
 ) -> None:
-    """Of the virtual clock: bytes a second of each direction and of the device's memory, operations a second, and
-    seconds that anything takes at least."""
-    _library().standin_set_speeds(out, into, memory, flops, launch)
+    """Of the virtual clock: bytes a second of each direction and of the device's memory, operations a second, seconds
+    that an operator takes at least and that each copy takes beyond its bytes, and seconds by which computation falls
+    behind for each second that a copy runs beside it."""
+    _library().standin_set_speeds(out, into, memory, flops, launch, latency, share)
 
 
 def take_peak(number: int = 0) -> int:

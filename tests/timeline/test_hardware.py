@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError
+from lowtide.timeline.cluster import load_cluster
 from lowtide.timeline.hardware import hardware_names, load_hardware
 
-KNOWN = ("a100", "ascend910b", "ascend910c", "b200", "cpu", "gh200", "h100", "h200", "rtx4090")
+KNOWN = (
+    "a100", "a6000", "ascend910b", "ascend910c", "b200", "cpu", "gh200", "h100", "h200", "l40s", "mi300x", "rtx4090",
+    "rtx5090",
+)  # fmt: skip
 GOOD = """
 memory_bytes = { value = "24GiB", source = "vendor: sheet" }
 flops_per_second.float32 = { value = 2e12, source = "measured: a matmul" }
@@ -136,7 +140,17 @@ def test_an_unknown_name() -> None:
     known = "(known: " + ", ".join(KNOWN) + "; a file of your own is given by its path, which ends in .toml)"
     assert error_of("h201") == f"hardware: unknown device 'h201'; did you mean 'h200'? {known}"
     assert error_of("toaster") == f"hardware: unknown device 'toaster' {known}"
-    assert error_of("H200") == f"hardware: unknown device 'H200'; did you mean 'h200'? {known}"
+    assert error_of("H201") == f"hardware: unknown device 'H201'; did you mean 'h200'? {known}"
+
+
+@pytest.mark.parametrize("given", ["H200", "h200", "H-200", "H 200", "h_200"])
+def test_case_blanks_and_hyphens_do_not_count_in_a_name(given: str) -> None:
+    assert load_hardware(given) == load_hardware("h200")
+    assert load_hardware(given).name == "h200"
+
+
+def test_a_cluster_is_named_as_freely() -> None:
+    assert load_cluster("H-800") == load_cluster("h800")
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -12,7 +12,7 @@ space (never counted as room), systems without /proc (the user's number alone, o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 _V1_UNLIMITED_BYTES = 1 << 60
@@ -27,6 +27,8 @@ class HostLimit:
     """None: nothing is known, there is no cap."""
     source: str
     """'user', 'cgroup /path', 'machine' or 'unknown'."""
+    total_bytes: int | None = field(default=None, compare=False)
+    """What it is a cap on: taken bytes count too."""
 
 
 def host_limit(user_bytes: int | None = None, root: Path = Path("/")) -> HostLimit:
@@ -37,12 +39,22 @@ def host_limit(user_bytes: int | None = None, root: Path = Path("/")) -> HostLim
     return min(caps, key=lambda cap: cap.limit_bytes or 0)
 
 
+def host_total(root: Path = Path("/")) -> HostLimit:
+    """The smallest of what the cgroup allows and the machine has, whatever is taken of it; its `total_bytes` is None
+    where nothing is known."""
+    known = [cap for cap in _caps(None, root) if cap.total_bytes is not None]
+    return min(known, key=lambda cap: cap.total_bytes or 0, default=HostLimit(limit_bytes=None, source="unknown"))
+
+
 def _caps(user_bytes: int | None, root: Path) -> Iterator[HostLimit]:
     if user_bytes is not None:
         yield HostLimit(limit_bytes=user_bytes, source="user")
-    available = _fields(root / "proc/meminfo").get("MemAvailable:")
+    machine = _fields(root / "proc/meminfo")
+    available = machine.get("MemAvailable:")
     if available is not None:
-        yield HostLimit(limit_bytes=available * 1024, source="machine")
+        total = machine.get("MemTotal:")
+        total_bytes = None if total is None else total * 1024
+        yield HostLimit(limit_bytes=available * 1024, source="machine", total_bytes=total_bytes)
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -74,7 +86,7 @@ def _headroom(
         return
     in_use = max((used or 0) - reclaimable, 0)
     name = PurePosixPath("/") / group.relative_to(mount).as_posix()
-    yield HostLimit(limit_bytes=max(min(known) - in_use, 0), source=f"cgroup {name}")
+    yield HostLimit(limit_bytes=max(min(known) - in_use, 0), source=f"cgroup {name}", total_bytes=min(known))
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:

@@ -5,16 +5,16 @@ saved activations are parked outside the device, and which leaves no trace), pla
 out under the plan, as are all that follow. After each of the first two planned steps the measured stalls and, on an
 accelerator, the measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of
 the memory, of compute or of the link is corrected by the difference (corrections.py) and the plan is made again: from
-start to stable in three planned steps. Then a few plans take turns on at most twelve steps, and the fastest stays
-(race.py, planner/rivals.py), unless a plan that is made for the prices which this has shown beats it in eight more
-(planner/learned.py). When the time of a step drifts they race again.
+start to stable in three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
 
-Where it stands is a phase (phases.py); where plans come from is a `PlanSource` (plan_source.py), which need not have a
-budget: then plans are carried out as they are, and of the above only observe, plan, apply is left.
+Where it stands is a phase (phases.py); plans are made, and agreed among ranks, by `Planning` (planning.py). They come
+from a `PlanSource` (plan_source.py), which need not have a budget: then plans are carried out as they are, and of the
+above only observe, plan, apply is left.
 
 Gradients: once a forward pass finds some (micro-batches accumulate), plans count them from the start of a pass on.
-Shapes: a plan is made for the shapes of a batch, and serves smaller ones too (shapes.py). As soon as it does, it is
-made again without recipes that hold for one shape only. Plans of other shapes are put aside and taken up as they were.
+Shapes: a plan is made for the shapes of a batch, and serves smaller ones too (plan_cache.py). When the first smaller
+batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are put aside
+and taken up as they were.
 Ranks: all use the smallest budget, and the first one's plan as long as all have the same shapes and come to each
 decision together; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks or, where
 the model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
@@ -31,7 +31,6 @@ under way while a new shape is observed: its gradients may be lost.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -51,16 +50,16 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.planner.learned import learned_link
-from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, agreed_rivals
-from lowtide.runtime.autopilot.contest import BEFORE, LEARNED, SOLVERS, Contest, Entrant
+from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
+from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
 from lowtide.runtime.autopilot.peaks import PeakWatch
 from lowtide.runtime.autopilot.phases import Phase, State
 from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket, shape_bucket
-from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
-from lowtide.runtime.autopilot.race import LATE_STEPS, Pace, Race, not_in_force, of_slowest_rank
+from lowtide.runtime.autopilot.plan_race import RACE, Controls, PlanRaces
+from lowtide.runtime.autopilot.plan_source import PlanSource
+from lowtide.runtime.autopilot.planning import Planning
 from lowtide.runtime.autopilot.step_clock import StepClock
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
@@ -74,6 +73,7 @@ from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.unseen import Unseen
 from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.ranks import ALONE, any_rank, gather
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
@@ -84,7 +84,6 @@ _ACCUMULATES = "gradients stay"
 _VARIES = "shapes vary"
 _UNSTEADY = "recipes do not hold"
 _REFUSED = "layers cannot run again"
-_RACE = "race: "
 _PLAIN = (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED)
 """Whoever holds the lock in one of these observes at this moment, or came when all was over."""
 _NOT_CORRECTIONS = ("first step", "new shape", _ACCUMULATES, _VARIES, _UNSTEADY, _REFUSED)
@@ -127,13 +126,12 @@ class Autopilot:
         """What the autopilot decided, and when."""
         self.source = source
         """Where its plans come from."""
-        self._consensus = PlanConsensus(group, source.budget_bytes)
+        self._planning = Planning(source, group)
         self._optimizer = optimizer
         self._placed = placed
         self._lease = _Lease(engine) if owns_engine else None
         self._group = group
         self._say = say or _say_nothing
-        self._facts = Facts()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shapes = PlanCache()
         self._state = State()
@@ -157,8 +155,19 @@ class Autopilot:
         """Of the same steps, on a device whose allocator counts."""
         self._clock = BackwardClock()
         """Of the planned steps that are to be reviewed."""
+        self._first = FirstStep(engine)
         self._steps = StepClock(engine, self._trained)
         """Of the steps of plans that race, or have won."""
+        controls = Controls(
+            state=lambda: self._state,
+            enter=self._enter,
+            use=self._use,
+            tell=self._tell,
+            decide=self._decide,
+            num_threads=lambda: len(self._threads),
+            say=self._say,
+        )
+        self._races = PlanRaces(self._planning, self._shapes, engine, self._steps, controls)
         self._audit: Audit | None = None
         """The last one that was asked for."""
         self._threads: set[int] = set()
@@ -190,12 +199,12 @@ class Autopilot:
     @property
     def link(self) -> Link | None:
         """The link as measured, and corrected since; None before the first step, and without a budget."""
-        return self._facts.link
+        return self._planning.facts.link
 
     @property
     def has_gradients(self) -> bool:
         """Whether plans count gradients of earlier micro-batches from the start of a pass."""
-        return self._facts.has_gradients
+        return self._planning.facts.has_gradients
 
     @property
     def tide(self) -> Tide | None:
@@ -218,9 +227,19 @@ class Autopilot:
         return self.tide.stats if self.tide is not None else Stats.nothing()
 
     @property
+    def live_bytes(self) -> int:
+        """Activations that are on the device now, as lowtide counts them. Unlike `stats`, cheap."""
+        return self.tide.live_bytes if self.tide is not None else 0
+
+    @property
+    def races(self) -> list[tuple[Standing, ...]]:
+        """How its races went, each with the winner first."""
+        return self._races.results
+
+    @property
     def num_corrections(self) -> int:
         """How often a plan was made again because a step was not as predicted."""
-        whys = [event.why for event in self.events if not event.why.startswith(_RACE)]
+        whys = [event.why for event in self.events if not event.why.startswith(RACE)]
         return sum(why not in _NOT_CORRECTIONS for why in whys)
 
     @property
@@ -331,7 +350,14 @@ class Autopilot:
             # Taken first: where this forward fails, the next one may have other inputs.
             witness, self._witness = self._witness, None
             planned, tide = self._patch.original, self.tide
-        output = planned(*args, **kwargs)
+        self._first.begin()
+        try:
+            output = planned(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) and not self._rollback.is_running:
+                error.add_note(f"lowtide: out of memory in a forward pass. {self._describe_floor()}")
+            raise
+        self._first.follow(output)
         if witness is not None:
             witness.compare(output)
         if self.source.races:
@@ -354,8 +380,8 @@ class Autopilot:
         """See that a plan for these inputs is in force."""
         self._steps.stop()
         self._threads.add(threading.get_ident())
-        if self._has_budget:
-            if not self._facts.has_gradients and any(parameter.grad is not None for parameter in self._trained):
+        if self._planning.has_budget:
+            if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
                 self._expect_gradients()
             self._drop_unsteady()
         shape = shape_bucket(args, kwargs)
@@ -371,8 +397,8 @@ class Autopilot:
             self._use(key)
         self._was_smaller |= key != shape
         if self.source.races and not self._is_audited:
-            self._race(key)
-            self._steps.start(self._timed(key) if key == shape else None)
+            self._races.before_step(key)
+            self._steps.start(self._races.timed(key) if key == shape else None)
 
     # -- shapes ----------------------------------------------------------------------------------------------------
 
@@ -385,14 +411,14 @@ class Autopilot:
         """Plan anew without recipes that hold for one shape only; False where that does not fit."""
         shape = self._shapes[key]
         free = shape.profile.without_sizes(is_proven=shape.plan.check == "full")
-        if not self._has_budget:
+        if not self._planning.has_budget:
             return not shape.has_sizes  # no plan is changed for the sake of other shapes
         if shape.serves_smaller:
             return True
         if shape.has_sizes:
             start = time.perf_counter()
             try:
-                plan = self._plan_again(shape, is_joint=self._decide("vary"), profile=free)
+                plan = self._planning.again(shape, is_joint=self._decide("vary"), profile=free)
             except BudgetError:
                 return False
             self._replace(shape, plan)
@@ -410,7 +436,7 @@ class Autopilot:
 
     def _decide(self, what: str) -> bool:
         """Whether all ranks are here, in the same forward pass, to decide the same; else each decides for itself."""
-        return self._consensus.all_here(f"{self._num_forwards} {what}")
+        return self._planning.consensus.all_here(f"{self._num_forwards} {what}")
 
     def _largest_for(self, shape: ShapeBucket) -> ShapeBucket:
         """The plan for inputs that no plan was made for, and that cannot be observed."""
@@ -438,11 +464,12 @@ class Autopilot:
             self._witness = Witness(type(self.model).__name__)
             how: Any = {"is_inside": self._entry is None, "witness": self._witness}
             profile = observe_call(self.model, args, kwargs, self._optimizer, **how)
-            if self._facts.link is None:
-                self._facts = dataclasses.replace(self._facts, link=self._measured_link())
+            if self._planning.facts.link is None:
+                self._planning.know(link=self._measured_link())
             if not self._shapes:
                 self._meet_first(key, profile)
-            shape = self._learned(profile, is_joint=not self._shapes or self._consensus.is_together)
+            is_joint = not self._shapes or self._planning.consensus.is_together
+            shape = self._planning.first(profile, self._shapes, is_joint=is_joint)
         except BaseException as error:
             self._witness = None
             if self.phase is Phase.REMOVED:
@@ -475,32 +502,21 @@ class Autopilot:
         answers = gather((key.shapes, profile.num_collectives), self._group)
         self._has_collectives = any(num for _, num in answers)
         if len({shapes for shapes, _ in answers}) > 1:
-            self._consensus.part()
-
-    def _learned(self, profile: Profile, *, is_joint: bool) -> CachedPlan:
-        """A plan for what was just observed; one that serves smaller shapes too, if others do already."""
-        if any(known.serves_smaller for known in self._shapes):
-            free = profile.without_sizes(is_proven=all(known.plan.check == "full" for known in self._shapes))
-            with contextlib.suppress(BudgetError):
-                plan = self._agreed_plan(free, self._consensus.budget_bytes, is_joint=is_joint)
-                return CachedPlan(profile=free, plan=plan, serves_smaller=True)
-        return CachedPlan(
-            profile=profile, plan=self._agreed_plan(profile, self._consensus.budget_bytes, is_joint=is_joint)
-        )
+            self._planning.consensus.part()
 
     def _expect_gradients(self) -> None:
         """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
         start = time.perf_counter()
-        before = self._facts
-        self._facts = dataclasses.replace(before, has_gradients=True)
+        before = self._planning.facts
+        self._planning.know(has_gradients=True)
         shapes = list(self._shapes)
         if self._state.key is not None:
             self._count_review(self._shapes[self._state.key])  # its plan changes without one
         try:
             is_joint = bool(shapes) and self._decide(_ACCUMULATES)
-            plans = [self._plan_again(shape, is_joint=is_joint) for shape in shapes]
+            plans = [self._planning.again(shape, is_joint=is_joint) for shape in shapes]
         except BudgetError:
-            self._facts = before  # so that the next one is refused as well
+            self._planning.facts = before  # so that the next one is refused as well
             raise
         for shape, plan in zip(shapes, plans, strict=True):
             self._replace(shape, plan)
@@ -512,11 +528,11 @@ class Autopilot:
         be: plan again without them, so that memory fits. A plan that is only tried is out, and nothing else changes."""
         failed = self.tide.failed_recipes if self.tide is not None else {}
         refused = self.tide.refused_layers if self.tide is not None else {}
-        if self._rival is not None:
+        if self._races.rival is not None:
             if failed or refused:
-                self._drop_rival(next(iter(refused.values()), "a recipe did not hold"))
+                self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
             return
-        before = self._facts
+        before = self._planning.facts
         failed = {name: why for name, why in failed.items() if name not in before.unsteady}
         refused = {name: why for name, why in refused.items() if name not in before.refused}
         key = self._state.key
@@ -524,7 +540,7 @@ class Autopilot:
             return
         start = time.perf_counter()
         unsteady, layers = before.unsteady | failed.keys(), before.refused | refused.keys()
-        self._facts = dataclasses.replace(before, unsteady=unsteady, refused=layers)
+        self._planning.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
             self._say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
@@ -533,48 +549,13 @@ class Autopilot:
         shape = self._shapes[key]
         is_joint = self._decide(f"{_UNSTEADY} {len(unsteady)} {len(layers)}")
         try:
-            plan = self._plan_again(shape, is_joint=is_joint)
+            plan = self._planning.again(shape, is_joint=is_joint)
         except BudgetError:
-            self._facts = before  # so that the next forward is refused as well
+            self._planning.facts = before  # so that the next forward is refused as well
             raise
         self._replace(shape, plan)
         why = _UNSTEADY if failed else _REFUSED
         self._use(key, why=why, seconds=time.perf_counter() - start)
-
-    @property
-    def _has_budget(self) -> bool:
-        return self._consensus.budget_bytes is not None
-
-    @property
-    def _budget_bytes(self) -> int:
-        """That of all ranks. Only where there is one."""
-        assert self._consensus.budget_bytes is not None
-        return self._consensus.budget_bytes
-
-    def _budget_for(self, shape: CachedPlan) -> int | None:
-        """The budget, less what measurements of these shapes showed beyond the prediction."""
-        return self._budget_bytes - shape.unforeseen_bytes if self._has_budget else None
-
-    def _make_plan(self, profile: Profile, budget_bytes: int | None) -> Plan:
-        """This rank's own. Raises BudgetError where none fits."""
-        return self.source.make_plan(profile, self._facts, budget_bytes)
-
-    def _agreed_plan(self, profile: Profile, budget_bytes: int | None, *, is_joint: bool) -> Plan:
-        """The plan of all ranks if `is_joint`: all of them are making this call. BudgetErrors are shared as well."""
-        if not is_joint:
-            return self.source.localized(self._make_plan(profile, budget_bytes), profile)
-        error: BudgetError | None = None
-        plan: Plan | None = None
-        try:
-            plan = self._make_plan(profile, budget_bytes)
-        except BudgetError as found:
-            error = found.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
-        common = agreed(plan, error, self._group)
-        # With other shapes the first rank's plan is not one for this rank.
-        return self.source.localized(common if plan is None or self._consensus.is_together else plan, profile)
-
-    def _plan_again(self, shape: CachedPlan, *, is_joint: bool, profile: Profile | None = None) -> Plan:
-        return self._agreed_plan(profile or shape.profile, self._budget_for(shape), is_joint=is_joint)
 
     def _use(self, key: ShapeBucket, *, why: str = "", seconds: float = 0.0) -> None:
         """Put the plan of a shape bucket in force; `why` it is a new one.
@@ -600,16 +581,16 @@ class Autopilot:
             # Ranks have agreed already, or cannot.
             how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
             self._placed.follow(shape.plan)
-            self._facts = dataclasses.replace(self._facts, resident_state_bytes=self._placed.resident_bytes)
+            self._planning.know(resident_state_bytes=self._placed.resident_bytes)
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
-            self.source.equip(shape.tide, shape, self._consensus.budget_bytes)
+            self.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)
         else:
             shape.tide.resume()
-        shape.tide.keep_layers(self._facts.refused)
+        shape.tide.keep_layers(self._planning.facts.refused)
         # Also of a plan that is new: the device's counter remembers what came before it, the observed step too.
         self._restart_stats(shape.tide)
-        is_compared = self._has_budget and shape.num_reviews < _NUM_REVIEWS
+        is_compared = self._planning.has_budget and shape.num_reviews < _NUM_REVIEWS
         phase = Phase.COMPARED if is_compared else Phase.SETTLED
         self._enter(phase if shape.contest is None else Phase.RACING, key, shape.tide)
         self._was_smaller = False
@@ -622,7 +603,7 @@ class Autopilot:
         event = PlanEvent(
             forward=self._num_forwards,
             why=why,
-            budget_bytes=self._budget_for(shape),
+            budget_bytes=self._planning.budget_for(shape),
             digest=shape.plan.digest(),
             seconds=seconds,
         )
@@ -658,6 +639,7 @@ class Autopilot:
         if self.phase is not Phase.COMPARED or stats.num_forwards < 1:
             return
         self._peak.note()  # the optimizer's step is over as well
+        self._tell_first(shape, stats)
         found = self._correction(shape, stats)
         self._count_review(shape)
         self._was_smaller = False
@@ -669,16 +651,16 @@ class Autopilot:
         elif found is None:
             return
         start = time.perf_counter()
-        before = (shape.unforeseen_bytes, shape.profile, self._facts)
+        before = (shape.unforeseen_bytes, shape.profile, self._planning.facts)
         if found is not None:
             shape.unforeseen_bytes += found.unforeseen_bytes
             shape.profile = found.profile or shape.profile
-            self._facts = dataclasses.replace(self._facts, link=found.link or self._facts.link)
+            self._planning.know(link=found.link or self._planning.facts.link)
         try:
-            plan = self._plan_again(shape, is_joint=self._consensus.is_together)
+            plan = self._planning.again(shape, is_joint=self._planning.consensus.is_together)
         except BudgetError as error:
             # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
-            shape.unforeseen_bytes, shape.profile, self._facts = before
+            shape.unforeseen_bytes, shape.profile, self._planning.facts = before
             self._count_review(shape, _NUM_REVIEWS)
             self._warn_that_nothing_fits(found, error)
             return
@@ -687,6 +669,13 @@ class Autopilot:
         shape.before = corrected
         why = found.why if found is not None else "another rank corrected its plan"
         self._use(key, why=why, seconds=time.perf_counter() - start)
+
+    def _tell_first(self, shape: CachedPlan, stats: Stats) -> None:
+        predicted = shape.plan.predicted
+        if self._first.is_told or predicted is None:
+            return
+        peak_bytes = None if self.engine.device_peak_bytes() is None else self._peak.peak_bytes
+        self._say(self._first.line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes))
 
     def _count_review(self, shape: CachedPlan, num: int = 1) -> None:
         """So many comparisons fewer to come for the plan in force, which has settled when there are none."""
@@ -700,11 +689,11 @@ class Autopilot:
 
     def _warn_that_nothing_fits(self, found: Correction | None, error: BudgetError) -> None:
         why = found.why if found is not None else "another rank corrected its plan"
-        needed = error.floor_bytes + self._budget_bytes - self._planned_budget_bytes(found)
+        needed = error.floor_bytes + self._planning.budget_bytes - self._planned_budget_bytes(found)
         warnings.warn(
             f"lowtide: a planned step was not as predicted ({why}), and no plan fits the budget of "
-            f"{format_bytes(self._budget_bytes)} with that; the plan in force stays, and steps may need more than the "
-            f"budget. Raise it to {format_bytes(needed)}, or make the micro-batch smaller.",
+            f"{format_bytes(self._planning.budget_bytes)} with that; the plan in force stays, and steps may need more "
+            f"than the budget. Raise it to {format_bytes(needed)}, or make the micro-batch smaller.",
             stacklevel=2,
         )
 
@@ -712,15 +701,17 @@ class Autopilot:
         """What was left of the budget when no plan was found for it."""
         assert self._state.key is not None
         unforeseen_bytes = self._shapes[self._state.key].unforeseen_bytes
-        return self._budget_bytes - unforeseen_bytes - (found.unforeseen_bytes if found is not None else 0)
+        return self._planning.budget_bytes - unforeseen_bytes - (found.unforeseen_bytes if found is not None else 0)
 
     def _correction(self, shape: CachedPlan, stats: Stats) -> Correction | None:
-        predicted, link = shape.plan.predicted, self._facts.link
+        predicted, link = shape.plan.predicted, self._planning.facts.link
         assert predicted is not None
         assert link is not None
         found = None
         if self.engine.device_peak_bytes() is not None:
-            found = correct_memory(predicted, self._peak.peak_bytes, self._budget_bytes, shape.unforeseen_bytes)
+            found = correct_memory(
+                predicted, self._peak.peak_bytes, self._planning.budget_bytes, shape.unforeseen_bytes
+            )
         if found is not None or self._was_smaller:
             return found
         return correct_times(shape.profile, predicted, stats, self._clock.seconds, link)
@@ -729,14 +720,16 @@ class Autopilot:
         """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
         with self._lock:
             key = self._state.key
-            if key is None or self.phase is Phase.REMOVED or not self._has_budget:
+            if key is None or self.phase is Phase.REMOVED or not self._planning.has_budget:
                 return
             shape = self._shapes[key]
             start = time.perf_counter()
-            target = int((self._budget_bytes - shape.unforeseen_bytes) * _TIGHTER)
-            plan = self._make_plan(shape.profile, target)  # no other rank need be out of memory
+            budget_bytes = self._planning.budget_bytes - shape.unforeseen_bytes
+            # A preset plans for less than the budget.
+            target = int(min(shape.plan.budget_bytes or budget_bytes, budget_bytes) * _TIGHTER)
+            plan = self._planning.make(shape.profile, target)  # no other rank need be out of memory
             # Only now: where no plan is that small, the budget stays as it was.
-            shape.unforeseen_bytes = self._budget_bytes - target
+            shape.unforeseen_bytes = self._planning.budget_bytes - target
             self._replace(shape, plan)
             self._use(key, why="out of memory", seconds=time.perf_counter() - start)
 
@@ -750,184 +743,17 @@ class Autopilot:
             self._patch = self._patch.again()
             return None
         self._steps.forget()
-        if self._rival is not None:
+        if self._races.rival is not None:
             with self._lock:
-                self._drop_rival(str(error).partition("\n")[0] or type(error).__name__)
+                self._races.drop_rival(str(error).partition("\n")[0] or type(error).__name__)
             return "the plan that was tried is out of the race"
-        if not self._has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
+        if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
             return self.tide._tighten(error, num_tried)
         try:
             self.tighten()
         except BudgetError:
             return self.tide._tighten(error, num_tried)
         return f"the plan is made for {format_bytes(self.events[-1].budget_bytes or 0)} now"
-
-    # -- the race --------------------------------------------------------------------------------------------------
-
-    def _race(self, key: ShapeBucket) -> None:
-        """Between two forward passes, with the plan of `key` in force: begin a race, or see whose turn it is."""
-        shape = self._shapes[key]
-        self._steps.read()
-        if self.phase is Phase.SETTLED and self._may_race(shape):
-            self._begin_race(key, shape)
-        if self.phase is Phase.RACING:
-            assert shape.contest is not None
-            self._take_turn(key, shape, shape.contest)
-
-    def _timed(self, key: ShapeBucket) -> Any:
-        """Who wants to know how long the step takes that begins now."""
-        shape = self._shapes[key]
-        if shape.contest is not None:
-            return shape.contest.race.lap()
-        return shape.pace if self.phase is Phase.SETTLED else None
-
-    def _may_race(self, shape: CachedPlan) -> bool:
-        """The plan has run, there may be others, and no race has said which is the fastest, or steps have drifted."""
-        assert self.tide is not None
-        if shape.plan.does_nothing or len(self._threads) > 1 or not self.tide.has_run:
-            return False
-        if shape.pace is not None and shape.pace.is_due():
-            has_drifted = shape.pace.ask()
-            shape.is_raced = not (self._decide("pace") and any_rank(has_drifted, self._group))
-        return not shape.is_raced
-
-    def _begin_race(self, key: ShapeBucket, shape: CachedPlan) -> None:
-        shape.is_raced = True
-        if self.engine.mark_time() is None or not self._decide("race"):
-            return
-        start = time.perf_counter()
-        if shape.rivals is None:
-            shape.rivals = agreed_rivals(self._rivals_of(shape), self._group)
-        plans = {name: self.source.localized(plan, shape.profile) for name, plan in shape.rivals.items()}
-        names = not_in_force({name: plan.digest() for name, plan in plans.items()}, shape.plan.digest())
-        if not names:
-            return
-        entrants = [Entrant(shape.name, shape.plan, shape.tide), *(Entrant(name, plans[name]) for name in names)]
-        race = Race(
-            len(entrants),
-            is_fixed=self._consensus.num_ranks > 1,
-            num_late=0 if self.engine.device_type == "cpu" else LATE_STEPS,
-            turn_steps=2 if any_rank(self.engine.forget_free_memory(), self._group) else 1,
-        )
-        shape.contest = Contest(entrants, race, time.perf_counter() - start)
-        self._say(f"lowtide: {len(entrants)} plans race: {', '.join(entrant.name for entrant in entrants)}")
-        self._enter(Phase.RACING, key, self.tide)
-
-    def _rivals_of(self, shape: CachedPlan) -> dict[str, Plan]:
-        """Other plans that fit, by name. None of them moves the optimizer's state, or brings it back."""
-        budget_bytes = self._budget_bytes - shape.unforeseen_bytes
-        found: dict[str, Plan] = {}
-        if shape.name != SOLVERS:
-            with contextlib.suppress(BudgetError):
-                found[SOLVERS] = self._make_plan(shape.profile, budget_bytes)
-        solvers = found.get(SOLVERS, shape.plan)
-        found |= self.source.rivals(solvers, shape.profile, self._facts, budget_bytes)
-        if shape.before is not None and _peak_bytes(shape.before) <= budget_bytes:
-            found[BEFORE] = shape.before
-        has_moved = self._facts.resident_state_bytes is not None
-        return {name: plan for name, plan in found.items() if _moves_state(plan) == has_moved}
-
-    def _take_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
-        if len(self._threads) > 1:
-            self._end_race(key, shape, contest, contest.number)
-            return
-        # The first forward pass of a plan also tries its recipes out.
-        if contest.number and not contest.race.is_learning(contest.number):
-            peak_bytes = self.engine.device_peak_bytes() or 0
-            if peak_bytes > self._budget_bytes:
-                self._drop_rival(f"it needed {format_bytes(peak_bytes)}")
-        if contest.race.is_over(has_pending=self._steps.has_pending):
-            self._finish_race(key, shape, contest)
-        elif contest.race.turn != contest.number:
-            self._give_turn(key, shape, contest, contest.race.turn)
-
-    def _give_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
-        """Put the plan of this entrant in force."""
-        self.engine.forget_free_memory()
-        contest.in_force.tide = shape.tide
-        contest.number = number
-        shape.plan, shape.tide = contest.in_force.plan, contest.in_force.tide
-        try:
-            self._use(key)
-        except ConfigError as error:
-            if number == 0:
-                raise
-            self._drop_rival(str(error))  # somebody else's plan is on a part of the model by now
-
-    @property
-    def _rival(self) -> Contest | None:
-        """The race, if the plan in force is one that is only tried."""
-        contest = self._shapes[self._state.key].contest if self._state.key is not None else None
-        return contest if contest is not None and contest.number else None
-
-    def _drop_rival(self, why: str) -> None:
-        """The plan in force is out of the race, and the one that was there before is in force again."""
-        contest, key = self._rival, self._state.key
-        assert contest is not None and key is not None
-        out = contest.in_force
-        contest.race.drop(contest.number)
-        self._say(f"lowtide: the race goes on without the plan '{out.name}': {why}")
-        self._give_turn(key, self._shapes[key], contest, 0)
-        if out.tide is not None:
-            out.tide.remove()
-
-    def _finish_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
-        medians = contest.race.medians
-        if not self._decide("end of the race"):
-            self._say("lowtide: the race is called off: the ranks have parted company")
-            self._end_race(key, shape, contest, 0)
-            return
-        seconds = of_slowest_rank(gather(medians, self._group))
-        number, result = contest.result(seconds)
-        if contest.link is None and self._begin_finals(shape, contest, number, seconds):
-            self._give_turn(key, shape, contest, contest.race.turn)
-            return
-        if contest.link is not None and contest.entrants[number].name == LEARNED:
-            self._facts = dataclasses.replace(self._facts, link=contest.link)  # for the plans of other shapes too
-        own = medians[number]
-        self._end_race(key, shape, contest, number)
-        shape.rivals = contest.plans()
-        shape.pace = Pace(own) if own else None
-        shape.result = result
-        self._tell(shape, _RACE + result, contest.seconds)
-
-    def _begin_finals(self, shape: CachedPlan, contest: Contest, winner: int, seconds: list[float | None]) -> bool:
-        """Whether one more plan races the winner: the one that is best by what the race says of prices."""
-        start = time.perf_counter()
-        assert self._facts.link is not None
-        plans = [entrant.plan for entrant in contest.entrants]
-        link = learned_link(list(zip(plans, seconds, strict=True)), self._facts.link)
-        found: dict[str, Plan] = {}
-        if link is not None and LEARNED not in [entrant.name for entrant in contest.entrants]:
-            facts = dataclasses.replace(self._facts, link=link)
-            with contextlib.suppress(BudgetError):
-                budget_bytes = self._budget_bytes - shape.unforeseen_bytes
-                plan = self.source.make_plan(shape.profile, facts, budget_bytes)
-                if _moves_state(plan) == _moves_state(shape.plan):
-                    found[LEARNED] = plan
-        # Ranks may have measured other links: all have a plan, or none has.
-        for name, plan in agreed_rivals(found, self._group).items():
-            if contest.is_new(plan):
-                contest.entrants.append(Entrant(name, self.source.localized(plan, shape.profile)))
-                contest.race.begin_finals(winner)
-                contest.link, contest.seconds = link, contest.seconds + time.perf_counter() - start
-                self._say(f"lowtide: one more plan races '{contest.entrants[winner].name}': {name}")
-                return True
-        return False
-
-    def _end_race(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
-        """The plan of this entrant stays."""
-        winner = contest.entrants[number]
-        is_in_force = number == contest.number
-        contest.in_force.tide = shape.tide
-        shape.contest = None
-        shape.name, shape.plan, shape.tide = winner.name, winner.plan, winner.tide
-        if is_in_force:
-            self._enter(Phase.SETTLED, key, self.tide)
-        else:
-            self.engine.forget_free_memory()
-            self._use(key)
-        contest.retire(but=winner)
 
     def _settle(self) -> None:
         if self.tide is not None:
@@ -942,15 +768,6 @@ class _Lease:
 
     def __init__(self, engine: Engine) -> None:
         weakref.finalize(self, engine.close)
-
-
-def _peak_bytes(plan: Plan) -> int:
-    assert plan.predicted is not None
-    return plan.predicted.peak_bytes
-
-
-def _moves_state(plan: Plan) -> bool:
-    return plan.optimizer is not None and plan.optimizer.moves
 
 
 def _say_nothing(line: str) -> None:

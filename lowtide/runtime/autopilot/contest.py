@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.runtime.autopilot.race import Race, fastest, result_text
+from lowtide.runtime.autopilot.race import Race, fastest, ranking, result_text
 from lowtide.runtime.session.tide import Tide
 from lowtide.timeline.step import Link
 
@@ -28,6 +28,20 @@ class Entrant:
     plan: Plan
     tide: Tide | None = None
     """What carries it out; None while it has not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How one plan came out of a race."""
+
+    name: str
+    predicted_seconds: float
+    seconds: float | None
+    """The lower median of its steps, on the slowest rank; None where it was not timed."""
+    num_counted: int
+    """Steps that this is of, on this rank."""
+    is_out: bool
+    """It did not fit, or failed."""
 
 
 @dataclass(slots=True)
@@ -51,6 +65,22 @@ class Contest:
     def result(self, seconds: list[float | None]) -> tuple[int, str]:
         """The winner's number, and how the race went, in words."""
         return fastest(seconds), result_text([entrant.name for entrant in self.entrants], seconds)
+
+    def standings(self, seconds: list[float | None]) -> tuple[Standing, ...]:
+        """Of all plans: the winner first, then as they came in, then those that did not."""
+        found = []
+        for number, each in enumerate(self.entrants):
+            assert each.plan.predicted is not None
+            found.append(
+                Standing(
+                    name=each.name,
+                    predicted_seconds=each.plan.predicted.step_seconds,
+                    seconds=seconds[number],
+                    num_counted=self.race.num_counted[number],
+                    is_out=number in self.race.out,
+                )
+            )
+        return tuple(found[number] for number in ranking(seconds))
 
     def is_new(self, plan: Plan) -> bool:
         """Whether no entrant gives its sites the same fates."""

@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.config.memory import plan_from_rules
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
+from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.autopilot.autopilot import Autopilot
@@ -34,13 +35,17 @@ def optimize(
     say: Callable[[str], None] | None = None,
 ) -> Autopilot:
     """Train `model` within a budget. See `lowtide.optimize`."""
-    config = merged_config(memory, budget)
+    wanted = merged_config(memory, budget)
     optimizer = optimizer_of(optimizer, "lowtide.optimize")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.optimize")
+    settled = wanted.settled(lambda: memory_of_model(model, optimizer))
+    config = settled.config
+    if settled.line and say is not None:
+        say(f"lowtide: {settled.line}")
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
@@ -50,7 +55,7 @@ def optimize(
         if optimizer is not None and say is not None:
             say(f"lowtide: the optimizer's state stays on the device: {refusal}")
         config = dataclasses.replace(config, optimizer="keep")
-    source = BudgetSource(model, config, chosen)
+    source = BudgetSource(model, config, chosen, preset=settled.preset, say=say)
     return Autopilot(
         model, source, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, group=group, say=say
     )

@@ -8,22 +8,25 @@ Cost: a second or two for the trace, a second for the solver. Not covered: carry
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.config.memory import MemoryConfig, load_memory
+from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, load_memory
 from lowtide.core.plan import Plan
+from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.presets import plan_settled
 from lowtide.profiling.fake.trace import trace
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware
+from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
 
 
 def plan_model(
@@ -47,9 +50,15 @@ def plan_model(
     chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
     if progress is not None:
         progress("tracing one step")
+    say = progress or _say_nothing
+    named = hardware is not None
+    settled = config.settled(lambda: memory_of_hardware(chosen) if named else memory_of_model(model))
+    if settled.line:
+        say(settled.line)
     with sliced_where(model, **config.slices_loss):
         profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
-    return plan_profile(profile, config, link=chosen.link, log_seconds=LOG_SECONDS, progress=progress)
+    how: Any = {"link": chosen.link, "log_seconds": LOG_SECONDS, "progress": progress}
+    return plan_settled(settled, functools.partial(plan_profile, profile, settled.config, **how), say)
 
 
 def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:
@@ -59,9 +68,11 @@ def merged_config(memory: Any, budget: int | str | None, host_budget: int | str 
         config = load_memory({**(memory or {}), **changes})
     else:
         config = load_memory(memory)
+        if budget is not None and config.preset is not None:
+            raise ConfigError(f"memory.preset: {PRESET_BESIDE_BUDGET}")
         if changes:
             config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
-    if config.budget is None:
+    if not config.has_budget:
         raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
     return config
 
@@ -90,3 +101,7 @@ def hardware_of_device(device: torch.device) -> str:
             "the path of a TOML file of your own"
         )
     return max(names, key=len)
+
+
+def _say_nothing(line: str) -> None:
+    pass

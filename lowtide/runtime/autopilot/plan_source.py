@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig
+from lowtide.core.budget import Preset
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
@@ -25,6 +27,7 @@ from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError
 from lowtide.loss.attach import attach_where
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.presets import plan_preset
 from lowtide.planner.rivals import rivals_of
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
@@ -92,9 +95,21 @@ class PlanSource(Protocol):
 class BudgetSource:
     """Plans that the solver makes for the budget of `config`."""
 
-    def __init__(self, model: nn.Module, config: MemoryConfig, engine: Engine) -> None:
-        assert config.budget is not None
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MemoryConfig,
+        engine: Engine,
+        *,
+        preset: Preset | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`config` has its budget in bytes. `preset`: what to plan for within it; `say` hears what that comes to."""
+        assert isinstance(config.budget, int)
         self.budget_bytes: int | None = config.budget
+        self._preset = preset
+        self._say = say
+        self._said = ""
         self._model = model
         self._config = config
         self._engine = engine
@@ -113,7 +128,19 @@ class BudgetSource:
         """
         assert facts.link is not None
         how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients}
-        return self._plan(_steady(profile, facts), facts, self._config, log_seconds=LOG_SECONDS, **how)
+        steady = _steady(profile, facts)
+
+        def make(**limits: Any) -> Plan:
+            return self._plan(steady, facts, self._config, log_seconds=LOG_SECONDS, **{**how, **limits})
+
+        if self._preset is None:
+            return make()
+        assert budget_bytes is not None
+        plan, line = plan_preset(self._preset, budget_bytes, make)
+        if line != self._said and self._say is not None:
+            self._say(f"lowtide: {line}")
+        self._said = line
+        return plan
 
     def _plan(self, profile: Profile, facts: Facts, config: MemoryConfig, **how: Any) -> Plan:
         if facts.resident_state_bytes is None:
@@ -134,8 +161,10 @@ class BudgetSource:
         return self._config.races
 
     def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
-        """See planner/rivals.py. The optimizer's state stays where it is."""
+        """See planner/rivals.py. The optimizer's state stays where it is, and none needs more than a preset's plan."""
         assert facts.link is not None
+        if self._preset not in (None, "fastest"):
+            budget_bytes = min(budget_bytes, plan.budget_bytes or budget_bytes)
         steady = _steady(profile, facts)
         config = dataclasses.replace(self._config, optimizer="keep")
 

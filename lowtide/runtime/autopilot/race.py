@@ -141,6 +141,11 @@ class Race:
         return self.num_steps >= (last if has_pending else self.max_steps)
 
     @property
+    def num_counted(self) -> list[int]:
+        """By candidate: how many of its steps were timed and count."""
+        return [len(seconds) for seconds in self._seconds]
+
+    @property
     def medians(self) -> list[float | None]:
         """By candidate; None of one that is out, or was not timed."""
         return [statistics.median_low(seconds) if seconds else None for seconds in self._seconds]
@@ -195,12 +200,16 @@ def of_slowest_rank(by_rank: Sequence[Sequence[float | None]]) -> list[float | N
     return [None if None in each else max(filter(None, each), default=0.0) for each in zip(*by_rank, strict=True)]
 
 
+def ranking(seconds: Sequence[float | None]) -> list[int]:
+    """Numbers: the winner's first, then as they came in, then those that were not timed."""
+    winner = fastest(seconds)
+    return sorted(range(len(seconds)), key=lambda n: (n != winner, seconds[n] is None, seconds[n] or 0.0, n))
+
+
 def result_text(names: Sequence[str], seconds: Sequence[float | None]) -> str:
     """`no swap 102 ms, solver's 118 ms`: the winner first, then as they came in, then those that did not."""
-    winner = fastest(seconds)
-    order = sorted(range(len(names)), key=lambda n: (n != winner, seconds[n] is None, seconds[n] or 0.0, n))
     return ", ".join(
-        f"{names[n]} {'not timed' if (each := seconds[n]) is None else format_seconds(each)}" for n in order
+        f"{names[n]} {'not timed' if (each := seconds[n]) is None else format_seconds(each)}" for n in ranking(seconds)
     )
 
 

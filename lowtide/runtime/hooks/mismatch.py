@@ -1,4 +1,5 @@
-"""Whether the first forward under a solved plan was the forward that the plan was made for.
+"""Whether the first forward under a solved plan was the forward that the plan was made for; and rules that move
+nothing.
 
 Why: a plan that does not fit costs memory but gives no wrong value, so nothing fails. One warning tells the user, with
 names.
@@ -13,8 +14,10 @@ import warnings
 
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
+from lowtide.core.rules import Rule
 from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.units import format_bytes
 
 # A solved plan that misses more than this share of the saved bytes was made for something else.
 _UNPLANNED_SHARE = 0.01
@@ -61,3 +64,24 @@ def _must_appear(node: Node) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def warn_about_small_sites(context: PlanContext) -> None:
+    """Warn after the first forward under rules about each swap rule that moves nothing, for all that it names is
+    smaller than `min_bytes`."""
+    by_rule: dict[int, tuple[Rule, list[SiteDecision]]] = {}
+    for site in context.sites.values():
+        rule = context.stay_rules.decide(site.name).rule
+        if rule is not None and rule.fate is Fate.SWAP:
+            by_rule.setdefault(id(rule), (rule, []))[1].append(site)
+    for rule, sites in by_rule.values():
+        if any(site.fate is not Fate.KEEP or site.nbytes >= context.min_bytes for site in sites):
+            continue
+        largest = max(site.nbytes for site in sites)
+        where = f" ({rule.where})" if rule.where else ""
+        warnings.warn(
+            f"lowtide: {rule}{where} moves nothing: what it names is smaller than min_bytes, "
+            f"{format_bytes(context.min_bytes)} (the largest of {len(sites)} activations has {format_bytes(largest)}); "
+            f"write min_bytes: {largest}, or less",
+            stacklevel=4,
+        )

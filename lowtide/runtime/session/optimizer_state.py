@@ -33,8 +33,8 @@ class PlacedState:
 
     def __init__(self, model: nn.Module, optimizer: Any, engine: Engine, call: str) -> None:
         self._model = model
-        self._optimizer = optimizer
-        self._beside = engine
+        self.optimizer = optimizer
+        self.beside = engine
         """The engine of the activations."""
         self._call = call
         self._engine: Engine | None = None
@@ -45,7 +45,7 @@ class PlacedState:
 
     def why_not(self) -> str:
         """Why the state cannot move; empty where it can, and where there is no optimizer."""
-        return "" if self._optimizer is None else why_not(self._optimizer)
+        return "" if self.optimizer is None else why_not(self.optimizer)
 
     def check(self, placement: OptimizerPlacement | None) -> None:
         """Raises `ConfigError` where a plan moves state, and there is no optimizer or one that cannot be swapped."""
@@ -54,7 +54,7 @@ class PlacedState:
         refusal = self.why_not()
         if refusal:
             raise ConfigError(refusal)
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise ConfigError(
                 f"memory.optimizer: the state of an optimizer is to be elsewhere between steps, and {self._call} was "
                 "given none: pass optimizer=, or write optimizer: keep"
@@ -80,10 +80,10 @@ class PlacedState:
 
     def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
         where = _plan_of_place(plan, placement)
-        self._engine = choose_engine(self._beside.name, self._model, where, beside=self._beside)
+        self._engine = choose_engine(self.beside.name, self._model, where, beside=self.beside)
         try:
             self.handle = swap_optimizer(
-                self._optimizer,
+                self.optimizer,
                 tier=placement.tier.value,
                 overlap=placement.overlap or "auto",
                 resident=share,

@@ -79,9 +79,18 @@ class Rollback:
         self._tighten = tighten
         self._describe_floor = describe_floor
         self._steady = WeakTensorKeyDictionary()
+        self.is_running = False
+        """Inside `run`, which has the last word on an error."""
 
     def run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
         """What `closure()` returns. Raises what it raises; an out-of-memory error only when nothing helped."""
+        self.is_running = True
+        try:
+            return self._run(closure, is_local=is_local)
+        finally:
+            self.is_running = False
+
+    def _run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
         tried: list[str] = []
         kept: set[str] = set()
         with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:

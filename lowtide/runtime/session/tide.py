@@ -36,6 +36,7 @@ from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import rules_about_ops
+from lowtide.runtime.session.memory_words import plan_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tighten import tighter
@@ -88,7 +89,7 @@ class Tide:
         except BaseException:
             self._unseen.close()  # it has hooks on the parameters already
             raise
-        self._forwards.check_first(rules_about_ops(model, plan), checks_sites=plan.is_solved)
+        self._forwards.check_first(rules_about_ops(model, plan), is_solved=plan.is_solved)
         self._is_removed = False
         self.audited_peak_bytes: int | None = None
         """The peak of the last audit, in bytes; None where there was none."""
@@ -172,6 +173,11 @@ class Tide:
             host_bytes=in_use.get("host", 0),
             disk_bytes=in_use.get("disk", 0),
         )
+
+    @property
+    def live_bytes(self) -> int:
+        """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
+        return self._ledger.now_bytes
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""
@@ -340,7 +346,7 @@ class Tide:
         return (
             f"Parameters, gradients, buffers and optimizer state alone are "
             f"{format_bytes(self._model_state_bytes())}, and activations took up to "
-            f"{format_bytes(self._ledger.peak_bytes)} more."
+            f"{format_bytes(self._ledger.peak_bytes)} more.{plan_words(self._plan)}"
         )
 
     # -- how it works ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from lowtide.engines.base import Engine
 from lowtide.runtime.hooks.anchors import anchor_points
 from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.hooks.forward_pass import ForwardPass
-from lowtide.runtime.hooks.mismatch import warn_about_other_sites
+from lowtide.runtime.hooks.mismatch import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.table import LayerTable
 from lowtide.runtime.hooks.transforms import run_allowing_transforms
 from lowtide.runtime.saved.handle import open_handle
@@ -64,13 +64,15 @@ class PlannedForwards:
         self._learning = threading.RLock()
         """Of the thread in whose forward pass the first tables are written; others wait, and follow them."""
         self._unchecked: Sequence[Rule] = ()
-        self._checks_sites = False
+        self._warn: Callable[[PlanContext], None] | None = None
         self._compiled = compiled_parts(self._model)
         self._patches = self._wrap()
 
-    def check_first(self, rules: Sequence[Rule], *, checks_sites: bool) -> None:
-        """At the end of the first forward: that each of these rules matched, and that the sites are the plan's."""
-        self._unchecked, self._checks_sites = rules, checks_sites
+    def check_first(self, rules: Sequence[Rule], *, is_solved: bool) -> None:
+        """At the end of the first forward: that each of these rules matched, and that the sites are the plan's; or, of
+        a plan by rules, that each moves something."""
+        self._unchecked = rules
+        self._warn = warn_about_other_sites if is_solved else warn_about_small_sites
 
     def take_off(self) -> None:
         """Leave the model as it was. Idempotent."""
@@ -193,9 +195,9 @@ class PlannedForwards:
         context.counters.num_forwards += 1
         if self._unchecked and layer.tables:
             self._check_ops(is_whole=layer.name == "")
-        if self._checks_sites and layer.name == "" and layer.tables:
-            self._checks_sites = False
-            warn_about_other_sites(context)
+        if self._warn is not None and layer.name == "" and layer.tables:
+            warn, self._warn = self._warn, None
+            warn(context)
         return output
 
     def _check_ops(self, is_whole: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.engines.base import Bandwidth
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling import op_timer
 from lowtide.profiling.observe_step import observe
+from lowtide.runtime.autopilot import observe_call
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.timeline.step import Link
 from tests import two_ranks
@@ -488,14 +489,25 @@ def test_a_link_that_is_slower_than_its_probe_says_is_corrected() -> None:
     assert stalls[2:] == pytest.approx([stalls[2]] * 4)
 
 
-_BURNS = {"seconds": 0.0}
+class _Time:
+    """A clock that `slow_at_first` alone moves on, and each look at it by a millionth."""
+
+    def __init__(self) -> None:
+        self.now = self.burns = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    thread_time = perf_counter
+
+
+_TIME = _Time()
 
 
 @torch.library.custom_op("lowtide_tests::slow_at_first", mutates_args=())
 def slow_at_first(x: Tensor) -> Tensor:
-    end = time.perf_counter() + _BURNS["seconds"]
-    while time.perf_counter() < end:
-        pass
+    _TIME.now += _TIME.burns
     return x.clone()
 
 
@@ -516,19 +528,22 @@ class Warm(Net):
         return Warming.apply(super().forward(x))
 
 
-def test_a_profile_that_was_too_slow_is_corrected() -> None:
+def test_a_profile_that_was_too_slow_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (op_timer, observe_call):
+        monkeypatch.setattr(module, "time", _TIME)
     torch.manual_seed(0)
     model, x = Warm(num_layers=8).train(), rows(256)
     budget = budget_of(model, (x,), 0.3)
     engine = Boastful(out_bytes_per_second=6e7, in_bytes_per_second=6e7)  # 25 ms of copies
-    with optimize(model, budget, engine=engine) as tide:
-        _BURNS["seconds"] = 0.4
+    memory = {"min_bytes": MIN_BYTES, "recompute": "none"}
+    with lowtide.optimize(model, budget=budget, memory=memory, engine=engine) as tide:
+        _TIME.burns = 0.4
         for _ in range(4):
             loss = model(x)
-            _BURNS["seconds"] = 0.04
+            _TIME.burns = 0.04
             loss.backward()
             model.zero_grad(set_to_none=True)
-        _BURNS["seconds"] = 0.0
+        _TIME.burns = 0.0
         whys = [event.why for event in tide.events]
         assert whys[1].startswith("compute: backward in ")
         assert len(whys) <= 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def test_who_comes_too_late_learns_that_nobody_waited() -> None:
     assert meet(store, PLACE, 2, 10.0) is False
 
 
-@pytest.mark.parametrize("patience_seconds", [0.0, 0.002, 30.0])
+@pytest.mark.parametrize("patience_seconds", [0.0, 0.002, 600.0])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_get_the_same_answer(num_ranks: int, patience_seconds: float) -> None:
     for _ in range(20):
@@ -71,7 +70,7 @@ def test_all_get_the_same_answer(num_ranks: int, patience_seconds: float) -> Non
         for thread in threads:
             thread.join()
         assert len(set(answers)) == 1 and len(answers) == num_ranks
-        assert answers[0] or patience_seconds < 30.0
+        assert answers[0] or patience_seconds < 600.0
 
 
 def test_alone_everything_is_as_one_says() -> None:
@@ -91,7 +90,7 @@ def test_alone_everything_is_as_one_says() -> None:
 
 def parley(rank: int) -> dict[str, Any]:
     """What one of two ranks is told about everything that they decide together."""
-    consensus = PlanConsensus(None, [7, 5][rank], patience_seconds=30.0)
+    consensus = PlanConsensus(None, [7, 5][rank], patience_seconds=600.0)
     own = Plan(layers=("mine",), min_bytes=rank)
     found = {
         "budget": consensus.budget_bytes,
@@ -108,10 +107,9 @@ def parley(rank: int) -> dict[str, Any]:
         except BudgetError as common:
             found.setdefault("errors", []).append((str(common), common.floor_bytes))
     consensus.part()
-    start = time.monotonic()
-    # Only one asks: it would wait for the other one.
+    # Only one asks: if it waited for the other one, it would do so for longer than the test does.
     found["is_together"] += [consensus.all_here("another")] if rank == 0 else [consensus.is_together]
-    return {**found, "seconds": time.monotonic() - start}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -135,4 +133,3 @@ def test_all_take_the_first_ranks_plan_and_the_highest_floor(said: tuple[dict, d
 
 def test_a_council_that_has_parted_does_not_meet_again(said: tuple[dict, dict]) -> None:
     assert [each["is_together"] for each in said] == [[True, False]] * 2
-    assert max(each["seconds"] for each in said) < 10

@@ -1,26 +1,48 @@
-"""The autopilot on a real accelerator: budgets kept by the allocator's own count, gradients to the bit."""
+"""The autopilot on a real accelerator: budgets kept by the allocator's own count, gradients to the bit.
+
+The model's size follows the device's memory and speed (benchmarks/device_sizes.py)."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lowtide
+from benchmarks.device_sizes import sizes_of
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, HIDDEN, TOKENS = 12, 1024, 2048
+_STEP_SECONDS = 0.05
+
+
+@functools.lru_cache(maxsize=1)
+def shape() -> tuple[int, int, int]:
+    """Layers, width and tokens."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    width = sizes_of(accelerator).width(layers=12, seconds=_STEP_SECONDS, most=1024)
+    return (12 if width >= 512 else 4), width, 2 * width
+
+
+def rules(**more: Any) -> dict[str, Any]:
+    """Small storages count where the model is small."""
+    _, width, tokens = shape()
+    return {"min_bytes": min(2**20, width * tokens // 4), **more}
 
 
 def make() -> tuple[nn.Module, torch.Tensor]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=512, hidden_size=HIDDEN, intermediate_size=2816, num_hidden_layers=LAYERS,
-                         num_attention_heads=16, max_position_embeddings=TOKENS, use_cache=False)  # fmt: skip
+    layers, width, tokens = shape()
+    config = LlamaConfig(vocab_size=512, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+                         num_attention_heads=width // 64, max_position_embeddings=tokens, use_cache=False)  # fmt: skip
     torch.manual_seed(0)
     with torch.device(torch.accelerator.current_accelerator()):
-        return LlamaForCausalLM(config).to(torch.bfloat16).train(), torch.randint(512, (1, TOKENS))
+        return LlamaForCausalLM(config).to(torch.bfloat16).train(), torch.randint(512, (1, tokens))
 
 
 def take_step(model: nn.Module, ids: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
@@ -44,7 +66,7 @@ def test_a_budget_is_kept(share: float) -> None:
     is_repeatable = all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     saved_bytes = lowtide.observe(model, {"input_ids": ids, "labels": ids}).saved_bytes
     budget = int(plain_bytes - (1 - share) * saved_bytes)
-    with lowtide.optimize(model, budget=budget, memory={"race": False}) as tide:
+    with lowtide.optimize(model, budget=budget, memory=rules(race=False)) as tide:
         results = [take_step(model, ids) for _ in range(6)]
         assert tide.plan is not None and tide.plan.predicted is not None
         predicted_bytes = tide.plan.predicted.peak_bytes
@@ -64,7 +86,7 @@ def test_plans_race_on_the_clock_of_the_device() -> None:
     is_repeatable = all(torch.equal(a, b) for a, b in zip(plain, take_step(model, ids)[1], strict=True))
     saved_bytes = lowtide.observe(model, {"input_ids": ids, "labels": ids}).saved_bytes
     budget = int(plain_bytes - 0.5 * saved_bytes)
-    with lowtide.optimize(model, budget=budget) as tide:
+    with lowtide.optimize(model, budget=budget, memory=rules()) as tide:
         results = [take_step(model, ids) for _ in range(24)]
         (race,) = [event.why for event in tide.events if event.why.startswith("race: ")]
         assert "not timed" not in race

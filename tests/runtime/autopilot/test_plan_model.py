@@ -62,7 +62,7 @@ BUDGETS = [
     (-1, "memory.budget: -1 is not a size; a size is never negative"),
     ("lots", "memory.budget: 'lots' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
     ("20I", "memory.budget: '20I' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
-    (1.5, "memory.budget: expected a size such as 20GiB, not 1.5"),
+    (1.5, "memory.budget: expected a size such as 20GiB, a share such as 90% or auto, not 1.5"),
 ]
 
 
@@ -92,8 +92,9 @@ FLOOR = (
 def test_a_budget_below_the_floor_names_the_floor_and_what_sets_it() -> None:
     with pytest.raises(lowtide.BudgetError) as caught:
         plan(Net(), (rows(),), budget=1024, memory={"min_bytes": 1})
-    first, *ways = str(caught.value).splitlines()
+    first, most, *ways = str(caught.value).splitlines()
     assert first == FLOOR
+    assert most == "  most of it is the loss and other temporaries: 0.010 MiB of 0.012 MiB"
     assert ways == [f"  - {way}" for way in caught.value.suggestions]
     assert ways[-1].startswith("  - half the micro-batch: needs about 0.0")
     assert 1024 < caught.value.floor_bytes < 1 << 17

@@ -224,10 +224,12 @@ def test_prices_that_a_race_has_shown_give_one_more_plan() -> None:
         assert set(rivals) | {"fewest layers"} == set(source.plans)  # for the next race; the fewest are 'no swap' here
 
 
-def racing(engine: Any, *, num_layers: int = 4, share: float = 0.7, **more: Any) -> tuple[nn.Module, Autopilot]:
+def racing(
+    engine: Any, *, num_layers: int = 4, share: float = 0.7, say: Any = None, **more: Any
+) -> tuple[nn.Module, Autopilot]:
     model = net(num_layers=num_layers)
     budget = budget_of(net(num_layers=num_layers), (rows(),), share)
-    tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": MIN_BYTES, **more}, engine=engine)
+    tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": MIN_BYTES, **more}, engine=engine, say=say)
     return model, tide
 
 
@@ -235,7 +237,7 @@ def until_racing(model: nn.Module, tide: Autopilot, *, with_rival: bool = False)
     """Steps until plans race, and one that is only tried is in force."""
     for _ in range(20):
         step(model, rows())
-        if tide.phase is Phase.RACING and (tide._rival is not None or not with_rival):
+        if tide.phase is Phase.RACING and (tide._races.rival is not None or not with_rival):
             return
     raise AssertionError("no race")
 
@@ -262,10 +264,10 @@ def test_a_race_changes_no_bit(kind: str | int) -> None:
             results.append([*found, [parameter.detach() for parameter in one.parameters()]])
         for number, (plain, raced) in enumerate(zip(*results, strict=True)):
             assert_same(raced, plain, f"step {number}")
-        # On the host, times as they are measured decide whether there are plans that differ.
-        num_races = [event.why[:6] for event in tide.events].count("race: ")
-        assert num_races == 1 or (kind == "host" and num_races == 0)
-        assert num_races <= phases.count(Phase.RACING) <= MAX_STEPS * num_races
+        # On the host, measured times decide whether there are plans that differ, and for how long they race.
+        if kind != "host":
+            assert [event.why[:6] for event in tide.events].count("race: ") == 1
+            assert 1 <= phases.count(Phase.RACING) <= MAX_STEPS
     if isinstance(engine, Dice):
         assert not engine.violations and engine.num_slots == 0
 
@@ -308,8 +310,8 @@ def test_every_plan_of_a_race_fits_the_budget() -> None:
             names.add(contest.in_force.name)
             plan, stats = tide.plan, tide.stats
             assert plan is not None and plan.predicted is not None and stats is not None
-            assert plan.predicted.peak_bytes <= tide._budget_bytes
-            assert stats.peak_device_bytes <= tide._budget_bytes and stats.num_spills == 0
+            assert plan.predicted.peak_bytes <= tide._planning.budget_bytes
+            assert stats.peak_device_bytes <= tide._planning.budget_bytes and stats.num_spills == 0
             step(model, rows())
     assert len(names) == len(contest.entrants) >= 2
 
@@ -387,7 +389,7 @@ def test_the_losers_are_gone() -> None:
     model, tide = racing(Dice(2))
     with tide:
         until_racing(model, tide, with_rival=True)
-        contest = tide._rival
+        contest = tide._races.rival
         assert contest is not None
         tides = set()
         while tide.phase is Phase.RACING:
@@ -401,7 +403,7 @@ def test_rivals_are_made_for_what_is_left_of_the_budget() -> None:
     model, tide = racing(Dice(2), share=0.9)
     with tide:
         step(model, rows())
-        before = tide._budget_bytes
+        before = tide._planning.budget_bytes
         tide.tighten()
         until_racing(model, tide, with_rival=True)
         assert tide.plan is not None and tide.plan.budget_bytes == int(0.9 * before)
@@ -470,15 +472,13 @@ def test_a_rival_that_fails_is_out_and_the_bits_are_the_same(what: str) -> None:
         "layer": RecomputeRefusedError("it has changed", "layers.0", can_stay=True),
         "recipe": RecipeMismatchError("layers.0.1.gelu"),
     }[what]
-    truth, said = net(), []
-    model, tide = racing(Dice(3))
-    tide._say = said.append
-    failed: list[str] = []
+    truth, said, failed = net(), [], []
+    model, tide = racing(Dice(3), say=said.append)
 
     def closure() -> list[Tensor]:
         model.zero_grad(set_to_none=True)
         loss = model(rows())
-        contest = tide._rival
+        contest = tide._races.rival
         if contest is not None and not failed:
             failed.append(contest.in_force.name)
             raise error
@@ -502,7 +502,7 @@ def test_a_rival_whose_recipe_does_not_hold_is_out() -> None:
     model, tide = racing(Dice(3))
     with tide:
         until_racing(model, tide, with_rival=True)
-        contest = tide._rival
+        contest = tide._races.rival
         assert contest is not None and tide.tide is not None
         name = contest.in_force.name
         watch = tide.tide._context.watch(model.layers[0])
@@ -571,8 +571,10 @@ def ranks_part(rank: int) -> dict[str, Any]:
     said: list[str] = []
     _, tide = mispriced(model, engine_of(FAST), FAST, say=said.append)
     with tide:
-        tide._consensus._patience_seconds = 1.0
+        tide._planning.consensus._patience_seconds = 600.0
         for number in range(18):
+            if number == 7:
+                tide._planning.consensus._patience_seconds = 1.0  # from now on they wait in vain
             batch = rows(NUM_ROWS + 8 * rank * (number == 7))
             state = torch.get_rng_state()
             found = step(model, batch)

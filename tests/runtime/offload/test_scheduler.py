@@ -15,6 +15,9 @@ import lowtide
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.host import HostEngine
 from lowtide.engines.virtual import VirtualEngine
+from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.offload.site import PrefetchQueue
+from lowtide.runtime.saved.stats import Counters, Ledger
 from tests import zoo
 from tests.engines.sim_device import SimDevice
 
@@ -92,6 +95,20 @@ def test_what_is_small_goes_in_one_piece() -> None:
     model(X).sum().backward()
     assert tide._ledger.peak_bytes > 8 * SITE_BYTES
     tide.remove()
+
+
+def test_fetches_that_start_together_come_in_the_order_of_need() -> None:
+    """A storage that was saved first may be saved again last (positions of a rotation, say): it is needed first."""
+    scheduler, queue = OffloadScheduler(VirtualEngine(0), Counters(), Ledger()), PrefetchQueue()
+    needs, start = (30, 10, 20), 30
+    storages = [torch.ones(4).untyped_storage() for _ in needs]
+    sites = [scheduler.enroll(queue, storage, 0, start + 1 - need, None) for storage, need in zip(storages, needs)]
+    for site, need in zip(sites, needs, strict=True):
+        site.last_use = need
+    queue.arrange()
+    assert queue.is_timed and {site.start_at for site in sites} == {start}
+    order = [reference().last_use for reference in reversed(queue.sites)]  # type: ignore[union-attr]
+    assert order == [30, 20, 10]
 
 
 # -- no room --------------------------------------------------------------------------------------------------------
@@ -277,16 +294,18 @@ def test_where_one_tier_is_full_the_next_one_is_taken() -> None:
 
 def test_a_copy_that_was_cancelled_gives_its_slot_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HostEngine(tmp_path)
-    may_write, write = threading.Event(), engine.disk.write
+    has_begun, may_write, write = threading.Event(), threading.Event(), engine.disk.write
 
     def held(*place: int) -> None:
-        may_write.wait(20)
+        has_begun.set()
+        may_write.wait(120)
         write(*place)
 
     monkeypatch.setattr(engine.disk, "write", held)
     model = Waves()
     with lowtide.apply(model, SWAP, engine=engine) as tide:
         loss = model(X).sum()
+        assert has_begun.wait(120)
         loss.backward()
         # One copy has begun; backward overtook all others.
         assert tide.stats.disk_bytes == SITE_BYTES

@@ -66,7 +66,7 @@ class Ranks:
         answers: dict[int, Any] = {}
         try:
             while len(answers) < 2:
-                rank, answer, error = self._answers.get(timeout=60)
+                rank, answer, error = self._answers.get(timeout=240)
                 assert not error, f"rank {rank}: {error}"
                 answers[rank] = answer
         except BaseException:
@@ -84,7 +84,7 @@ class Ranks:
 def _serve(rank: int, store: str, tasks: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
     )
     while True:
         name, args = tasks.get()

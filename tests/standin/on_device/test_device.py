@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 
 import pytest
 import torch
@@ -339,3 +340,36 @@ def test_on_the_clock_the_host_sees_what_is_over() -> None:
     assert not sent.query()
     (square @ square)[0]
     assert sent.query()
+
+
+def test_operators_take_what_they_read_and_make_and_views_take_nothing() -> None:
+    device.set_speeds(memory=1e6, launch=5e-6)
+    one, row = filled(1, 1000), torch.ones(1, 10, device=HERE)
+    torch.accelerator.synchronize(HERE)
+    times = [device.now()]
+    for work in (
+        lambda: one + 1,  # reads and makes 1,000 bytes each
+        lambda: one.view(10, 100)[3:],
+        lambda: row.expand(50, 10) * 2.0,  # reads 40 bytes, makes 2,000
+        lambda: one[:1] + 1,  # a launch takes longer
+    ):
+        work()
+        times.append(device.now())
+    took = [after - before for before, after in itertools.pairwise(times)]
+    assert took == pytest.approx([2e-3, 0.0, 2.04e-3, 5e-6])
+
+
+def test_copies_have_a_latency_and_slow_down_what_runs_beside_them() -> None:
+    device.set_speeds(out=1e6, memory=1e6, launch=0.0, latency=1e-3, share=0.25)
+    data, other, lane, host = filled(7, 1000), filled(1, 1500), torch.Stream(HERE), pinned(1000)
+    torch.accelerator.synchronize(HERE)
+    with lane:
+        host.copy_(data, non_blocking=True)  # a millisecond, and one before it
+        sent = device.now()
+    begin = device.now()
+    assert sent - begin == pytest.approx(2e-3)
+    other + 1  # 3 ms alone; in the first two it does the work of 1.5
+    assert device.now() - begin == pytest.approx(3.5e-3)
+    other + 1
+    assert device.now() - begin == pytest.approx(6.5e-3)
+    torch.accelerator.synchronize(HERE)

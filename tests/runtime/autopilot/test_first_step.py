@@ -1,0 +1,112 @@
+"""After the first planned step one line says what it needed and took, and an error out of memory says what held it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.core.decisions import AccountLine, Prediction
+from lowtide.core.plan import Plan
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.runtime.autopilot.first_step import FirstStep
+from lowtide.runtime.session.memory_words import plan_words
+from lowtide.units import GIB, MIB
+
+PREDICTED = Prediction(
+    peak_bytes=19 * GIB, step_seconds=1.6, stall_seconds=0.0, recompute_seconds=0.0, gap=0.0, plain_peak_bytes=30 * GIB,
+    plain_seconds=1.0, floor_bytes=GIB, optimizer_seconds=0.1, certainty="",
+)  # fmt: skip
+
+
+class Clocked:
+    """An engine whose clock goes on by a second with each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark_time(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+def backward(first: FirstStep) -> None:
+    first.begin()
+    output = torch.ones(2, requires_grad=True) * 2
+    first.follow(output)
+    output.sum().backward()
+
+
+def test_the_line_of_an_accelerator() -> None:
+    first = FirstStep(Clocked())  # type: ignore[arg-type]
+    first.begin()  # a forward pass whose graph is dropped
+    backward(first)
+    backward(first)  # the second one is not the first
+    assert first.line(PREDICTED, peak_bytes=int(19.3 * GIB), counted_bytes=0) == (
+        "lowtide: step 1: peak 19.3 GiB, predicted 19.0 GiB (+1.6 %); forward and backward 1.00 s, predicted 1.50 s "
+        "(-33.3 %)"
+    )
+    assert first.is_told
+
+
+def test_the_line_of_the_host_compares_no_peak() -> None:
+    assert FirstStep(Clocked()).line(PREDICTED, peak_bytes=None, counted_bytes=17 * GIB) == (  # type: ignore[arg-type]
+        "lowtide: step 1: predicted peak 19.0 GiB; 17.0 GiB counted without temporaries (tide.audit() counts all)"
+    )
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+        self.runs_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.runs_out:
+            raise torch.OutOfMemoryError("no more")
+        return x
+
+
+def test_it_is_said_once_and_an_error_has_the_words_of_the_plan() -> None:
+    model, said = Net(), []
+    memory: Any = {"budget": "1GiB", "race": False, "min_bytes": 1}
+    with lowtide.optimize(model, memory=memory, engine=VirtualEngine(0), say=said.append):
+        for _ in range(4):
+            model(torch.ones(512, 64)).sum().backward()
+        lines = [line for line in said if line.startswith("lowtide: step 1: ")]
+        assert len(lines) == 1 and re.match(r"lowtide: step 1: predicted peak .* counted without temporaries", lines[0])
+        model.runs_out = True
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(torch.ones(512, 64))
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        "lowtide: out of memory in a forward pass. Parameters, gradients, buffers and optimizer state"
+    )
+    assert "The plan had said: peak " in note and "What would help most: " in note
+
+
+def test_words_of_a_plan() -> None:
+    def account(**planned_mib: int) -> tuple[AccountLine, ...]:
+        return tuple(
+            AccountLine(what=what.replace("_", " "), plain_bytes=0, planned_bytes=mib * MIB)
+            for what, mib in planned_mib.items()
+        )
+
+    plan = Plan(layers=(), min_bytes=0, is_solved=True, budget_bytes=20 * GIB, predicted=PREDICTED)
+    assert not plan_words(plan)
+    assert not plan_words(dataclasses.replace(plan, predicted=None, account=account(weights=1)))
+    full = account(weights=512, optimizer_state=1024, activations=10, peak=2048)
+    assert plan_words(dataclasses.replace(plan, account=full)) == (
+        " The plan had said: peak 19.0 GiB of a budget of 20.0 GiB, of which optimizer state: 1.0 GiB. What would help "
+        "most: write memory.optimizer: swap."
+    )
