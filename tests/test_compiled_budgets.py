@@ -3,7 +3,6 @@ nothing compiled for lowtide."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,8 +66,6 @@ def test_what_is_observed_of_a_compiled_layer() -> None:
 def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small layer: a compiler is needed, and seconds."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # Else a process for each core loads torch to call a compiler once.
-    monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "compile_threads", 1)
     how: dict[str, Any] = {"habits": ("", ""), "which": (0,), "backend": "inductor"}
     truth = train(build(**how), ROWS)
     before = num_frames()

@@ -3,7 +3,7 @@
 The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
-With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.fully_sharded`
+With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.shard`
 it is that of one of the ranks that share the parameters (plan_sharded.py).
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
+from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
 from lowtide.config.source import read_text
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lowtide.core.profile import Profile
     from lowtide.report.budget_sweep import SweptBudget
     from lowtide.report.memory_curve import Curve
+    from lowtide.timeline.hardware import Hardware
     from lowtide.timeline.step import Link
 
 _MAX_CURVE_POINTS = 1024
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
         rank = None
-        if settings.parallel is not None and settings.parallel.fully_sharded:
+        if settings.is_sharded:
             rank = plan_sharded.rank_of(settings, args, profile)
             profile = rank.profile
         from lowtide.planner.plan_profile import plan_profile
@@ -96,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
         shared: Any = {**kind, "num_micro_batches": settings.train.grad_accumulation}
         told: Any = {"progress": lambda text: waiting.say(f"planning: {text}")}
+        if args.profile is None and rank is None:
+            told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_settled(settled, functools.partial(plan_profile, profile, memory, **shared, **told), lines.append)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
@@ -199,9 +203,9 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     hardware = load_hardware(args.hardware) if args.hardware is not None else None
     if args.profile is None:
         waiting.say("loading torch")
-        from lowtide.train.profiling import hardware_of_run, trace_run
+        from lowtide.train.profiling import trace_run
 
-        device = hardware or hardware_of_run(settings)
+        device = _hardware(settings, args)
         return trace_run(settings, device, say=waiting.say), device.link
     text = read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
     try:
@@ -220,6 +224,14 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     from lowtide.train.profiling import link_of_device
 
     return profile, link_of_device(settings, profile.device)
+
+
+def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
+    """The device that is named, or what is known of this machine's."""
+    from lowtide.timeline.hardware import load_hardware
+    from lowtide.train.profiling import hardware_of_run
+
+    return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
 
 def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked_for(settings: RunConfig, args: argparse.Namespace) -> bool:
-    is_sharded = settings.parallel is not None and settings.parallel.fully_sharded
+    is_sharded = settings.is_sharded
     if is_sharded and args.devices is not None:
         raise ConfigError("--devices: the ranks of a fully sharded model are 'parallel.data'; leave it out")
     if is_sharded or (settings.parallel is None and args.devices is None):

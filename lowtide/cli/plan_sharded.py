@@ -1,4 +1,4 @@
-"""`lowtide plan` of one rank of a fully sharded model: `parallel: {data: 8, fully_sharded: true}` in the run file.
+"""`lowtide plan` of one rank of a fully sharded model: `parallel: {shard: fsdp2, data: 8}` in the run file.
 
 What: the traced step of the whole model becomes that of one rank (pipeline/fully_sharded.py), is planned as a step of
 one device is, and the plan's step is played with its gathers and reductions on a network lane.
@@ -31,6 +31,8 @@ class Network:
     """What the network adds to the step of a plan. Seconds."""
 
     ranks: int
+    replicas: int
+    """How many groups of `ranks` there are."""
     cluster: str
     step_seconds: float
     """Of the plan, with the network."""
@@ -40,8 +42,10 @@ class Network:
     copy_seconds: float
 
     def lines(self) -> list[str]:
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         return [
-            f"fully sharded over {self.ranks} ranks (cluster {self.cluster}): step {format_seconds(self.step_seconds)} "
+            f"fully sharded over {self.ranks} ranks{replicas} (cluster {self.cluster}): "
+            f"step {format_seconds(self.step_seconds)} "
             f"with gathers and reductions of {format_seconds(self.network_seconds)}",
             f"  {format_seconds(self.exposed_seconds)} of them are waited for, slow compute by "
             f"{format_seconds(self.slowed_seconds)}, copies of buffers {format_seconds(self.copy_seconds)}",
@@ -75,6 +79,7 @@ class Rank:
         played = play_network(step, self.layer_bytes, self.sharding, self.cluster, self.hardware)
         return Network(
             ranks=self.sharding.ranks,
+            replicas=self.sharding.replicas,
             cluster=self.cluster.name,
             step_seconds=plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds),
             network_seconds=played.network_seconds,
@@ -92,7 +97,17 @@ def rank_of(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> Ra
     from lowtide.train.profiling import layer_bytes
 
     config = settings.parallel
-    assert config is not None and config.data is not None
+    assert config is not None
+    if config.data is None:
+        raise ConfigError(
+            f"{config.place_of('shard')}: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"
+        )
+    if config.tensor not in (None, 1):
+        settings.fail(
+            "parallel.tensor",
+            f"'parallel.tensor' is {config.tensor}, and a plan beside 'shard' is of whole products in this version; "
+            "leave it out to plan, or let lowtide train observe a step of such a rank",
+        )
     if args.profile is not None:
         raise ConfigError(
             "--profile: it is of one device, and ranks that share the parameters are planned; leave it out"
@@ -100,7 +115,14 @@ def rank_of(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> Ra
     if args.hardware is None:
         raise ConfigError("--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file")
     width = 2 if settings.model.dtype == "bfloat16" else 4
-    sharding = Sharding(ranks=config.data, stored_width=width, gathered_width=width, reduced_width=width)
+    replicas = config.replicas or 1
+    sharding = Sharding(
+        ranks=config.data // replicas,
+        replicas=replicas,
+        stored_width=width,
+        gathered_width=width,
+        reduced_width=width,
+    )
     sizes = layer_bytes(settings, whole.layers)
     return Rank(
         profile=sharded_profile(whole, sizes, sharding),

@@ -42,8 +42,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _override(load_run(args.run), args)
-    if settings.parallel is not None:
-        settings.fail("parallel", "'parallel' is planned for, not trained with, in this version; remove it to train")
+    if settings.parallel is not None and not settings.is_sharded:
+        settings.fail(
+            "parallel",
+            "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
+            "remove it to train",
+        )
     if os.environ.get("RANK", "0") == "0":
         _check_folders(settings, args)
     if settings.memory is not None or settings.sections is not None:

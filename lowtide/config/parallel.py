@@ -2,7 +2,7 @@
 
 What: every key may be left out; `lowtide plan` then looks for the best value. A value that is written is never changed.
 Sizes count ranks: `tensor` x `pipeline` x `context` x `data` is the number of devices, and `expert` ranks are taken
-from `tensor` x `context` x `data`. Only `lowtide plan` reads this section.
+from `tensor` x `context` x `data`. `lowtide plan` reads this section; `lowtide train` does where it has `shard`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lowtide.config.loader import FieldError, Locations
 
 AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimizer_shards")
 """The keys that are sizes of a layout, in the order in which they are printed."""
+_BESIDE_SHARD = ("shard", "replicas", "tensor", "data", "cluster", "places")
 _MOST = 2**24
 
 ScheduleName = Literal[
@@ -40,9 +41,11 @@ class ParallelConfig:
     """Ranks that have the same layers and other sequences."""
     optimizer_shards: int | None = None
     """Ranks that the optimizer's state is dealt to; 1: each rank has all of that of its parameters."""
-    fully_sharded: bool = False
-    """Parameters and gradients are dealt to the data ranks as well, as by `fully_shard`; there are no other ranks then,
-    and `lowtide plan` plans one of them."""
+    shard: Literal["fsdp2", "hsdp"] | None = None
+    """Parameters and gradients are dealt to the data ranks as well, as by `fully_shard`. `fsdp2`: to all of them;
+    `hsdp`: to those of one replica. `lowtide train` trains so, and `lowtide plan` plans one rank."""
+    replicas: int | None = None
+    """With `hsdp`: how often the data ranks have all parameters between them."""
     schedule: ScheduleName = "auto"
     devices: int | None = None
     """Of the whole cluster; `--devices` instead of it."""
@@ -63,18 +66,17 @@ class ParallelConfig:
     places: Locations = field(default_factory=lambda: Locations(prefix="parallel"), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for key in (*AXES, "devices", "global_batch"):
+        for key in (*AXES, "replicas", "devices", "global_batch"):
             value = getattr(self, key)
             if value is not None and not 1 <= value <= _MOST:
                 bound = "at least 1" if value < 1 else f"at most {_MOST}"
                 raise FieldError(key, f"must be {bound}, not {value}")
-        if self.fully_sharded:
-            for entry in dataclasses.fields(self):
-                is_free = entry.name in ("fully_sharded", "data", "cluster", "places")
-                if not is_free and getattr(self, entry.name) != entry.default:
-                    raise FieldError(entry.name, "cannot stand beside 'fully_sharded', which only needs 'data'")
-            if self.data is None:
-                raise FieldError("fully_sharded", "needs the number of ranks; write e.g. data: 8")
+        if self.shard is not None:
+            self._check_beside_shard()
+        if (self.replicas is not None) != (self.shard == "hsdp"):
+            raise FieldError("replicas", "goes with 'shard: hsdp', and that needs it; write e.g. replicas: 2")
+        if self.data is not None and self.data % (self.replicas or 1):
+            raise FieldError("replicas", f"must divide the {self.data} data ranks, and {self.replicas} does not")
         if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 0):
             raise FieldError("layers", "must be one number of layers for each stage, none of them below 0")
         if self.schedule == "one_stage_overlap" and self.pipeline not in (None, 1):
@@ -87,3 +89,8 @@ class ParallelConfig:
     def pinned(self) -> dict[str, int]:
         """The sizes that are written."""
         return {key: value for key in AXES if (value := getattr(self, key)) is not None}
+
+    def _check_beside_shard(self) -> None:
+        for entry in dataclasses.fields(self):
+            if entry.name not in _BESIDE_SHARD and getattr(self, entry.name) != entry.default:
+                raise FieldError(entry.name, "cannot stand beside 'shard', which takes data, replicas and tensor")

@@ -84,6 +84,9 @@ class StateBytes:
     """The batch."""
     rounding: int = 0
     """Most that the device's allocator gives out beyond what it is asked for."""
+    fingerprint: int = 0
+    """For each storage that a recipe makes, while the plan has it made: what the allocator gives out for the words by
+    which it is compared (runtime/recompute/fingerprint.py). 0 on the host, which keeps them elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import refuse_other_shards
+from lowtide.tensors.fsdp import is_cut_twice
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.ranks import ALONE
 
@@ -66,7 +66,11 @@ def follow(
     if patched_module(model) is not None:
         raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.apply", parts=True)
-    refuse_other_shards(model, "lowtide.apply")
+    if is_cut_twice(model):
+        raise ConfigError(
+            "lowtide.apply: recompute_config and swap_config are not covered for a model that both FSDP2 and tensor "
+            "parallelism cut; use rules (the section 'memory')"
+        )
     optimizer = optimizer_of(optimizer, "lowtide.apply")
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)

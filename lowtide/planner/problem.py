@@ -295,6 +295,8 @@ def _items(
                 recipe_seconds=recipe.seconds if can_remake and recipe else 0.0,
                 recipe_bytes=max(recipe.transient_bytes - node.nbytes, 0) if can_remake and recipe else 0,
                 work_bytes=node.codec.work_bytes if can_remake and node.codec and decodes(recipe) else 0,
+                check_bytes=profile.state.fingerprint if can_remake else 0,
+                check_until=len(starts) - 1,
                 inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
             )
         )

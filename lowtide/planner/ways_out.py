@@ -41,7 +41,7 @@ MOST_CHANGES = 3
 """That are planned for one refusal."""
 _MOST_SAID = 2
 _MOST_LINES = 4
-_HALF = "half the micro-batch"
+HALF_A_BATCH = "half the micro-batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,10 @@ def explained(
     kind = max(kinds, key=kinds.__getitem__)
     most = f"most of it is {kind}: {format_bytes(kinds[kind])} of {format_bytes(sum(kinds.values()))}"
     own = _own_changes(problem.profile, config)
-    planned = list(_planned([one for one in (*changes, *own) if kind in one.helps][:MOST_CHANGES], config, plan_again))
+    planned = list(_planned([one for one in (*own, *changes) if kind in one.helps][:MOST_CHANGES], config, plan_again))
     said = [text for _, text in sorted(planned, key=lambda found: not found[0])][:_MOST_SAID]
-    is_half_planned = any(_HALF in text for text in said)
-    before = [text for text in error.suggestions if not (is_half_planned and text.startswith(_HALF))]
+    is_half_planned = any(HALF_A_BATCH in text for text in said)
+    before = [text for text in error.suggestions if not (is_half_planned and text.startswith(HALF_A_BATCH))]
     room = _MOST_LINES - len(said)
     suggestions = (*said, *(before if len(before) <= room else [*before[: room - 1], before[-1]]))
     first = str(error).split("\n")[0]

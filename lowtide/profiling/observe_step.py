@@ -25,19 +25,21 @@ import torch
 from torch import nn
 
 from lowtide.core.profile import Profile
+from lowtide.core.recipe import Recipe
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
+from lowtide.profiling.op_memory import OpMemory
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
-from lowtide.profiling.rounding import grain_of, rounding_bytes
+from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
 from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.stash import ByteStash, FileStash, HostStash
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import at_rest, fsdp_modules, is_sharded, local_part, refuse_other_shards
+from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import gradient_hooks, num_compiled_graphs, tree_leaves
 from lowtide.tensors.snapshot import Snapshot, take
@@ -76,7 +78,6 @@ def observe(
         raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
     is_sharded_model = bool(fsdp_modules(model))
-    refuse_other_shards(model, "observe")
     names = find_layers(model) if layers is None else layers
     refuse_compiled(model, "observe")
     optimizer = optimizer_of(optimizer, "observe")
@@ -86,7 +87,13 @@ def observe(
         clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
         stash: ByteStash = HostStash() if is_accelerator else FileStash()
         recorder = StepRecorder(
-            device=device, clock=clock, stash=stash, layers=names, codec_of=measured_codec, holds_casts=holds_casts
+            device=device,
+            clock=clock,
+            stash=stash,
+            layers=names,
+            codec_of=measured_codec,
+            holds_casts=holds_casts,
+            memory=OpMemory(device) if is_accelerator else None,
         )
         try:
             step = (model, batch, recorder, loss)
@@ -123,7 +130,12 @@ def observe(
         device_type=device.type,
         is_accelerator=is_accelerator,
     )
-    rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain_of(device))
+    grain = grain_of(device)
+    may_be_made = [
+        node.storage.nbytes for node in nodes if node.codec or isinstance(recipes.alone.get(node.storage.index), Recipe)
+    ]
+    fingerprint, fingerprints = fingerprint_bytes(may_be_made, grain)
+    rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain) + fingerprints
     return profile_of(
         trace,
         nodes,
@@ -133,7 +145,7 @@ def observe(
         is_fake=False,
         batch=shapes,
         layers=names,
-        state=dataclasses.replace(state, rounding=rounding),
+        state=dataclasses.replace(state, rounding=rounding, fingerprint=fingerprint),
         loss=loss_of(model),
     )
 
@@ -174,9 +186,9 @@ def record_step(
 ) -> Trace:
     """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    has_shards = bool(fsdp_modules(model))
+    shards = sharded_parameters(model)
     for name, parameter in model.named_parameters():
-        is_shard = has_shards and is_sharded(parameter)
+        is_shard = id(parameter) in shards
         recorder.storages.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
     for name, buffer in model.named_buffers():
         recorder.storages.enroll(buffer, "buffer", name)

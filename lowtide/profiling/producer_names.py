@@ -26,6 +26,7 @@ from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage_keys
 from lowtide.tensors.private import (
     TorchDispatchMode,
+    current_fake_mode,
     schema_of,
 )
 from lowtide.tensors.wrappers import is_desugared
@@ -102,6 +103,17 @@ class Recorder(TorchDispatchMode):
         self.seen_ops: set[str] = set()
         self._path: list[str] = [""]
         self._counts: dict[tuple[str, str], int] = {}
+        self._fake_mode: Any = None
+
+    def __enter__(self) -> Any:
+        self._fake_mode = current_fake_mode()
+        return super().__enter__()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this operator only tells somebody what it would give, on fake tensors, and is none of the step's own:
+        DTensor asks so the first time that it meets an operator."""
+        return current_fake_mode() is not self._fake_mode
 
     @property
     def path(self) -> str:
@@ -111,8 +123,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if is_desugared(types):
             return NotImplemented
-        refuse_misled(func, args)
         kwargs = kwargs or {}
+        if self.is_asked:
+            return func(*args, **kwargs)
+        refuse_misled(func, args)
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out)
         return out

@@ -6,6 +6,7 @@ Why: a plan is made for bytes of storages, and its budget is held against the al
 How: each storage of the observed step takes up to one grain more than its bytes. That step keeps everything that any
 plan keeps, so the most of it at any operator is a bound for every plan. Gradients and the optimizer's state are beside
 it: each parameter has one gradient, and up to four tensors of state or of the optimizer's temporaries.
+Lowtide's own: what a recipe makes is compared with a fingerprint of what was dropped, which is on the device.
 Cost: one allocation, and a pass over the storages. Not covered: what an allocator gives out beyond its grain (CUDA
 leaves up to 1 MiB of a large block unsplit); that is measured and corrected (runtime/autopilot/corrections.py).
 """
@@ -20,22 +21,36 @@ from torch import nn
 from lowtide.recipes.graph import Storage
 
 _MOST_GRAIN = 4096
+_NUM_PROBES = 8
 _OPTIMIZER_TENSORS = 4
+# Of a fingerprint, and of flags for many of them.
+_WORDS_BYTES = 256
+_FLAGS_BYTES = 512
 
 
 def grain_of(device: torch.device) -> int:
-    """Bytes of which every block is a multiple; 1 where the device does not count its bytes."""
+    """Bytes of which every block is a multiple; 1 where the device does not count its bytes.
+
+    Asked several times: between two readings a collection of garbage may free blocks, and another thread may do
+    anything. What they change is a multiple of the grain as well, so the least growth that is seen is the grain.
+    """
     if device.type == "cpu":
         return 1
     try:
-        before = torch.accelerator.memory_allocated(device)
-        probe = torch.empty(1, dtype=torch.uint8, device=device)
-        grain = torch.accelerator.memory_allocated(device) - before
-        del probe
+        grown = [_growth(device) for _ in range(_NUM_PROBES)]
     except (AttributeError, RuntimeError):
         return 1
-    # Anything else is another thread's doing.
-    return grain if 0 < grain <= _MOST_GRAIN and grain.bit_count() == 1 else 1
+    grain = min((nbytes for nbytes in grown if nbytes > 0), default=1)
+    return grain if grain <= _MOST_GRAIN and grain.bit_count() == 1 else 1
+
+
+def _growth(device: torch.device) -> int:
+    """By how much the allocator's count grows with one byte."""
+    before = torch.accelerator.memory_allocated(device)
+    probe = torch.empty(1, dtype=torch.uint8, device=device)
+    grown = torch.accelerator.memory_allocated(device) - before
+    del probe
+    return grown
 
 
 def rounding_bytes(
@@ -65,3 +80,17 @@ def rounding_bytes(
     beside = sum(-(parameter.numel() * parameter.itemsize) % grain for parameter in trained)
     steps = 0 if optimizer is None else grain * len(trained)  # a number each, which some optimizers have on the device
     return most + per_parameter * beside + steps
+
+
+def fingerprint_bytes(sizes: Collection[int], grain: int) -> tuple[int, int]:
+    """What fingerprints (runtime/recompute/fingerprint.py) take of an allocator with this grain: for each storage that
+    is made again, and for all of them together. `sizes`: bytes of the storages that may be made again."""
+    if grain == 1:
+        return 0, 0
+    # Together: which words are read, by size; the words of a storage that was just made, how they compare, and the
+    # flags of all.
+    return _up(_WORDS_BYTES, grain), len({*sizes}) * _up(2 * _WORDS_BYTES, grain) + 3 * _up(_FLAGS_BYTES, grain)
+
+
+def _up(nbytes: int, grain: int) -> int:
+    return -(-nbytes // grain) * grain

@@ -86,6 +86,7 @@ class Trace:
     start_sequence: int
     """Autograd's sequence number at the start of the model's forward."""
     temporary: list[tuple[int, int]] = field(default_factory=list)
-    """(operator, bytes): what a compiled part holds inside of it at its worst moment beyond what it gives out."""
+    """(operator, bytes): what an operator, or a compiled part, holds inside of it at its worst moment beyond what it
+    gives out."""
     gathered: list[tuple[int, int, int]] = field(default_factory=list)
     """(start, end, bytes): half-open ranges of operators in which a sharded parameter was there as a whole."""

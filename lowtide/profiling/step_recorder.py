@@ -29,6 +29,7 @@ from torch import nn
 from lowtide.core.recipe import Anchor
 from lowtide.errors import ConfigError
 from lowtide.profiling.compiled_calls import CompiledCall, run_compiled
+from lowtide.profiling.op_memory import OpMemory
 from lowtide.profiling.op_timer import Clock
 from lowtide.profiling.producer_names import CASTS, Recorder, modules_to_follow, op_name, refuse_misled
 from lowtide.profiling.saved_tensors import CodecOf, SavedTensorRecorder, is_parameter
@@ -68,8 +69,11 @@ class StepRecorder(Recorder):
         layers: tuple[str, ...],
         codec_of: CodecOf,
         holds_casts: bool = False,
+        memory: OpMemory | None = None,
     ) -> None:
         super().__init__(set())
+        self._memory = memory
+        """None where nobody counts what operators hold inside."""
         self.about_to_write: Callable[[torch.UntypedStorage], None] | None = None
         """Called before an operator writes to bytes that were there before the step."""
         # As autocast's cache would: it is off while this step runs, but on in those that follow.
@@ -109,7 +113,7 @@ class StepRecorder(Recorder):
         self.compiled: CompiledCall | None = None
         """The call of a compiled part that is under way."""
         self.temporary: list[tuple[int, int]] = []
-        """(operator, bytes) of compiled parts, as in `Trace`."""
+        """(operator, bytes), as in `Trace`."""
         self.batch = ""
         """Shapes and dtypes of what the model was called with."""
 
@@ -142,7 +146,7 @@ class StepRecorder(Recorder):
         kwargs = kwargs or {}
         # Torch detaches what it hands to saved-tensor hooks (an alias, and none of the step's own work), and asks fake
         # tensors for their device.
-        if self._is_silent or func is _DETACH or func.namespace == "prim":
+        if self._is_silent or self.is_asked or func is _DETACH or func.namespace == "prim":
             return func(*args, **kwargs)
         refuse_misled(func, args)
         index = self.num_ops
@@ -162,11 +166,16 @@ class StepRecorder(Recorder):
             schema_of(func).is_mutable or writes_unsaid(call) or has_statistics(func)
         ):
             self._save_what_it_writes(call, self.about_to_write)
+        if self._memory is not None:
+            self._memory.begin()
         try:
             out, mark = self.clock.run(func, args, kwargs)
         except Exception:
             self.failed_at = self.failed_at or f"{func.overloadpacket} in {self._path[-1] or 'the model'}"
             raise
+        if self._memory is not None:
+            call.temporary_bytes = self._memory.end()
+            self.temporary.append((index, call.temporary_bytes))
         self._note_call(call, out)
         if self._holds_casts and self._is_autocast and self._num_forward_ops is None:
             self._hold_cast(func, args, out)
@@ -315,6 +324,8 @@ class StepRecorder(Recorder):
         for name, module in modules_to_follow(model, prefix):
             first = not is_fsdp(module)
             hooks.append(module.register_forward_pre_hook(self.entry(name), prepend=first, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(self.begin(name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(self.end(name), prepend=True))
             hooks.append(module.register_forward_hook(self.exit(name), always_call=True))
         try:
             with calls_wrapped(compiled, functools.partial(run_compiled, self)):
@@ -324,12 +335,21 @@ class StepRecorder(Recorder):
                 hook.remove()
 
     def entry(self, name: str) -> Callable:
+        """For before other hooks: what these run is the module's own."""
+
         def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not name and self._num_forward_ops is None:
                 self._enter_root(args, kwargs)
             self._path.append(name)
             self._is_autocast = torch.is_autocast_enabled(self.device.type)
             self._module_calls[name] = self._module_calls.get(name, -1) + 1
+
+        return enter
+
+    def begin(self, name: str) -> Callable:
+        """For after other hooks, which may give the forward something else: there the runtime's wrapper stands."""
+
+        def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if name in self._layers and self.is_inside:
                 now = next_sequence_number()
                 span = Span(name=name, first_op=self.num_ops, end_op=0, first_sequence=now, end_sequence=0)
@@ -340,11 +360,19 @@ class StepRecorder(Recorder):
                 self._versions.append((span, versions_of_parameters(module)))
             self._catch(name, "input", (args, kwargs))
 
-        return enter
+        return begin
+
+    def end(self, name: str) -> Callable:
+        """For before other hooks: what they make of the output (the sum over tensor-parallel ranks) no wrapper sees
+        there. It is caught where a module around this one gives it out, or the next one takes it in."""
+
+        def end(module: nn.Module, args: tuple, output: Any) -> None:
+            self._catch(name, "output", output)
+
+        return end
 
     def exit(self, name: str) -> Callable:
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
-            self._catch(name, "output", output)
             if len(self._path) > 1:
                 self._path.pop()
             if self._open_spans and self._open_spans[-1].name == name:

@@ -154,7 +154,7 @@ class Gathered:
         self.record = record
         self.parameter = parameter
         self.version = version_of(parameter)
-        self.storage = parameter.untyped_storage()
+        self.storage = inside(parameter).untyped_storage()
         self.spans: list[tuple[int, int, int]] = []
         """(start, end, bytes) of each time that it was there, in operators."""
         self._now = self._start = 0

@@ -367,7 +367,7 @@ class _Builder:
         for call in order:
             made = {o.storage.index: o.storage for o in call.outputs if o is not None and o.storage.producer is call}
             alive.update({index: storage.nbytes for index, storage in made.items()})
-            peak = max(peak, sum(alive.values()))
+            peak = max(peak, sum(alive.values()) + call.temporary_bytes)
             alive = {index: nbytes for index, nbytes in alive.items() if last.get(index, -1) > call.index}
         return peak
 

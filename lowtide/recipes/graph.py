@@ -75,5 +75,7 @@ class Call:
     seconds: float
     is_random: bool
     is_collective: bool
+    temporary_bytes: int = 0
+    """What it held while it ran, beyond what it was given and gave out; 0 where nobody counts."""
     autocast_free: bool = True
     """True: it ran below autocast, so it may be run again without it (always so for what a dispatch mode sees)."""

@@ -6,9 +6,13 @@ module is done, filled again before the next use. `at_rest` brings a model into 
 the gathered parameters (each module is gathered and resharded once); inside, a whole step may run, with FSDP2's own
 hooks and collectives; afterwards gradients, partial sums and the state of every module are what they were.
 
+Beside tensor parallelism (`parallelize_module` first, `fully_shard` after it) the gathered parameter is a DTensor too,
+over the tensor-parallel ranks alone: of the plain tensor inside it the same holds. Hybrid sharding (a mesh of two
+dimensions) only adds a sum over replicas.
+
 Collective: all ranks come to it together, and run the same step inside.
-Cost: one more all-gather of each parameter. Not covered: DTensors of tensor parallelism in the same model, float8 and
-other parameters that bring an all-gather of their own, parameters with gradient hooks, which the step would set off.
+Cost: one more all-gather of each parameter. Not covered: float8 and other parameters that bring an all-gather of their
+own.
 
 FSDP2 has no public way to ask whether a forward pass is under way, or for gradients that it has not reduced yet; what
 is read instead stands in tensors/private.py.
@@ -62,24 +66,30 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def refuse_other_shards(model: nn.Module, call: str) -> None:
-    """Raise ConfigError if FSDP2 has a part in this model, and a parameter is a DTensor that is not FSDP2's alone."""
-    if not fsdp_modules(model):
-        return
-    inside = {id(parameter) for module in fsdp_modules(model) for parameter in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if not is_sharded(parameter) or (id(parameter) in inside and _is_of_data_parallel(parameter)):
-            continue
-        raise ConfigError(
-            f"{call}: '{name}' is a DTensor that FSDP2 (torch.distributed.fsdp.fully_shard) did not make, or not "
-            "alone; tensor-parallel DTensors beside FSDP2 are not covered in this version. Use lowtide.apply with rules"
-        )
+def sharded_parameters(model: nn.Module) -> set[int]:
+    """Identities of the parameters that FSDP2 holds as shards; a DTensor of tensor parallelism alone is not one."""
+    groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
+    return {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
 
 
-def _is_of_data_parallel(parameter: Any) -> bool:
-    """Sharded over one dimension of ranks, replicated over at most one more."""
-    first, *others = parameter.placements
-    return not others or (len(others) == 1 and first.is_replicate())
+def is_cut_twice(model: nn.Module) -> bool:
+    """Whether FSDP2 holds shards of parameters that tensor parallelism had cut before."""
+    groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
+    return any(_known(_is_of_dtensor, parameter) for group in groups for parameter in group.fsdp_params)
+
+
+def _is_of_dtensor(parameter: Any) -> bool:
+    return bool(parameter.is_dtensor)
+
+
+def is_gathered_of(gathered: torch.Tensor, shard: torch.Tensor) -> bool:
+    """Whether the one may be what FSDP2 gathers the other into: a plain tensor, or with tensor parallelism a DTensor
+    over fewer dimensions of ranks."""
+    return is_sharded(shard) and (not is_sharded(gathered) or _num_dims(gathered) < _num_dims(shard))
+
+
+def _num_dims(tensor: Any) -> int:
+    return int(tensor.device_mesh.ndim)
 
 
 @contextlib.contextmanager
@@ -87,8 +97,8 @@ def at_rest(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Inside, the model is between two steps and has no gradients; afterwards it is as it was.
 
     Gives the gathered parameters by name, empty outside of their module's forward and backward; without FSDP2 nothing
-    happens, and there are none. Raises ConfigError inside a forward pass of a larger FSDP2 model, and where parameters
-    have gradient hooks.
+    happens, and there are none. Hooks on gradients (an optimizer in the backward pass) do not run inside. Raises
+    ConfigError inside a forward pass of a larger FSDP2 model.
     """
     modules = fsdp_modules(model)
     if not modules:
@@ -138,16 +148,13 @@ def _gather_each(model: nn.Module, modules: list[Any]) -> dict[str, torch.Tensor
 
 
 class _Aside:
-    """Gradients, whole and partial, and whether the next backward is the last: set aside, and put back."""
+    """Gradients, whole and partial, their hooks, and whether the next backward is the last: set aside, and put back."""
 
     def __init__(self, model: nn.Module, modules: list[Any], gathered: dict[str, torch.Tensor]) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if any(gradient_hooks(p) for p in [*parameters, *gathered.values()]):
-            raise ConfigError(
-                "observe: parameters of this FSDP2 model have gradient hooks (an optimizer in the backward pass, for "
-                "example), which an observed step would set off; use lowtide.apply with a plan or rules"
-            )
-        self._gradients = [(tensor, tensor.grad) for tensor in [*parameters, *gathered.values()]]
+        tensors = [*(p for p in model.parameters() if p.requires_grad), *gathered.values()]
+        self._gradients = [(tensor, tensor.grad) for tensor in tensors]
+        # The mappings themselves stay: whoever registered a hook removes it there.
+        self._hooks = [(hooks, dict(hooks)) for tensor in tensors if (hooks := gradient_hooks(tensor))]
         groups = [group for module in modules for group in fsdp_groups(module)]
         partial = [(parameter, "unsharded_accumulated_grad") for group in groups for parameter in group.fsdp_params]
         partial += [(group, FSDP_PARTIAL_SUM) for group in groups]
@@ -156,6 +163,8 @@ class _Aside:
         self._last = [(context, context.is_last_backward) for context in contexts.values()]
         for tensor, _ in self._gradients:
             tensor.grad = None
+        for hooks, _ in self._hooks:
+            hooks.clear()
         for owner, name, _ in self._attributes:
             setattr(owner, name, None)
         for context, _ in self._last:
@@ -164,6 +173,8 @@ class _Aside:
     def put_back(self) -> None:
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
+        for hooks, before in self._hooks:
+            hooks.update(before)
         for owner, name, value in self._attributes:
             setattr(owner, name, value)
         for context, is_last in self._last:

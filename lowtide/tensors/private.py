@@ -232,6 +232,15 @@ def sharing_versions() -> AbstractContextManager[Any]:
     return _share_versions(_VIEWS_AND_WRITES, False)
 
 
+_dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
+_FAKE_KEY = find("torch._C._TorchDispatchModeKey.FAKE")
+
+
+def current_fake_mode() -> Any:
+    """The `FakeTensorMode` that is active on this thread; None where there is none. No public way to ask."""
+    return _dispatch_mode(_FAKE_KEY)
+
+
 DisableTorchDispatch: Callable[[], AbstractContextManager[Any]] = find("torch._C._DisableTorchDispatch")
 """A context in which operators pass over `__torch_dispatch__`, at 0.3 us; `disable_current_modes` takes 3 us."""
 

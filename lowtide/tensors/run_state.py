@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.errors import RecomputeRefusedError
-from lowtide.tensors.fsdp import fsdp_modules, is_sharded
+from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import (
@@ -58,6 +58,7 @@ from lowtide.tensors.remembered import Array, Attributes, Empty, Items, State
 from lowtide.tensors.second_run import reached_iterator
 from lowtide.tensors.snapshot import take
 from lowtide.tensors.view import same_bytes
+from lowtide.tensors.wrappers import inside
 
 _SMALL_BYTES = 2**16
 _ORDINARY = frozenset({dict, OrderedDict})
@@ -480,7 +481,7 @@ class LentParameters:
         """Inside, the parameters are the tensors of the first run."""
         lent = [entry for entry in self._then if own_parameters(entry[0]).get(entry[1]) is not entry[2]]
         # A sharded parameter is gathered, and given back, by its owner, not by us.
-        lent = [entry for entry in lent if not is_plain(entry[2]) or entry[2].untyped_storage().nbytes()]
+        lent = [entry for entry in lent if not _is_emptied(inside(entry[2]))]
         lent = [(owner, name, then) for owner, name, then in lent if not _is_gathered_now(owner, name, then)]
         current = [(owner, name, own_parameters(owner)[name]) for owner, name, _ in lent]
         for owner, name, parameter in lent:
@@ -492,9 +493,13 @@ class LentParameters:
                 own_parameters(owner)[name] = now
 
 
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and not tensor.untyped_storage().nbytes()
+
+
 def _is_gathered_now(owner: nn.Module, name: str, then: torch.Tensor) -> bool:
     now = own_parameters(owner)[name]
-    return is_sharded(then) and now is not None and not is_sharded(now)
+    return now is not None and is_gathered_of(now, then)
 
 
 class HostRandom:

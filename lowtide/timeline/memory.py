@@ -7,7 +7,8 @@ An item's presence, in half-open ticks:
 - recompute: [born, dies) and [first need, release).
 A recipe's inputs are needed when its result is first needed; a recomputed item is made once and held until its last
 reader, recipes among them, has read it. The transient bytes of the recipes that run in one tick do not coexist, so the
-largest counts; so do those of storing items smaller, in the ticks after which they could be sent.
+largest counts; so do those of storing items smaller, in the ticks after which they could be sent. What is made again
+has a fingerprint on the device, from when it was dropped until backward is over.
 
 Why difference arrays: the curve of 5,000 items over 20,000 ticks takes a millisecond, and a solver asks for hundreds.
 
@@ -52,6 +53,8 @@ class StepArrays:
     recipe_seconds: Floats
     recipe_bytes: Ints
     work_bytes: Ints
+    check_bytes: Ints
+    check_until: Ints
     dependents_first: tuple[int, ...]
     """Items that have inputs, every one before its inputs."""
     next_stop: Ints
@@ -78,6 +81,8 @@ class StepArrays:
             recipe_seconds=np.array([item.recipe_seconds for item in items], float),
             recipe_bytes=np.array([item.recipe_bytes for item in items], np.int64),
             work_bytes=np.array([item.work_bytes for item in items], np.int64),
+            check_bytes=np.array([item.check_bytes for item in items], np.int64),
+            check_until=np.array([item.check_until for item in items], np.int64),
             dependents_first=_dependents_first(items),
             **_stops(step),
         )
@@ -196,6 +201,7 @@ def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     transient = np.zeros(arrays.num_ticks, np.int64)
     np.maximum.at(transient, lifetimes.need[made], arrays.recipe_bytes[made])
     np.maximum.at(transient, arrays.saved[made], arrays.work_bytes[made])
+    total += presence(arrays, arrays.born[made], arrays.check_until[made], arrays.check_bytes[made])
     return total + transient
 
 

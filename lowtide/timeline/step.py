@@ -48,6 +48,10 @@ class Item:
     """Bytes that its recipe needs beyond its inputs and its result, while it runs."""
     work_bytes: int = 0
     """Bytes that are needed in tick `saved` beyond all items if its fate is recompute: to store it smaller."""
+    check_bytes: int = 0
+    """Bytes of its fingerprint if its fate is recompute: from tick `born` to `check_until - 1`."""
+    check_until: int = 0
+    """First tick in which the fingerprint is gone: backward is over."""
     inputs: tuple[int, ...] = ()
     """Items that its recipe reads (indices into `Step.items`): produced before it, or made from it (smaller forms)."""
 

@@ -13,9 +13,11 @@ protect from somebody who may write to the folder and makes the hashes fit: such
 training goes on, but runs no code by it, for there are no pickles, only JSON and bytes. Files are 0600, folders 0700.
 Cost: one pass over the weights and two of their size for AdamW per checkpoint, hashed on the way, and the time to flush
 them; one more read at loading (rank 0). The step waits for it.
-Not covered: another number of ranks than at saving (refused, because the random states and the order of the sums would
-differ), saving in the background, folders that the ranks do not share, file systems without an atomic rename, and
-checkpoints of version 0.1, which are pickles (refused by name).
+Shards (`layout`) are written as whole tensors, each gathered by all ranks and kept by the one that writes it; any
+number of ranks may read them, each its own part. Random states are only taken up by the same ranks.
+Not covered: of a run without shards another number of ranks than at saving (refused, because the random states and the
+order of the sums would differ), saving in the background, folders that the ranks do not share, file systems without an
+atomic rename, and checkpoints of version 0.1, which are pickles (refused by name).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from lowtide.errors import ConfigError
 from lowtide.train.experts import RankExperts
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
+from lowtide.train.shards import whole_of
 from lowtide.train.stop import TrainingError
 from lowtide.train.tensors import TensorFile, open_new, write_tensors
 
@@ -58,8 +61,8 @@ class Saved:
     step: int
     data: Mapping[str, object]
     """`Sampler.state()`."""
-    random: Mapping[str, Any]
-    """For `set_random_state`, when everything that draws has been built."""
+    random: Mapping[str, Any] | None
+    """For `set_random_state`, when everything that draws has been built; None where other ranks saved than load."""
 
 
 def save(
@@ -73,6 +76,7 @@ def save(
     ranks: Ranks,
     device: torch.device,
     experts: RankExperts | None = None,
+    layout: str | None = None,
     is_split: bool = False,
     num_kept: int = 2,
 ) -> Path:
@@ -88,6 +92,8 @@ def save(
         ranks.barrier()
         tensors, groups = _state(model, optimizer)
         of_ranks = _own_share(tensors, experts, ranks, is_split=is_split)
+        if layout is not None:
+            of_ranks = _gathered(tensors, of_ranks)
         written = write_tensors(partial / _tensors_name(ranks.rank), of_ranks)
         own: dict[str, Any] = {"random": random_state(device), "tensors": [written.num_bytes, written.sha256]}
         if is_split:
@@ -97,6 +103,8 @@ def save(
         if ranks.is_first:
             run = {"step": step, "num_ranks": ranks.num_ranks, "data": dict(data), "settings": dict(settings)}
             run |= {"groups": groups, "files": _files_of(partial, ranks.num_ranks)}
+            if layout is not None:
+                run["layout"] = layout
             _write_json(partial / "run.json", {"format": FORMAT, "sha256": _sha256_of(run), "run": run})
             _flush_folder(partial)
             partial.rename(path)
@@ -116,6 +124,7 @@ def load(
     settings: Mapping[str, object],
     ranks: Ranks,
     experts: RankExperts | None = None,
+    layout: str | None = None,
     is_split: bool = False,
 ) -> Saved:
     """Fills the model and the optimizer from a whole checkpoint of the same run.
@@ -124,12 +133,14 @@ def load(
     """
     run = _read_run(path)
     try:
-        _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks)
-        own = _read_json(path / _rank_name(ranks.rank))
+        is_same = layout is None or (run.get("layout"), run["num_ranks"]) == (layout, ranks.num_ranks)
+        _check(path, run, settings=settings, rank=ranks.rank, num_ranks=ranks.num_ranks if is_same else None)
+        own: dict[str, Any] = _read_json(path / _rank_name(ranks.rank)) if is_same else {}
         tensors, groups = _state(model, optimizer)
-        _read_tensors(path, tensors, of_ranks=[ranks.rank] if is_split else range(ranks.num_ranks), experts=experts)
+        _read_tensors(path, tensors, of_ranks=[ranks.rank] if is_split else range(run["num_ranks"]), experts=experts)
         _put_back(model, optimizer, tensors, (own if is_split else run)["groups"], like=groups)
-        saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=dict(own["random"]))
+        random_states = dict(own["random"]) if is_same else None
+        saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=random_states)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -160,11 +171,16 @@ def _put_back(
     like: list[Any],
 ) -> None:
     """Into the model and the optimizer. `like`: the groups as they are here, which decide what a saved one may be."""
-    if [(sorted(group), group["params"]) for group in groups] != [(sorted(group), group["params"]) for group in like]:
+    saved = {name: group for group in groups for name in group["params"]}
+    if saved.keys() != {name for group in like for name in group["params"]}:
         raise TypeError("the optimizer has other groups")
-    typed = [
-        {key: _like(value, here[key]) for key, value in group.items()} for group, here in zip(groups, like, strict=True)
-    ]
+    typed = []
+    for here in like:
+        then = [saved[name] for name in here["params"]]
+        # Groups may be cut in another way, where other ranks have the shards, but not joined from different ones.
+        if any({**group, "params": 0} != {**then[0], "params": 0} or group.keys() != here.keys() for group in then):
+            raise TypeError("the optimizer has other groups")
+        typed.append({key: _like({**then[0], "params": here["params"]}[key], value) for key, value in here.items()})
     state: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
@@ -210,6 +226,16 @@ def _own_share(
     if experts is not None and experts.is_writer:
         share |= {experts.name_of(name, experts.split.rank): tensor for name, tensor in own.items()}
     return share
+
+
+def _gathered(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`own` as whole tensors, in main memory. All ranks gather all of them, in the same order."""
+    found: dict[str, torch.Tensor] = {}
+    for name in sorted(tensors):
+        whole = whole_of(tensors[name])
+        if name in own:
+            found[name] = whole.cpu()
+    return found
 
 
 def _read_tensors(
@@ -320,13 +346,17 @@ def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _check(path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object], rank: int, num_ranks: int) -> None:
-    if run["num_ranks"] != num_ranks:
+def _check(
+    path: Path, run: Mapping[str, Any], *, settings: Mapping[str, object], rank: int, num_ranks: int | None
+) -> None:
+    """`num_ranks`: that must have saved it; None for any number."""
+    if num_ranks not in (None, run["num_ranks"]):
         raise ConfigError(
             f"{path}: saved by {run['num_ranks']} ranks, this run has {num_ranks}; "
             f"start it on as many with torchrun, or start a new run with another train.output_dir"
         )
-    expected = {name for each in range(num_ranks) for name in (_rank_name(each), _tensors_name(each))}
+    each_rank = range(min(int(run["num_ranks"]), len(run["files"])))  # a number gone wrong would fill the memory
+    expected = {name for each in each_rank for name in (_rank_name(each), _tensors_name(each))}
     if set(run["files"]) != expected:
         raise _damaged(path, "run.json lists other files than those of its ranks")
     for name, (size_bytes, sha256) in run["files"].items():

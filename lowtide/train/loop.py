@@ -200,6 +200,8 @@ def _say_start(progress: Progress, trainer: Trainer) -> None:
     if trainer.stages is not None:
         num_parameters = trainer.stages.num_parameters
     ranks = "" if trainer.ranks.is_alone else f" on {trainer.ranks.num_ranks} ranks"
+    if trainer.shards is not None:
+        ranks += f", {trainer.shards.layout}"
     if trainer.stages is not None:
         ranks += f", stages of {', '.join(map(str, trainer.stages.layer_counts))} layers"
     if trainer.experts is not None:

@@ -7,7 +7,8 @@ needs the model library (fields of the model's config class) or the disk (the te
 where these were written, so that the late errors name the line too.
 MindSpore Transformers' `recompute_config` and `swap_config` may stand beside them (config/mindformers); the file may
 then also have keys that mean nothing here, such as `context`, and `model.model_config`.
-`pipeline` says that the layers are split over ranks; what cannot stand beside it yet is refused by name.
+`pipeline` says that the layers are split over ranks, `parallel.shard` that each of them is; what cannot stand beside
+them yet is refused by name.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class RunConfig:
     memory: MemoryConfig | None = None
     """None, and no sections: plain training, lowtide's runtime is not touched."""
     parallel: ParallelConfig | None = None
-    """Only planned for: `lowtide plan`. Training does not read it."""
+    """What `lowtide plan` plans for; with `shard`, also how `lowtide train` deals the model to ranks."""
     sections: Sections | None = None
     """`recompute_config` and `swap_config`."""
     pipeline: PipelineConfig | None = None
@@ -195,6 +196,11 @@ class RunConfig:
     @property
     def checkpoint_dir(self) -> Path:
         return self.train.checkpoint_dir or self.output_dir / "checkpoints"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are dealt to ranks."""
+        return self.parallel is not None and self.parallel.shard is not None
 
     def fail(self, path: str, message: str) -> NoReturn:
         """A mistake in `path` ("model.vocab_size") that could only be seen late."""
@@ -251,6 +257,8 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
         _check_beside_sections(file)
     if file.pipeline is not None:
         _check_pipeline(file, file.pipeline, has_sections=sections is not None)
+    if file.parallel is not None and file.parallel.shard is not None:
+        _check_shard(file)
     if file.memory is not None:
         file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
     train = file.train
@@ -275,6 +283,13 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
 def _without_sections(root: Node) -> Node:
     """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in.
     `parallel` is upstream's beside them."""
+    parallel = [entry.node for entry in root.entries if entry.key == "parallel"]
+    for inner in (inner for node in parallel for inner in node.entries):
+        if inner.key == "shard":
+            raise ConfigError(
+                f"{inner.place}: 'parallel.shard' cannot stand beside recompute_config and swap_config yet; use the "
+                "section 'memory'"
+            )
     ours = tuple(key for key in _OURS if key != "parallel")
     foreign = [entry.key for entry in root.entries if entry.key in _UPSTREAMS or not did_you_mean(entry.key, ours)]
     kept = [entry for entry in root.entries if entry.key in ours or entry.key not in foreign]
@@ -297,6 +312,14 @@ def _check_beside_sections(file: _RunFile) -> None:
                 f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
                 "swap_config; write all of it here, or all of it there"
             )
+
+
+def _check_shard(file: _RunFile) -> None:
+    """Nothing stands beside shards that deals the model out in another way."""
+    others = {"pipeline": file.pipeline is not None, "train.expert_parallel": file.train.expert_parallel > 1}
+    for key in (key for key, is_there in others.items() if is_there):
+        where = file.places.of("parallel.shard")
+        raise ConfigError(f"{where}: 'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
 
 
 def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: bool) -> None:

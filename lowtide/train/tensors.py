@@ -7,7 +7,8 @@ Why not `torch.save` or `torch.distributed.checkpoint`: both read pickles back, 
 safetensors package: its writer neither flushes nor hashes nor sets permissions; its files and these are the same.
 Cost: one pass over the bytes, hashed on the way (SHA-256, 0.3 to 2 GB/s a core); for a tensor of an accelerator one
 copy of it in main memory at a time.
-Not covered: DTensors, sparse and quantized tensors, dtypes that the format has no name for.
+Of a DTensor the file has the whole, and each rank keeps its part.
+Not covered: writing DTensors, sparse and quantized tensors, dtypes that the format has no name for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.train.shards import fill
 
 _DTYPES = {
     torch.float64: "F64",
@@ -120,12 +122,12 @@ class TensorFile:
                     file.seek(skipped[name].nbytes, os.SEEK_CUR)
                     continue
                 tensor = tensors[name].detach()
-                is_here = tensor.device.type == "cpu" and tensor.is_contiguous()
-                target = tensor if is_here else torch.empty_like(tensor, device="cpu").contiguous()
+                is_here = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+                target = tensor if is_here else torch.empty(tensor.shape, dtype=tensor.dtype)
                 if file.readinto(_bytes_of(target)) != tensor.numel() * tensor.element_size():
                     raise ConfigError(f"{self.path.name} ends in the middle of '{name}'")
                 if not is_here:
-                    tensor.copy_(target)
+                    fill(tensor, target)
 
 
 def _described(tensor: torch.Tensor) -> dict[str, Any]:

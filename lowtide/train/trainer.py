@@ -3,10 +3,11 @@
 What: a step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens, so the mean of
 their means is the mean over the tokens, and nothing is weighed wrongly. Under `torchrun` gradients are exchanged (DDP)
 in the last micro-batch of a step only. With `train.expert_parallel` the experts are split over ranks and gradients are
-exchanged after the last micro-batch (experts.py). With a section `pipeline` each rank has some layers (stages.py).
+exchanged after the last micro-batch (experts.py). With a section `pipeline` each rank has some layers (stages.py), with
+`parallel.shard` a part of each (shards.py).
 Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
 weights; AdamW is the fused one where the device has it, which needs no temporaries.
-Not covered: sharded models, other optimizers.
+Not covered: other optimizers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lowtide.train.model import build_model
 from lowtide.train.progress import PlanRecord, StepRecord, resident_bytes
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig, TrainConfig
+from lowtide.train.shards import check_shards, shard_for, whole_of
 from lowtide.train.stages import RankStages, check_stages
 from lowtide.train.stop import StopRequest, TrainingError
 
@@ -50,21 +52,22 @@ class Trainer:
         self.run = run
         self.ranks = ranks
         self.device = device
-        (check_ranks if run.pipeline is None else check_stages)(run, ranks)
-        # Ranks of one pipeline read the same text.
-        num_readers = ranks.num_ranks if run.pipeline is None else run.train.expert_parallel
+        check = check_stages if run.pipeline is not None else check_shards if run.is_sharded else check_ranks
+        check(run, ranks)
+        self.reader, self.num_readers = _reader(run, ranks)
         self.corpus = open_text(run)
         self.sampler = Sampler(
             self.corpus,
             sequence_length=run.data.sequence_length,
             batch_size=run.train.batch_size,
             seed=run.train.seed,
-            rank=ranks.rank % num_readers,
-            num_ranks=num_readers,
+            rank=self.reader,
+            num_ranks=self.num_readers,
         )
         self.model = build_model(run)
         self.stages = RankStages(run, self.model, ranks, device) if run.pipeline is not None else None
         self.experts = split_for(run, self.model, ranks) if self.stages is None else self.stages.experts
+        self.shards = shard_for(run, self.model, ranks, device)
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
@@ -79,13 +82,15 @@ class Trainer:
             self.stages.begin(self.optimizer, self._tell)
         else:
             self.tide = self._take_up_memory()
-            if not ranks.is_alone and self.experts is None:
+            if not ranks.is_alone and self.experts is None and self.shards is None:
                 self._forward = DistributedDataParallel(self.model)
         # last, because everything above may draw
-        if saved:
+        if saved and saved.random is not None:
             checkpoint.set_random_state(saved.random, device)
         else:
-            _seed(mix(run.train.seed, ranks.rank))
+            # Ranks that share products must draw alike.
+            place = ranks.rank if self.shards is None else self.reader
+            _seed(mix(run.train.seed, place, self.step) if self.step else mix(run.train.seed, place))
 
     def _take_up_memory(self) -> Tide | Autopilot | None:
         """Rules are followed as written; a budget is planned for in the first step."""
@@ -109,7 +114,7 @@ class Trainer:
         if self.run.pipeline is not None:
             num_micro_batches = self.run.pipeline.micro_batches * settings.expert_parallel
         else:
-            num_micro_batches = settings.grad_accumulation * self.ranks.num_ranks
+            num_micro_batches = settings.grad_accumulation * self.num_readers
         return settings.batch_size * num_micro_batches * self.run.data.sequence_length
 
     def take_step(self, stop: StopRequest) -> tuple[StepRecord, signal.Signals | None]:
@@ -164,8 +169,10 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's weights, of a pipeline those of this rank; with split experts, those of all ranks. Collective
-        then."""
+        """The model's weights, of a pipeline those of this rank; with shards or split experts, those of all ranks; then
+        collective."""
+        if self.shards is not None:
+            return {name: whole_of(tensor) for name, tensor in self.model.state_dict().items()}
         if self.experts is None or self.stages is not None:
             return self.model.state_dict()
         return self.experts.split.full_state_dict()
@@ -181,6 +188,7 @@ class Trainer:
             ranks=self.ranks,
             device=self.device,
             experts=self.experts if self.stages is None else None,
+            layout=self.shards.layout if self.shards is not None else None,
             is_split=self.stages is not None,
         )
 
@@ -194,7 +202,17 @@ class Trainer:
 
     def _settings(self) -> dict[str, object]:
         """What shapes the loss curve, and what a rank has of the model."""
+        if self.shards is not None:
+            return self._settings_of_shards()
         return self.run.settings() | ({} if self.stages is None else self.stages.settings)
+
+    def _settings_of_shards(self) -> dict[str, object]:
+        """Another number of ranks may take the run up, if a step has the same sequences."""
+        settings, train = self.run.settings(), self.run.train
+        for key in ("batch_size", "grad_accumulation"):
+            del settings[f"train.{key}"]
+        num_sequences = train.batch_size * train.grad_accumulation * self.num_readers
+        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
 
     def _load(self, path: Path) -> checkpoint.Saved:
         saved = checkpoint.load(
@@ -204,6 +222,7 @@ class Trainer:
             settings=self._settings(),
             ranks=self.ranks,
             experts=self.experts if self.stages is None else None,
+            layout=self.shards.layout if self.shards is not None else None,
             is_split=self.stages is not None,
         )
         self.sampler.restore(saved.data)
@@ -255,13 +274,17 @@ class Trainer:
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.experts is not None:
             norm = self.experts.split.gradient_norm()
+        elif self.shards is not None:
+            norm = self.shards.gradient_norm(parameters, self.ranks)
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.stages is not None:  # each rank has the gradients of its own layers
             squares = self.ranks.sum([float(norm) ** 2])[0] / self.run.train.expert_parallel  # which all have the same
             norm = torch.tensor(math.sqrt(squares), dtype=norm.dtype, device=self.device)
         if self.run.train.clip_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm)
+            # Shards over different ranks cannot be in one call.
+            how: Any = {} if self.shards is None else {"foreach": False}
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm, **how)
         return float(norm)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
@@ -298,20 +321,25 @@ def learning_rate_at(step: int, settings: TrainConfig) -> float:
 
 
 def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices, not norms and biases."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """AdamW that decays matrices, not norms and biases. A group has shards over the same ranks: one call steps all."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.ndim < 2):
+        weight_decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
+        key = (parameter.ndim >= 2, getattr(parameter, "device_mesh", None))
+        groups.setdefault(key, {"params": [], "weight_decay": weight_decay})["params"].append(parameter)
     try:
-        return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
+        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate, fused=True)
     except RuntimeError:  # this device has no fused kernel
-        return torch.optim.AdamW(groups, lr=settings.learning_rate)
+        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate)
+
+
+def _reader(run: RunConfig, ranks: Ranks) -> tuple[int, int]:
+    """Which of how many readers of the text this rank is: ranks of one pipeline, and ranks that share products, are
+    one."""
+    if run.pipeline is not None:
+        return ranks.rank % run.train.expert_parallel, run.train.expert_parallel
+    size = run.parallel.tensor or 1 if run.parallel is not None and run.is_sharded else 1
+    return ranks.rank // size, ranks.num_ranks // size
 
 
 def _say_nothing(line: str) -> None:

@@ -45,6 +45,7 @@ def test_attaching_again_lets_go_first() -> None:
     one, other = _model(), _model()
     attached.attach(one, None, speaks=True)
     assert attached.stats.kept_bytes == 0
+    assert set(attached.scalars().values()) == {0.0}
     one(torch.ones(4, 8)).sum().backward()
     assert attached.scalars()["lowtide/kept_bytes"] == attached.stats.kept_bytes > 0
     attached.attach(other, None, speaks=False)

@@ -145,8 +145,10 @@ def test_figures_reach_the_logger(tmp_path: Path) -> None:
     callback = _callback()
     _train(tmp_path, None, callback, logger=CSVLogger(tmp_path, name="run"), log_every_n_steps=5)
     head, *rows = (tmp_path / "run" / "version_0" / "metrics.csv").read_text().splitlines()
-    column = head.split(",").index("lowtide/peak_device_bytes")
-    assert float(rows[-1].split(",")[column]) == callback.stats.peak_device_bytes
+    last = dict(zip(head.split(","), rows[-1].split(","), strict=True))
+    assert float(last["lowtide/peak_device_bytes"]) == callback.stats.peak_device_bytes
+    assert float(last["lowtide/predicted_peak_bytes"]) == callback.tide.plan.predicted.peak_bytes
+    assert float(last["lowtide/step_seconds"]) > 0
 
 
 class Two(Lit):

@@ -216,7 +216,7 @@ def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
 # -- ranks that share the parameters -----------------------------------------------------------------------------
 
 
-SHARDED = RUN + "parallel: {data: 4, fully_sharded: true}\n"
+SHARDED = RUN + "parallel: {data: 4, shard: fsdp2}\n"
 
 
 def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +234,9 @@ def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -
     assert 0 < network["exposed_seconds"] <= network["network_seconds"]
     assert plan("--budget", "1GiB", "--cluster", "ideal") == 0
     assert "\nfully sharded over 4 ranks (cluster ideal): step " in capsys.readouterr().out
+    write(RUN + "parallel: {data: 4, shard: hsdp, replicas: 2}\n")
+    assert plan("--budget", "1GiB") == 0
+    assert "\nfully sharded over 2 ranks, 2 replicas (cluster h200): step " in capsys.readouterr().out
 
 
 def test_layers_that_run_again_hide_the_network(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +269,14 @@ def test_what_a_fully_sharded_plan_refuses(capsys: pytest.CaptureFixture[str]) -
         ([], "--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file"),
     ):  # fmt: skip
         assert error_of(capsys, *command, *options) == text
+    for parallel, text in (
+        ("{shard: fsdp2}", "run.yaml:16:19: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"),
+        ("{shard: fsdp2, data: 2, tensor: 2}",
+         "run.yaml:16:43: 'parallel.tensor' is 2, and a plan beside 'shard' is of whole products in this version; "
+         "leave it out to plan, or let lowtide train observe a step of such a rank"),
+    ):  # fmt: skip
+        write(RUN + f"parallel: {parallel}\n")
+        assert error_of(capsys, *command, "--hardware", "h200") == text
 
 
 # -- profiles ------------------------------------------------------------------------------------------------------
@@ -351,6 +362,10 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
             ["--budget", "1GiB", "--profile", "nowhere.json"],
             "--profile: nowhere.json: no such file; check the path",
         ),
+        (
+            ["--budget", "0%"],
+            "--budget: '0%' is not a share of a device; write more than 0% and at most 100%, such as 90%",
+        ),
         (["--budget", "1GiB", "--profile", "run.yaml"], "profile:1:1: not valid JSON: Expecting value"),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],
@@ -379,7 +394,44 @@ def test_a_budget_below_the_floor_says_the_floor_and_the_ways_out(capsys: pytest
     said = error_of(capsys, "plan", "run.yaml", "--hardware", "h200", "--budget", "100KiB").splitlines()
     assert said[0].startswith("budget 0.098 MiB: no plan fits; the least that can be reached is 1.0 MiB, set by ")
     assert said[1].startswith("  most of it is the optimizer's state: ")
-    assert len(said) <= 5
+    assert said[2].startswith("  - with '")
+    assert len(said) <= 6
+
+
+def test_changes_of_the_run_file_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says fits does fit, with that change in the file; the budget is below the floor of this one."""
+    write(RUN.replace("hidden_size: 32", "hidden_size: 128"))
+    floor = document(capsys, "--budget", "1GiB")["plan"]["predicted"]["floor_bytes"]
+    budget = ("--budget", str(floor * 3 // 4))
+    text = error_of(capsys, "plan", "run.yaml", "--hardware", "h200", *budget)
+    assert "  - with 'train.precision: bf16' it fits: peak " in text
+    write(RUN.replace("hidden_size: 32", "hidden_size: 128"), precision="bf16")
+    assert document(capsys, *budget)["plan"]["predicted"]["peak_bytes"] <= floor * 3 // 4
+
+
+def test_what_a_budget_comes_to_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--hardware", "H200", "--budget", "90%"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "budget 90% = 118.2 GiB: of 131.3 GiB of h200"
+    assert printed[-1] == "what a word means: lowtide glossary, or lowtide glossary WORD"
+    assert "what other optimizers would need" in printed
+    rows = [line.split("  ")[0] for line in printed]
+    assert {"SGD", "Adafactor", "AdamW in 8 bits", "Muon", "AdamW", "AdamW with fp32 masters"} <= set(rows)
+    assert any(line.startswith("gradients: 0.") for line in printed)
+
+
+def test_a_preset_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write(RUN + "  preset: smallest\n")
+    found = document(capsys)
+    predicted = found["plan"]["predicted"]
+    assert predicted["peak_bytes"] == predicted["floor_bytes"]
+    auto, said = found["budget_came_from"]
+    assert auto.startswith("preset smallest, within budget auto = 124.8 GiB: 131.3 GiB of h200 less 6.6 GiB (5 %) ")
+    assert said.startswith("preset smallest: peak ")
+    refused = error_of(capsys, "plan", "run.yaml", "--budget", "auto")
+    assert refused == (
+        "run.yaml:16:11: 'memory.preset' chooses a budget by itself; leave the preset or the budget out (--budget)"
+    )
 
 
 def test_a_profile_of_another_batch(capsys: pytest.CaptureFixture[str]) -> None:

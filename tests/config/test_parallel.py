@@ -41,10 +41,12 @@ def test_what_is_left_out_is_free() -> None:
          "run.yaml:4:11: 'parallel.layers' must be one number of layers for each stage, none of them below 0"),
         ("  schedule: one_stage_overlap\n  pipeline: 2\n",
          "run.yaml:4:13: 'parallel.schedule' 'one_stage_overlap' is for 1 pipeline rank, not 2"),
-        ("  fully_sharded: true\n",
-         "run.yaml:4:18: 'parallel.fully_sharded' needs the number of ranks; write e.g. data: 8"),
-        ("  fully_sharded: true\n  data: 8\n  precision: fp8\n",
-         "run.yaml:6:14: 'parallel.precision' cannot stand beside 'fully_sharded', which only needs 'data'"),
+        ("  shard: hsdp\n",
+         "run.yaml:4:3: 'parallel.replicas' goes with 'shard: hsdp', and that needs it; write e.g. replicas: 2"),
+        ("  shard: hsdp\n  replicas: 2\n  data: 3\n",
+         "run.yaml:5:13: 'parallel.replicas' must divide the 3 data ranks, and 2 does not"),
+        ("  shard: fsdp2\n  data: 8\n  precision: fp8\n",
+         "run.yaml:6:14: 'parallel.precision' cannot stand beside 'shard', which takes data, replicas and tensor"),
     ],
 )  # fmt: skip
 def test_mistakes(text: str, expected: str) -> None:
@@ -62,9 +64,10 @@ def test_beside_upstreams_sections_it_is_upstreams() -> None:
     assert load_run("run.yaml").parallel is None
 
 
-def test_nobody_trains_with_it_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_trains_with_it_without_shards(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(START + "  data: 2\n")
     assert main(["train", "run.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "run.yaml:4:3: 'parallel' is planned for, not trained with, in this version; remove it to train\n"
+        "run.yaml:4:3: 'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, "
+        "or remove it to train\n"
     )

@@ -62,9 +62,11 @@ def test_the_python_of_the_page_on_adapters_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks(ROOT / "docs" / "adapters.md", "python")
-    exec(compile(code, "adapters.md", "exec"), {})
+    trainer, selective = blocks(ROOT / "docs" / "adapters.md", "python")
+    exec(compile(trainer, "adapters.md", "exec"), {})
     assert 0 < int(capsys.readouterr().out.splitlines()[-1]) <= 560 * 1024
+    exec(compile(selective, "adapters.md, block 2", "exec"), {})
+    assert int(capsys.readouterr().out) == 4 * 512 * 64 * 4
 
 
 def test_the_python_of_the_page_on_reports_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

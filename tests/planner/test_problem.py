@@ -13,7 +13,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site, StateBytes, StayingBytes
 from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput, RecipeStep
 from lowtide.planner.problem import Problem, decisions, make_problem, op_base_bytes
-from lowtide.timeline.memory import plain_curve
+from lowtide.timeline.memory import curve, plain_curve
 
 KEEP, SWAP, RECOMPUTE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE
 
@@ -104,6 +104,18 @@ def test_gradients_that_exist_already_are_there_from_the_start() -> None:
     elsewhere = dataclasses.replace(PROFILE, op_names=names)
     with_gradients = op_base_bytes(elsewhere, held, has_gradients=True)
     assert list(with_gradients - without) == [30, 30, 30, 30, 30, 30, 30, 20]
+
+
+def test_what_is_made_again_has_a_fingerprint_on_the_device_until_backward_is_over() -> None:
+    state = dataclasses.replace(PROFILE.state, fingerprint=8)
+    made, without = make_problem(dataclasses.replace(PROFILE, state=state), allowed={}, min_bytes=10), problem()
+    assert [(item.check_bytes, item.check_until) for item in made.step.items] == [(0, 8), (8, 8), (8, 8)]
+    for fates, grown in (
+        ((KEEP, KEEP, SWAP), [0] * 9),
+        ((KEEP, RECOMPUTE, SWAP), [8, 8, 8, 8, 8, 8, 8, 8, 0]),
+        ((KEEP, RECOMPUTE, RECOMPUTE), [8, 16, 16, 16, 16, 16, 16, 16, 0]),  # b is made by operator 1
+    ):
+        assert list(curve(made.step, fates) - curve(without.step, fates)) == grown
 
 
 def test_an_anchor_that_no_recipe_reads_is_nothing() -> None:

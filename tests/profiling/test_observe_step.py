@@ -18,6 +18,7 @@ from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
+from lowtide.tensors import private
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.tensors.snapshot import take
 from lowtide.timeline.step import Link
@@ -400,3 +401,23 @@ def test_inputs_made_outside_have_the_name_that_the_runtime_gives_them(num_input
             found = torch.autograd.grad(loss(), list(model.parameters()))
             assert all(zoo.same_bits(a, b) for a, b in zip(found, truth, strict=True))
         assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
+
+
+class _Asks(nn.Module):
+    """Asks in its first forward what an operator would give, as DTensor does."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.linear, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.asks:
+            with private.FakeTensorMode():
+                torch.ones(2, 4).relu().sum()
+        return self.linear(x).relu().sum()
+
+
+def test_what_only_asks_is_no_operator_of_the_step() -> None:
+    asking, plain = (observe(_Asks(asks=asks), (torch.ones(2, 4),)) for asks in (True, False))
+    assert [node.name for node in asking.nodes] == [node.name for node in plain.nodes]
+    assert asking.op_names == plain.op_names

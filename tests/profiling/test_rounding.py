@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torch import nn
 
-from lowtide.profiling.rounding import grain_of, rounding_bytes
+from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
 from lowtide.recipes.graph import Storage
 
 
@@ -16,6 +19,30 @@ def storage(index: int, nbytes: int, born: int, dies: int | None) -> Storage:
 def test_the_host_has_no_grain() -> None:
     assert grain_of(torch.device("cpu")) == 1
     assert rounding_bytes(nn.Linear(3, 3), None, [storage(0, 1, 0, None)], (), 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "grain"),
+    [
+        ([512] * 8, 512),
+        ([-4096, 512, 512, 0, 512, 512, 1024, 512], 512),  # garbage was collected meanwhile, or another thread worked
+        ([0] * 8, 1),  # nobody counts
+        ([512 + 3] * 8, 1),  # something else than a grain
+    ],
+)
+def test_the_grain_is_found_also_where_others_free_and_allocate(
+    changes: Sequence[int], grain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection of garbage between two readings once left a plan without its rounding, and the budget was passed."""
+    readings = [reading for change in changes for reading in (1 << 20, (1 << 20) + change)]
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: readings.pop(0))
+    assert grain_of(torch.device("meta")) == grain
+
+
+def test_fingerprints_take_a_grain_each_and_some_for_all() -> None:
+    assert fingerprint_bytes([4096, 100, 4096], 1) == (0, 0)
+    assert fingerprint_bytes([4096, 100, 4096], 512) == (512, 2 * 512 + 3 * 512)
+    assert fingerprint_bytes([], 4096) == (4096, 3 * 4096)
 
 
 def test_it_is_that_of_what_is_alive_at_once_and_of_gradients() -> None:

@@ -13,6 +13,7 @@ from lowtide.cli.main import main
 from lowtide.config.memory import MemoryConfig, SwapRule
 from lowtide.core.codec import Codec
 from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import LayerCall, Profile
 from lowtide.errors import ConfigError
@@ -159,6 +160,16 @@ def test_our_loader_reads_what_is_for_mindformers(case: str, tmp_path: Path) -> 
         assert len(found) == len(written)
         assert all(any(name.startswith(part) for part in found) for name in written)
     assert case != "makes_and_swaps" or (setting.swapped and setting.made)
+
+
+def test_an_operator_without_a_name_there_is_not_taken_for_its_whole_module() -> None:
+    profile = Profile.from_json(_profile().to_json().replace("mlp.act_fn.silu", "mlp.silu"))
+    plan = _plan(profile, 1000, recompute="none")
+    assert any(site.name.endswith("mlp.silu") and site.fate is Fate.SWAP for site in plan.sites)
+    *_, own = settings_for("mindformers", plan, profile)
+    assert own.swapped
+    assert not any(name.endswith("mlp.silu") for name in own.swapped)
+    assert not any("op_name: 'feed_forward'" in line for line in own.lines)
 
 
 def test_what_a_layer_is_given_by_keyword_is_not_offloaded() -> None:

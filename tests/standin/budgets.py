@@ -1,18 +1,27 @@
-"""Training on the stand-in under a budget: what `lowtide.optimize` promises, held against the device's own count."""
+"""Training on the stand-in under a budget: what `lowtide.optimize` promises, held against the device's own count.
+
+Which plan the solver takes depends on prices: those of the link and of the device are given (`at_given_prices`), and no
+clock of the host's ends a search. So a run is the same one on every machine.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import types
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import lowtide
 from lowtide.errors import BudgetError
+from lowtide.timeline.step import Link
 from tests.standin import device
 
 HERE = torch.device("standin", 0)
@@ -34,6 +43,8 @@ class Training:
     is_raced: bool = False
     own_loss: bool = False
     """The loss is the loop's, not the model's."""
+    min_bytes: int = 0
+    """What is smaller is kept. By default all that is saved here would be: then plans only run whole layers again."""
 
     def model(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,6 +90,43 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What copies and computation take. With a slow link plans recompute, with a fast one they swap."""
+
+    link: Link
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Of the device's clock (`device.set_speeds`)."""
+
+    @classmethod
+    def drawn(cls, seed: int, number: int) -> Prices:
+        """The `number`-th prices of a seed; each of three in a row is of another kind."""
+        draw = Random(1000 * seed + number)
+        rate = 10 ** draw.uniform(*((6, 8), (11, 13), (8, 11))[number % 3])
+        link = Link(
+            out_bytes_per_second=rate,
+            in_bytes_per_second=rate * draw.choice([0.3, 1.0, 1.0, 3.0]),
+            latency_seconds=draw.choice([0.0, 1e-6]),
+            compute_share=draw.choice([0.0, 0.05]),
+        )
+        speeds = {"flops": 10 ** draw.uniform(11, 14), "memory": 10 ** draw.uniform(10, 12), "launch": 1e-6}
+        copies = {"out": link.out_bytes_per_second, "into": link.in_bytes_per_second}
+        return cls(link=link, speeds={**speeds, **copies})
+
+
+@contextlib.contextmanager
+def at_given_prices(prices: Prices) -> Iterator[None]:
+    """Inside, the link is as fast as these say, the device too, and solvers take their time."""
+    still = types.SimpleNamespace(perf_counter=lambda: 0.0)
+    device.set_speeds(**prices.speeds)
+    with (
+        mock.patch("lowtide.runtime.autopilot.plan_source.measure_link", return_value=prices.link),
+        mock.patch("lowtide.planner.solve.time", still),
+        mock.patch("lowtide.planner.local_search.time", still),
+    ):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plain:
     """A run without lowtide."""
 
@@ -98,6 +146,8 @@ class Planned:
     warned: list[str]
     left_bytes: int
     """On the device, when everything is gone."""
+    fates: frozenset[str]
+    """Those of the plan that was in force at the end."""
 
 
 def plain(training: Training) -> Plain:
@@ -115,8 +165,9 @@ def plain(training: Training) -> Plain:
 def planned(training: Training, budget_bytes: int) -> Planned:
     """With this budget or, where no plan fits it, the least that the error says would do.
 
-    There may be two such errors: the second one when gradients are found to stay from one micro-batch to the next."""
-    for _ in range(3):
+    There may be several such errors: when gradients are found to stay from one micro-batch to the next, and when a
+    step shows what the loop computes around the model."""
+    for _ in range(4):
         try:
             return _planned(training, budget_bytes)
         except BudgetError as error:
@@ -136,17 +187,24 @@ def _planned(training: Training, budget_bytes: int) -> Planned:
         warnings.simplefilter("always")
         model = training.model()
         optimizer = training.optimizer(model)
-        memory = {} if training.is_raced else {"race": False}
+        memory = {"race": training.is_raced, "min_bytes": training.min_bytes}
         with lowtide.optimize(
             model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
         ) as tide:
             results = training.run(model, optimizer, lambda: peaks.append(device.take_peak() - before_bytes))
             events = list(tide.events)
+            fates = frozenset(site.fate.value for site in tide.plan.sites)
     texts = [str(each.message) for each in warned if "lowtide" in str(each.message)]
     del model, optimizer, tide, hear
     left_bytes = _allocated_bytes() - before_bytes
     return Planned(
-        results=results, peaks=peaks, budget_bytes=budget_bytes, events=events, warned=texts, left_bytes=left_bytes
+        results=results,
+        peaks=peaks,
+        budget_bytes=budget_bytes,
+        events=events,
+        warned=texts,
+        left_bytes=left_bytes,
+        fates=fates,
     )
 
 

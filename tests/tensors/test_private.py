@@ -360,6 +360,13 @@ def test_detach_shares_the_version_in_a_dispatch_mode() -> None:
     assert [private.version_of(tensor) for tensor in held] == [0, 1]
 
 
+def test_fake_mode() -> None:
+    assert private.current_fake_mode() is None
+    with private.FakeTensorMode() as mode, Counting():
+        assert private.current_fake_mode() is mode
+    assert private.current_fake_mode() is None
+
+
 def test_modes_are_put_on_without_being_entered() -> None:
     function_mode, dispatch_mode = Passing(), Counting()
     private.push_function_mode(function_mode)

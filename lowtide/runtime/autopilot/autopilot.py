@@ -24,10 +24,9 @@ observes or plans waits until a plan is in force. Plans do not race when several
 another thread is in the middle of a forward pass.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: tensor parallelism beside FSDP2 in one model (tensors/fsdp.py); what the caller does
-around the model's forward (a loss of one's own) is not observed: on an accelerator it is measured and the plan
-corrected, on the host it must fit beside the budget. A backward pass of another thread that is under way while a new
-shape is observed: its gradients may be lost.
+Not covered: what the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it
+is measured and the plan corrected, on the host it must fit beside the budget. A backward pass of another thread that is
+under way while a new shape is observed: its gradients may be lost.
 """
 
 from __future__ import annotations
@@ -639,17 +638,16 @@ class Autopilot:
         stats = tide.stats
         if self.phase is not Phase.COMPARED or stats.num_forwards < 1:
             return
-        self._peak.note()  # the optimizer's step is over as well
+        pass_bytes = self._peak.peak_bytes
+        self._peak.note()  # the optimizer's step is over as well, and whatever else there was between two passes
         self._tell_first(shape, stats)
         found = self._correction(shape, stats)
         self._count_review(shape)
         self._was_smaller = False
         self._restart_stats(tide)
         self._clock.seconds.clear()
-        if self._decide("review"):
-            if not any_rank(found is not None, self._group):
-                return
-        elif found is None:
+        is_joint = self._decide("review")
+        if not (any_rank(found is not None, self._group) if is_joint else found is not None):
             return
         start = time.perf_counter()
         before = (shape.unforeseen_bytes, shape.profile, self._planning.facts)
@@ -660,10 +658,15 @@ class Autopilot:
         try:
             plan = self._planning.again(shape, is_joint=self._planning.consensus.is_together)
         except BudgetError as error:
-            # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
+            needed_bytes = error.floor_bytes + shape.unforeseen_bytes
             shape.unforeseen_bytes, shape.profile, self._planning.facts = before
             self._count_review(shape, _NUM_REVIEWS)
-            self._warn_that_nothing_fits(found, error)
+            if is_joint and any_rank(self._is_beginning and pass_bytes > self._planning.budget_bytes, self._group):
+                refusal = self._first_step_error(pass_bytes, needed_bytes)
+                self.remove()
+                raise refusal from None
+            # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
+            self._warn_that_nothing_fits(found, needed_bytes)
             return
         corrected = shape.plan
         self._replace(shape, plan)
@@ -688,21 +691,28 @@ class Autopilot:
         tide.reset_stats()
         self._peak.restart()
 
-    def _warn_that_nothing_fits(self, found: Correction | None, error: BudgetError) -> None:
+    @property
+    def _is_beginning(self) -> bool:
+        """The first planned micro-batch is over, or the first one that found gradients: nothing is lost but that."""
+        return self._num_forwards == 1 or (self._num_forwards == 2 and self._planning.facts.has_gradients)
+
+    def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
+        return BudgetError(
+            f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took "
+            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what else "
+            f"is on the device), and no plan fits with that; the least that can be reached is "
+            f"{format_bytes(needed_bytes)}; raise the budget to that, or make the micro-batch smaller",
+            floor_bytes=needed_bytes,
+        )
+
+    def _warn_that_nothing_fits(self, found: Correction | None, needed_bytes: int) -> None:
         why = found.why if found is not None else "another rank corrected its plan"
-        needed = error.floor_bytes + self._planning.budget_bytes - self._planned_budget_bytes(found)
         warnings.warn(
             f"lowtide: a planned step was not as predicted ({why}), and no plan fits the budget of "
             f"{format_bytes(self._planning.budget_bytes)} with that; the plan in force stays, and steps may need more "
-            f"than the budget. Raise it to {format_bytes(needed)}, or make the micro-batch smaller.",
+            f"than the budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
             stacklevel=2,
         )
-
-    def _planned_budget_bytes(self, found: Correction | None) -> int:
-        """What was left of the budget when no plan was found for it."""
-        assert self._state.key is not None
-        unforeseen_bytes = self._shapes[self._state.key].unforeseen_bytes
-        return self._planning.budget_bytes - unforeseen_bytes - (found.unforeseen_bytes if found is not None else 0)
 
     def _correction(self, shape: CachedPlan, stats: Stats) -> Correction | None:
         predicted, link = shape.plan.predicted, self._planning.facts.link

@@ -35,7 +35,8 @@ from lowtide.tensors.private import (
     tree_map_only,
 )
 
-_NUM_COMPARED = 1024
+_NUM_RUNS = 16
+_RUN = 64
 _HOOKS = frozenset({*FORWARD_HOOKS, *BACKWARD_HOOKS})
 
 
@@ -103,7 +104,8 @@ class Witness:
     """What came out of the observed forward; what comes out of the first real one must be the same to the bit.
 
     Both start from the same inputs and, as far as lowtide can put it back, the same state. If they differ, there is
-    more state than that. Some thousand elements of each tensor are compared, once.
+    more state than that. Some thousand elements of each tensor are compared, once. They are remembered on the host: a
+    budget has no room for them on the device.
     """
 
     def __init__(self, model: str) -> None:
@@ -133,7 +135,16 @@ def _samples(output: Any) -> list[torch.Tensor]:
     with disable_current_modes(), torch.no_grad():
         leaves = [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         dense = [leaf.view(-1) for leaf in leaves if leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()]
-        return [flat[:: 1 + flat.numel() // _NUM_COMPARED].clone() for flat in dense]
+        return [torch.cat([run.to("cpu", copy=True) for run in _runs(flat)]) for flat in dense]
+
+
+def _runs(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Stretches of a tensor, from its beginning to its end: what is strided would be copied on the device first."""
+    length = flat.numel()
+    if length <= _NUM_RUNS * _RUN:
+        return [flat]
+    starts = [number * (length - _RUN) // (_NUM_RUNS - 1) for number in range(_NUM_RUNS)]
+    return [flat[start : start + _RUN] for start in starts]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

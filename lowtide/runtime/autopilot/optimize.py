@@ -21,7 +21,6 @@ from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import refuse_other_shards
 from lowtide.tensors.optimizers import optimizer_of
 
 
@@ -43,7 +42,6 @@ def optimize(
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.optimize")
-    refuse_other_shards(model, "lowtide.optimize")
     settled = wanted.settled(lambda: memory_of_model(model, optimizer))
     config = settled.config
     if settled.line and say is not None:

@@ -17,11 +17,13 @@ from torch import nn
 
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, load_memory
 from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_settled
+from lowtide.planner.ways_out import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.profiling.fake.trace import trace
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.tensors.compiled import refuse_compiled
@@ -58,7 +60,29 @@ def plan_model(
     with sliced_where(model, **config.slices_loss):
         profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
     how: Any = {"link": chosen.link, "log_seconds": LOG_SECONDS, "progress": progress}
+    half = _half(batch)
+    if half is not None:
+
+        def halved() -> Profile:
+            with sliced_where(model, **config.slices_loss):
+                return trace(model, half, hardware=chosen, loss=loss, optimizer=optimizer)
+
+        how["changes"] = (Change(text=HALF_A_BATCH, helps=frozenset({ACTIVATIONS, LOSS}), profile=halved),)
     return plan_settled(settled, functools.partial(plan_profile, profile, settled.config, **how), say)
+
+
+def _half(batch: Any) -> Any:
+    """The first half of a batch of tensors; None where that is not all there is to it."""
+    tensors = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, tuple) else []
+    if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
+        return None
+    rows = {tensor.shape[0] for tensor in tensors}
+    if len(rows) > 1 or min(rows) < 2:
+        return None
+    part = slice(min(rows) // 2)
+    if isinstance(batch, Mapping):
+        return {name: tensor[part] for name, tensor in batch.items()}
+    return tuple(tensor[part] for tensor in batch)
 
 
 def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:

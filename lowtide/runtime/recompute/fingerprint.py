@@ -10,9 +10,10 @@ When: on the host at once, before the operator that reads the tensor gets it. On
 wait for the device, so all words of a backward pass are compared together at its end: `backward()` raises, and the
 optimizer has not stepped.
 
-Cost: 6 us when a tensor is dropped, and again when it is recomputed; on the host no byte that a budget counts; on an
-accelerator 256 bytes for each (512 of the allocator's), and the host waits once for the end of each backward pass with
-recipes. Not covered: a difference in other words than these 64. Another number or weight changes almost every word, and
+Cost: 6 us when a tensor is dropped, and again when it is recomputed; on the host no byte that a budget counts. On an
+accelerator 256 bytes for each (512 of the allocator's) until its graph is gone, a few hundred for all of them (both are
+planned for: profiling/rounding.py), and the host waits once for the end of each backward pass with recipes. Not
+covered: a difference in other words than these 64. Another number or weight changes almost every word, and
 recipes/proof.py sees those anyway.
 """
 
@@ -33,6 +34,7 @@ _NUM_WORDS = 64
 _WORD = torch.int32
 # Backward passes that may be open at once; more than anybody nests.
 _MAX_OPEN = 64
+_NUM_FLAGS = 512
 
 
 class RecipeMismatchError(RuntimeError):
@@ -65,8 +67,8 @@ class Fingerprints:
         """On the host, by number of words: how to read an array of them at an address, and which of them to take."""
         self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
         """On an accelerator, by number of words: which of them. Not on the host: a budget would count the tensor."""
-        self._waiting: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-        """By backward pass: name, words of the dropped storage, words of the recomputed one."""
+        self._waiting: dict[int, list[_Flags]] = {}
+        """By backward pass: which of what it has recomputed differs."""
 
     def take(self, storage: torch.UntypedStorage) -> torch.Tensor | int:
         """At most 64 words of a storage. On an accelerator a tensor of them there, on the host their hash."""
@@ -115,18 +117,48 @@ class Fingerprints:
                     del self._waiting[next(iter(self._waiting))]
                 self._waiting[task] = []
                 queue_callback(lambda: self.settle(task))
-            self._waiting[task].append((name, then, now))
+            blocks = self._waiting[task]
+            if not blocks or not blocks[-1].takes(then):
+                blocks.append(_Flags(then.device))
+            blocks[-1].add(name, then, now)
         elif not torch.equal(then, now):
             self._fail(name)
 
     def settle(self, task: int) -> None:
         """The backward pass is over: raise RecipeMismatchError if anything that it made has other words."""
-        taken = self._waiting.pop(task, [])
-        thens, nows = [then for _, then, _ in taken], [now for _, _, now in taken]
-        if not taken or torch.equal(torch.cat(thens), torch.cat(nows)):
-            return
-        self._fail(next(name for name, then, now in taken if not torch.equal(then, now)))
+        names = [block.first() for block in self._waiting.pop(task, ())]
+        name = next(filter(None, names), None)
+        if name is not None:
+            self._fail(name)
 
     def _fail(self, name: str) -> None:
         self._on_mismatch(name)
         raise RecipeMismatchError(name)
+
+
+class _Flags:
+    """On an accelerator: for each of some recomputed storages, whether its words differ. In one tensor, because each
+    tensor takes a block of the allocator's, and because the host reads it once."""
+
+    __slots__ = ("_differ", "_names")
+
+    def __init__(self, device: torch.device) -> None:
+        self._names: list[str] = []
+        with AutoDispatchBelowAutograd():
+            self._differ = torch.zeros(_NUM_FLAGS, dtype=torch.bool, device=device)
+
+    def takes(self, words: torch.Tensor) -> bool:
+        """Whether there is room for one more, on the device of `words`."""
+        return len(self._names) < _NUM_FLAGS and self._differ.device == words.device
+
+    def add(self, name: str, then: torch.Tensor, now: torch.Tensor) -> None:
+        """Compare the words of the site `name`. Does not wait for the device."""
+        place = len(self._names)
+        self._names.append(name)
+        with AutoDispatchBelowAutograd():
+            torch.any(then != now, 0, keepdim=True, out=self._differ[place : place + 1])
+
+    def first(self) -> str | None:
+        """The first site whose words differ. Waits for the device."""
+        differ = self._differ.cpu().tolist()
+        return next((name for name, differs in zip(self._names, differ, strict=False) if differs), None)

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.engines.virtual import VirtualEngine
+from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.peaks import PeakWatch
+from lowtide.runtime.autopilot.phases import Phase
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
+from lowtide.units import format_bytes
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 
@@ -68,12 +71,12 @@ class Counter:
 
 
 @contextmanager
-def counting(model: nn.Module, share: float) -> Iterator[tuple[Autopilot, Counter, int]]:
-    """The model under so much of the way from its floor to plain, on a device that counts."""
+def counting(model: nn.Module, share: float, more_bytes: int = 0) -> Iterator[tuple[Autopilot, Counter, int]]:
+    """The model under so much of the way from its floor to plain, and more, on a device that counts."""
     memory = {"min_bytes": 256, "recompute": "none"}
     found = plan_profile(observe(model, (rows(),)), load_memory({"budget": 1 << 40, **memory}), link=LINK).predicted
     assert found is not None
-    budget = found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes))
+    budget = found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes)) + more_bytes
     engine = VirtualEngine(seed=1)
     with LiveBytes(model=model) as live:
         counter = Counter(live)
@@ -157,6 +160,41 @@ def test_a_review_that_finds_no_plan_keeps_the_old_one_and_says_so() -> None:
     step(truth, 3)
     pairs = zip(model.parameters(), truth.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_a_first_step_above_the_budget_that_no_plan_mends_is_refused_with_the_true_floor() -> None:
+    """What the loop computes around the model shows in the first planned step; then nothing is lost but that step."""
+    model, beside_bytes = Net(), 1 << 20
+
+    def train(num_steps: int) -> None:
+        for number in range(num_steps):
+            model.zero_grad(set_to_none=True)
+            loss = model(rows(number))
+            beside = torch.zeros(beside_bytes, dtype=torch.uint8)
+            loss.backward()
+            del beside
+
+    with counting(model, 0.05) as (tide, counter, budget):
+        train(1)
+        peak_bytes = counter.peak()
+        assert peak_bytes > budget
+        with pytest.raises(BudgetError) as caught:
+            train(1)
+        text, needed_bytes = str(caught.value), caught.value.floor_bytes
+        assert text == (
+            f"budget {format_bytes(budget)}: the first planned step took {format_bytes(peak_bytes)}, which no "
+            "observation of the model shows (a loss of the loop's own, or what else is on the device), and no plan "
+            f"fits with that; the least that can be reached is {format_bytes(needed_bytes)}; raise the budget to that, "
+            "or make the micro-batch smaller"
+        )
+        assert tide.phase is Phase.REMOVED
+        train(1)  # the model is as it was
+        assert "forward" not in vars(model)
+    with counting(model, 0.05, more_bytes=needed_bytes - budget) as (tide, counter, budget):
+        train(2)
+        counter.reset()
+        train(2)
+        assert counter.peak() <= budget
 
 
 def test_the_watch_remembers_the_most_also_where_the_counter_is_reset() -> None:

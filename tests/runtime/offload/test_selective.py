@@ -257,11 +257,24 @@ def test_backward_twice() -> None:
         loss.backward()
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, plain[1])
-        # two backward passes through one region, of which the first frees what it has read
-        y = checkpoint(lambda t: net.layers[0].gate(t).split(16, -1), leaf, use_reentrant=False, context_fn=offload)
-        y[0].sin().sum().backward()
-        with pytest.raises(RuntimeError, match=r"backward"):
-            y[0].cos().sum().backward()
+        # Two outputs of one region: the first backward pass frees what was held for the second.
+        gate, up = net.layers[0].gate, net.layers[0].up
+
+        def two(t: Tensor) -> tuple[Tensor, Tensor]:
+            return gate(t).sin(), up(t).cos()
+
+        for retains in (True, False):
+            first, second = checkpoint(two, leaf, use_reentrant=False, context_fn=offload)
+            first.sum().backward(retain_graph=retains)
+            if retains:
+                second.sum().backward()
+                continue
+            with pytest.raises(RuntimeError) as caught:
+                second.sum().backward()
+            assert str(caught.value) == (
+                "lowtide: this region was run again by a backward pass that freed what it held; to run backward "
+                "through it twice, call the first one with retain_graph=True"
+            )
 
 
 def test_graphs_that_are_dropped_and_errors_leave_nothing() -> None:
@@ -342,3 +355,30 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(lowtide.ConfigError) as caught:
         offload()
     assert str(caught.value) == "lowtide.selective_offload: it was closed; make a new one"
+
+
+def test_under_autocast_and_under_a_plan_of_lowtides() -> None:
+    """Regions that somebody checkpoints are left alone by a plan; the rest of the model is under it."""
+    net, x = _net(0.2)
+
+    def step(context_fn: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _step(net, x, context_fn)
+
+    plain = step(None)
+    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine="virtual:1") as offload:
+        assert _same(step(offload), plain)
+        with lowtide.apply(net, {"swap": "all", "min_bytes": 0}, engine="virtual:2") as tide:
+            assert _same(step(offload), plain)
+            assert _same(step(offload), plain)
+            assert tide.stats.swapped_bytes
+        assert offload.stats.swapped_bytes
+        assert offload.stats.num_forwards == 9
+
+
+def test_views_of_parameters_stay_where_they_are() -> None:
+    net, x = _net()
+    plain = _step(net, x, None)
+    with lowtide.selective_offload(_marks({aten.t.default: OFFLOAD}), net, engine="virtual:1") as offload:
+        assert _same(_step(net, x, offload), plain)
+        assert offload.stats.saved_bytes == 0

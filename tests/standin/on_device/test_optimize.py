@@ -10,9 +10,13 @@ from random import Random
 import pytest
 import torch
 
+from lowtide.config.memory import load_memory
+from lowtide.planner.plan_profile import problem_of
+from lowtide.profiling.observe_step import observe
+from lowtide.timeline.memory import plain_curve
 from tests import zoo
 from tests.standin import budgets, device
-from tests.standin.budgets import Planned, Training
+from tests.standin.budgets import Planned, Prices, Training
 
 plain = functools.lru_cache(maxsize=64)(budgets.plain)
 
@@ -40,22 +44,23 @@ def drawn(seed: int) -> tuple[Training, float, str | int, float]:
     )
     if training.is_raced:
         training = dataclasses.replace(training, num_steps=18)
-    return (
-        training,
-        draw.uniform(0.15, 1.05),
-        draw.choice(["late", "early", "hidden", seed]),
-        draw.choice([0.1, 0.5, 0.9]),
-    )
+    share, policy = draw.uniform(0.15, 1.05), draw.choice(["late", "early", "hidden", seed])
+    chance, min_bytes = draw.choice([0.1, 0.5, 0.9]), draw.choice([0, 0, 1024, 2**20])
+    return dataclasses.replace(training, min_bytes=min_bytes), share, policy, chance
 
 
-def check(seed: int) -> Planned:
+def check(seed: int, number: int) -> Planned:
+    """The training of a seed, with the `number`-th prices."""
     training, share, policy, chance = drawn(seed)
     truth = plain(training)
     budget_bytes = truth.resting_bytes + int(share * (truth.peak_bytes - truth.resting_bytes))
     device.play(policy, chance)
-    got = budgets.planned(training, budget_bytes)
+    with budgets.at_given_prices(Prices.drawn(seed, number)):
+        got = budgets.planned(training, budget_bytes)
+    device.play("late")
     assert all(torch.equal(a, b) for a, b in zip(got.results, truth.results, strict=True)), (training, "bits")
     what = (
+        (seed, number),
         training,
         [round(peak / got.budget_bytes, 4) for peak in got.peaks],
         [e.why for e in got.events],
@@ -69,13 +74,28 @@ def check(seed: int) -> Planned:
     return got
 
 
+def test_what_operators_hold_inside_is_observed() -> None:
+    """`_safe_softmax` makes a mask of its whole input, which no dispatch mode sees: the account has it all the same."""
+    training = Training(width=32, tokens=96, num_layers=2, num_steps=1)
+    model = training.model()
+    ids = training.batch(0, 0)
+    profile = observe(model, {"input_ids": ids, "labels": ids})
+    predicted = int(plain_curve(problem_of(profile, load_memory({"budget": 1 << 30})).step).max())
+    plain_bytes = plain(training).peak_bytes
+    assert predicted - profile.state.rounding <= plain_bytes <= predicted
+    mask_bytes = 2 * 4 * 96 * 96
+    assert predicted - profile.state.rounding > plain_bytes - mask_bytes
+
+
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("seed", range(8))
-def test_a_budget_is_held(seed: int) -> None:
-    check(seed)
+def test_a_budget_is_held(seed: int, number: int) -> None:
+    check(seed, number)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("first", range(8, 308, 20))
+@pytest.mark.parametrize("first", range(8, 308, 10))
 def test_three_hundred_of_them(first: int) -> None:
-    for seed in range(first, first + 20):
-        check(seed)
+    for seed in range(first, first + 10):
+        for number in range(3):
+            check(seed, number)

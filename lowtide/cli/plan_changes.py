@@ -1,0 +1,68 @@
+"""Changes of a run file that `lowtide plan` tries where no plan fits: each is traced and planned as it would run.
+
+What: half the micro-batch, weights in bf16, the loss in slices, parameters in shards. Only those that are about what
+most of the memory is are made (planner/ways_out.py).
+Cost: a trace for each that is made. Not covered: plans from a saved profile, of which nobody can make another step
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lowtide.config.memory import MemoryConfig
+from lowtide.planner.ways_out import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
+from lowtide.train.run_file import RunConfig
+
+if TYPE_CHECKING:
+    from lowtide.core.profile import Profile
+    from lowtide.timeline.hardware import Hardware
+
+_RANKS = (2, 8)
+
+
+def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[Change]:
+    """Of a run whose step was `traced` for this device."""
+
+    def change(text: str, helps: tuple[str, ...], other: RunConfig) -> Change:
+        return Change(text=text, helps=frozenset(helps), profile=lambda: _trace(other, hardware))
+
+    state = (WEIGHTS, GRADIENTS, OPTIMIZER, STEP)
+    train, memory = run.train, run.memory or MemoryConfig()
+    if traced.loss == "plain" and memory.loss != "auto":
+        sliced = dataclasses.replace(memory, loss="auto")
+        yield change("memory.loss: auto", (LOSS,), dataclasses.replace(run, memory=sliced))
+    if train.batch_size >= 2:
+        half = dataclasses.replace(run, train=dataclasses.replace(train, batch_size=train.batch_size // 2))
+        text = f"{HALF_A_BATCH}, train.batch_size: {train.batch_size // 2}"
+        yield change(text, (ACTIVATIONS, LOSS), half)
+    if train.precision != "bf16":
+        narrow = dataclasses.replace(
+            run,
+            train=dataclasses.replace(train, precision="bf16"),
+            model=dataclasses.replace(run.model, dtype="bfloat16"),
+        )
+        yield change("train.precision: bf16", state, narrow)
+    for ranks in _RANKS:
+        yield Change(
+            text=f"parallel: {{data: {ranks}, fully_sharded: true}}, without its network",
+            helps=frozenset(state),
+            profile=lambda ranks=ranks: _sharded(run, traced, ranks),  # type: ignore[misc]
+        )
+
+
+def _trace(run: RunConfig, hardware: Hardware) -> Profile:
+    from lowtide.train.profiling import trace_run
+
+    return trace_run(run, hardware, say=lambda text: None)
+
+
+def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
+    from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
+    from lowtide.train.profiling import layer_bytes
+
+    width = 2 if run.model.dtype == "bfloat16" else 4
+    sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)
+    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding)

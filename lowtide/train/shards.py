@@ -1,0 +1,194 @@
+"""A run whose parameters are dealt to ranks: what of the model each rank has, by torch's own means.
+
+What: `shard_for` makes one mesh of all ranks. Over its dimension `tensor` the products of each layer are cut, by
+`parallelize_module` and by the plan that transformers has for the model (`base_model_tp_plan`). Over the others FSDP2
+deals all parameters out (`fully_shard`, each layer and the rest); with `hsdp` to the ranks of one replica, and
+gradients are summed over replicas. Ranks that share products are neighbours and read the same text.
+Why transformers' plan: it says which modules of some 200 kinds of models may be cut, and torch's styles do the cutting.
+What that plan names and torch has no style for (experts) is refused by name. A parameter that two modules share
+(tied embeddings), and an embedding or head whose words do not divide, stays whole on each rank.
+Cost: all ranks build the whole model on the CPU first. Gradients are reduced after each micro-batch, since keeping them
+whole until the last one would take the memory that was saved. Not covered: sequence parallelism, pipelines, split
+experts. Not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lowtide.profiling.layers import find_layers
+from lowtide.train.ranks import Ranks
+from lowtide.train.run_file import RunConfig
+
+_HEADS = 2
+"""The dimension of heads in what transformers gives to the norm of a head."""
+_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # Each rank has the norm, and runs it on its own heads; its gradient is summed over all of them.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=_HEADS, use_local_output=True),
+}
+"""What transformers calls a way to cut a module, and torch's style for it."""
+_OF_WORDS = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShards:
+    """What a rank has to know of its place."""
+
+    reader: int
+    """Ranks with the same number read the same text."""
+    num_readers: int
+    layout: str
+    """Of all ranks: `fsdp2 2 x tensor 2`."""
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> torch.Tensor:
+        """The norm of all gradients of the model, float32. Collective.
+
+        Each shard counts once: its square is divided by the number of ranks that hold the same one.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in parameters:
+            grad: Any = parameter.grad
+            num_shards = 1
+            for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+                num_shards *= 1 if placement.is_replicate() else size
+            local = grad.to_local()
+            total = total.to(local.device) + local.double().square().sum() * (num_shards / ranks.num_ranks)
+        return torch.tensor(ranks.sum([float(total)])[0]).sqrt()
+
+
+def check_shards(run: RunConfig, ranks: Ranks) -> None:
+    """Raises `ConfigError`, on all ranks alike, for a number of ranks that is not that of the run file."""
+    config = run.parallel
+    assert config is not None
+    tensor, replicas = config.tensor or 1, config.replicas or 1
+    if ranks.is_alone:
+        run.fail(
+            "parallel.shard",
+            "'parallel.shard' deals the model to several ranks, and there is 1; start it with torchrun "
+            f"--nproc-per-node {(config.data or 2 * replicas) * tensor}",
+        )
+    if ranks.num_ranks % tensor:
+        run.fail(
+            "parallel.tensor",
+            f"'parallel.tensor' is {tensor}, but there are {ranks.num_ranks} ranks; start it on a multiple of it",
+        )
+    data = ranks.num_ranks // tensor
+    if config.data not in (None, data):
+        run.fail(
+            "parallel.data",
+            f"'parallel.data' is {config.data}, but {ranks.num_ranks} ranks with 'tensor' {tensor} make {data}; leave "
+            "it out, or start as many ranks",
+        )
+    if data % replicas:
+        run.fail(
+            "parallel.replicas",
+            f"'parallel.replicas' is {replicas}, which does not divide the {data} data ranks; choose a divisor",
+        )
+
+
+def shard_for(run: RunConfig, model: nn.Module, ranks: Ranks, device: torch.device) -> RankShards | None:
+    """Deal the model out as the run file says, on the run's device; None where each rank has all. Raises `ConfigError`
+    for a model that cannot be cut so."""
+    config = run.parallel
+    if config is None or config.shard is None:
+        return None
+    tensor, replicas = config.tensor or 1, config.replicas or 1
+    data = ranks.num_ranks // tensor
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh(device.type, (replicas, data // replicas, tensor), mesh_dim_names=names)
+    if tensor > 1:
+        _cut(run, model, mesh["tensor"])
+    dealt_over = mesh["replicate", "shard"] if config.shard == "hsdp" else mesh["shard"]
+    for name in find_layers(model):
+        fully_shard(model.get_submodule(name), mesh=dealt_over)
+    fully_shard(model, mesh=dealt_over)
+    layout = f"{config.shard} {data}" + (f" in {replicas} replicas" if replicas > 1 else "")
+    return RankShards(
+        reader=ranks.rank // tensor,
+        num_readers=data,
+        layout=layout + (f" x tensor {tensor}" if tensor > 1 else ""),
+    )
+
+
+def _cut(run: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
+    size = mesh.size()
+
+    def fail(message: str) -> NoReturn:
+        run.fail("parallel.tensor", f"'parallel.tensor' is {size}, but {message}")
+
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        fail(f"transformers has no plan (base_model_tp_plan) of what of {type(model).__name__} is cut; leave it out")
+    _check_heads(model, size, fail)
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
+    for pattern, style in plan.items():
+        is_meant = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        for name, part in parts.items():
+            if not is_meant(name):
+                continue
+            if style not in _STYLES or isinstance(part, nn.Parameter):
+                fail(f"transformers cuts '{name}' as '{style}', which is not covered in this version; leave it out")
+            width = _width(part, style)
+            if width % size and style not in _OF_WORDS:
+                fail(f"'{name}' has {width} features, which do not divide by that; choose a divisor")
+            if not width % size and all(owners[id(parameter)] == 1 for parameter in part.parameters()):
+                # All ranks have the same weights already.
+                parallelize_module(model, mesh, {name: _STYLES[style]()}, src_data_rank=None)
+
+
+def _width(module: nn.Module, style: str) -> int:
+    """The size that a style cuts; 0 where it cuts none."""
+    if style == "replicated_with_grad_allreduce":
+        return 0
+    key = "num_embeddings" if style.startswith("embedding") else "out_features" if "col" in style else "in_features"
+    return int(getattr(module, key))
+
+
+def _check_heads(model: Any, size: int, fail: Callable[[str], NoReturn]) -> None:
+    config = model.config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        num = getattr(config, key, None)
+        if num is not None and num % size:
+            fail(f"'model.{key}' is {num}, and a head is not cut; choose a divisor")
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that ranks have parts of; any other tensor itself. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Give each rank its part of `whole`, which all of them have. No communication."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(whole)
+        return
+    local = tensor.to_local()
+    (part,) = tensor.__create_chunk_list__()
+    place = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
+    assert local.shape == whole[place].shape, "torch places this part elsewhere"
+    local.copy_(whole[place])

@@ -1,0 +1,148 @@
+"""Budgets that the device sets, and presets, on a model in training: the same bits, and nobody is refused later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.config.memory import load_memory
+from lowtide.core.budget import DeviceMemory
+from lowtide.engines.virtual import VirtualEngine
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.runtime.autopilot import optimize as door
+from lowtide.runtime.autopilot import plan_source
+from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
+from lowtide.timeline.step import Link
+
+LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Every model is on a device of so many bytes; 64 MiB unless a test says otherwise."""
+
+    def has(nbytes: int) -> None:
+        memory = DeviceMemory(total_bytes=nbytes, free_bytes=nbytes, where="on a made-up device")
+        monkeypatch.setattr(door, "memory_of_model", lambda model, optimizer=None: memory)
+
+    has(64 << 20)
+    return has
+
+
+def batch(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+
+
+def gradients(model: nn.Module, rows: tuple[int, ...]) -> list[torch.Tensor]:
+    """Of steps with two micro-batches each, the second with gradients of the first."""
+    found = []
+    for number in rows:
+        model.zero_grad(set_to_none=True)
+        for _ in range(2):
+            model(batch(number)).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("memory", [{"budget": "auto"}, {"budget": "50%"}, {"preset": "smallest"}])
+def test_bits_and_later_batches(memory: dict[str, Any]) -> None:
+    """Gradients that stay and a larger batch need more than the first step did: a goal is planned for anew."""
+    model, said = Net(), []
+    truth = gradients(copy.deepcopy(model), (64, 64, 256))
+    with lowtide.apply(
+        model, {**memory, "min_bytes": 1, "race": False}, engine=VirtualEngine(0), say=said.append
+    ) as tide:
+        mine = gradients(model, (64, 64, 256))
+        assert all(torch.equal(a, b) for a, b in zip(mine, truth, strict=True))
+        plan = tide.plan
+        assert plan is not None and plan.predicted is not None
+        if memory.get("preset") == "smallest":
+            assert plan.predicted.peak_bytes == plan.predicted.floor_bytes and not plan.does_nothing
+            presets = [line for line in said if line.startswith("lowtide: preset smallest: peak ")]
+            assert len(presets) == len(set(presets)) >= 2  # the first step, and a larger batch
+    budget = "60.8 MiB: 64.0 MiB on a made-up device less 3.2 MiB (5 %) for what no plan counts"
+    assert said[0] == {
+        "auto": f"lowtide: budget auto = {budget}",
+        "50%": "lowtide: budget 50% = 32.0 MiB: of 64.0 MiB on a made-up device",
+    }.get(memory.get("budget", ""), f"lowtide: preset {memory.get('preset')}, within budget auto = {budget}")
+
+
+def test_a_device_that_is_too_small_is_refused_as_a_budget_is(device: Callable[[int], None]) -> None:
+    device(1 << 10)
+    tide = lowtide.optimize(Net(), memory={"preset": "smallest"}, engine=VirtualEngine(0))
+    with pytest.raises(lowtide.BudgetError, match="no plan fits"):
+        tide.model(batch(8))
+    tide.remove()
+
+
+def test_a_preset_beside_a_budget_is_refused_at_every_door() -> None:
+    said = "memory.preset: chooses a budget by itself; leave the preset or the budget out"
+    section = load_memory({"preset": "fastest"})
+    for call in (
+        lambda: lowtide.optimize(Net(), budget="1GiB", memory={"preset": "fastest"}),
+        lambda: lowtide.optimize(Net(), budget="1GiB", memory=section),
+        lambda: lowtide.apply(Net(), {"preset": "fastest", "budget": "90%"}),
+        lambda: lowtide.plan(Net(), (batch(8),), budget=1, memory=section),
+    ):
+        with pytest.raises(lowtide.ConfigError) as caught:
+            call()
+        assert str(caught.value) == said
+
+
+def test_no_rival_needs_more_than_the_presets_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    profile = lowtide.observe(model, (batch(64),))
+    config = load_memory({"budget": 64 << 20, "min_bytes": 1})
+    seen: list[int | None] = []
+
+    def plan(profile: Any, config: Any, **how: Any) -> Any:
+        seen.append(how.get("budget_bytes"))
+        return plan_profile(profile, config, **how)
+
+    for preset, most in (("smallest", None), ("fastest", 64 << 20), (None, 64 << 20)):
+        source = BudgetSource(model, config, VirtualEngine(0), preset=preset)
+        made = source.make_plan(profile, Facts(link=LINK), 64 << 20)
+        smallest = source.make_plan(profile, Facts(link=LINK), 32 << 20) if preset is None else made
+        monkeypatch.setattr(plan_source, "plan_profile", plan)
+        seen.clear()
+        source.rivals(smallest, profile, Facts(link=LINK), 64 << 20)
+        monkeypatch.undo()
+        assert set(seen) <= {made.budget_bytes if most is None else most}
+
+
+def test_min_bytes_fits_a_small_model() -> None:
+    """A model whose activations are all below 1 MiB is not left alone for that."""
+    model = Net()
+    with lowtide.optimize(model, memory={"preset": "smallest", "race": False}, engine=VirtualEngine(0)) as tide:
+        model(batch(64)).backward()
+        assert tide.plan is not None and not tide.plan.does_nothing and tide.plan.min_bytes <= 64 * 64 * 4
+
+
+def test_a_rule_that_moves_nothing_is_named() -> None:
+    model = Net()
+    with lowtide.apply(model, {"swap": ["layers.0-1"]}, engine=VirtualEngine(0)):
+        with pytest.warns(UserWarning, match="moves nothing") as caught:
+            model(batch(64)).backward()
+        model(batch(64)).backward()
+    (warning,) = [entry for entry in caught if "moves nothing" in str(entry.message)]
+    assert str(warning.message) == (
+        "lowtide: swap 'layers.0-1' (memory.swap[0]) moves nothing: what it names is smaller than min_bytes, 1.0 MiB "
+        "(the largest of 4 activations has 0.016 MiB); write min_bytes: 16384, or less"
+    )
