@@ -21,7 +21,7 @@ DRAWS ?= 2000
 START ?= 0
 SOURCES := lowtide tests examples benchmarks docs
 
-.PHONY: test test-extended check demo bench report attack mutants gpu gpu-tests format clean
+.PHONY: test test-extended check demo bench report attack mutants gpu format clean
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal --timeout=300 -m "not extended"

@@ -47,7 +47,10 @@ def test_what_the_tests_say_is_kept_line_by_line(tmp_path: Path) -> None:
         "import pathlib, sys, time\n"
         "print('one', flush=True)\n"
         f"path = pathlib.Path({str(kept)!r})\n"
-        "while 'one' not in path.read_text(): time.sleep(0.01)\n"
+        "for _ in range(3000):\n"
+        "    if 'one' in path.read_text(): break\n"
+        "    time.sleep(0.01)\n"
+        "else: sys.exit(4)\n"
         "print('two', file=sys.stderr); sys.exit(3)"
     )
     assert run_piece("tests", [sys.executable, "-c", child], tmp_path, {}) == 3

@@ -898,14 +898,9 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
   if (whole) stack->back() = stack->back().toTensor().to(*whole);
   std::vector<Tensor> moved = all;
-  const auto results = tensors_in(torch::jit::last(*stack, schema.returns().size()));
-  bool is_view = written.empty() && !results.empty();
-  for (const Tensor& made : results) {
-    if (made.is_cpu() && aliases.ours_of_storage(made) != nullptr) continue;
-    moved.push_back(made);
-    is_view = false;
-  }
-  if (!is_view) take_compute(stream, seconds_of(name, moved));
+  for (const Tensor& made : tensors_in(torch::jit::last(*stack, schema.returns().size())))
+    if (!made.is_cpu() || aliases.ours_of_storage(made) == nullptr) moved.push_back(made);
+  take_compute(stream, seconds_of(name, moved));
 
   for (auto& [ours, other] : aliases.pairs) {  // outputs that the kernel gave another size
     if (std::none_of(written.begin(), written.end(), [&](auto& w) { return w.is_same(ours); })) continue;
