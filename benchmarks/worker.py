@@ -55,6 +55,7 @@ class Worker:
         reference = None
         if arguments.get("has_reference", True):
             with contextlib.suppress(_out_of_memory()):
+                subject.step()  # the first step of a process may have other bits than all later ones (docs/contract.md)
                 reference = take_gradients(subject, subject.step())
         release_memory()
         if arguments.get("wants_profile"):
