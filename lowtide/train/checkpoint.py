@@ -138,7 +138,8 @@ def load(
         own: dict[str, Any] = _read_json(path / _rank_name(ranks.rank)) if is_same else {}
         tensors, groups = _state(model, optimizer)
         _read_tensors(path, tensors, of_ranks=[ranks.rank] if is_split else range(run["num_ranks"]), experts=experts)
-        _put_back(model, optimizer, tensors, (own if is_split else run)["groups"], like=groups)
+        saved_groups = (own if is_split else run)["groups"]
+        _put_back(model, optimizer, tensors, saved_groups, like=groups, may_be_recut=layout is not None)
         random_states = dict(own["random"]) if is_same else None
         saved = Saved(step=int(run["step"]), data=dict(run["data"]), random=random_states)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -169,8 +170,12 @@ def _put_back(
     groups: list[Any],
     *,
     like: list[Any],
+    may_be_recut: bool,
 ) -> None:
     """Into the model and the optimizer. `like`: the groups as they are here, which decide what a saved one may be."""
+    named = [[(sorted(group), group["params"]) for group in each] for each in (groups, like)]
+    if named[0] != named[1] and not may_be_recut:
+        raise TypeError("the optimizer has other groups")
     saved = {name: group for group in groups for name in group["params"]}
     if saved.keys() != {name for group in like for name in group["params"]}:
         raise TypeError("the optimizer has other groups")
@@ -355,9 +360,12 @@ def _check(
             f"{path}: saved by {run['num_ranks']} ranks, this run has {num_ranks}; "
             f"start it on as many with torchrun, or start a new run with another train.output_dir"
         )
-    each_rank = range(min(int(run["num_ranks"]), len(run["files"])))  # a number gone wrong would fill the memory
-    expected = {name for each in each_rank for name in (_rank_name(each), _tensors_name(each))}
-    if set(run["files"]) != expected:
+    saved_by = int(run["num_ranks"])
+    # Two for each rank. Counted first: the names of a number gone wrong would fill the memory.
+    is_whole = len(run["files"]) == 2 * saved_by and set(run["files"]) == {
+        name for each in range(saved_by) for name in (_rank_name(each), _tensors_name(each))
+    }
+    if not is_whole:
         raise _damaged(path, "run.json lists other files than those of its ranks")
     for name, (size_bytes, sha256) in run["files"].items():
         file = path / name

@@ -130,7 +130,7 @@ class Rollback:
                     what = "a recipe made other bytes" if is_recipe else "a layer cannot be run again"
                 warnings.warn(
                     f"lowtide: {what} ({_first_line(failure)}); {how}, and the micro-batch is run again.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 del failure
             start.check_repeated()
