@@ -388,7 +388,7 @@ def races(rank: int, way: str, engine: str) -> dict[str, Any]:
     bits, digests, said = [], [], []
     # On the host the link is said to be fast: then the solver's plan swaps, and there is another one to race with.
     link = Link(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
-    told = mock.patch("lowtide.runtime.autopilot.plan_source.measure_link", lambda *_, **__: link)
+    told = mock.patch("lowtide.runtime.autopilot.plan_source.measure_link", return_value=link)
     with (
         told if engine == "host" else contextlib.nullcontext(),
         lowtide.optimize(model, budget=int(floor + 0.7 * (plain - floor)), say=said.append, **how) as tide,
