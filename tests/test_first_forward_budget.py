@@ -267,10 +267,12 @@ def assert_kept(name: str, counted: Counted, budget: int, batches: list[Tensor])
         for number, batch in enumerate(batches):
             independent_bytes, audited_bytes = counted.step(batch)
             assert audited_bytes <= budget, f"step {number}: audited {audited_bytes} of {budget}"
-            assert independent_bytes == audited_bytes, f"step {number}"
-            assert tide.plan is not None and tide.plan.predicted is not None
-            # How soon a real copy is complete, and frees its source, depends on how busy the machine is.
+            assert independent_bytes <= budget, f"step {number}: counted {independent_bytes} of {budget}"
+            # How soon a real copy is complete, and frees its source, depends on how busy the machine is: it may be
+            # between the looks of the two counts.
             is_timed = tide.engine.name == "host"
+            assert is_timed or independent_bytes == audited_bytes, f"step {number}"
+            assert tide.plan is not None and tide.plan.predicted is not None
             assert number == 0 or is_timed or audited_bytes >= 0.95 * tide.plan.predicted.peak_bytes
         assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_unplanned == 0
         counted.assert_plain_bits(name, batches)
