@@ -35,8 +35,11 @@ pytestmark = pytest.mark.skipif(device.why_not() is not None, reason=str(device.
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_on_the_stand_in_device(tmp_path: Path) -> None:
-    run_group(tmp_path, "not slow and not extended", ON_DEVICE, seconds=900)
+@pytest.mark.parametrize("half", [0, 1])
+def test_on_the_stand_in_device(half: int, tmp_path: Path) -> None:
+    """Every second file, so that two can run side by side."""
+    files = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / ON_DEVICE).glob("test_*.py"))
+    run_group(tmp_path, "not slow and not extended", *files[half::2], seconds=900)
 
 
 @pytest.mark.slow
