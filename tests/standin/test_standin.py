@@ -44,11 +44,8 @@ def test_on_the_stand_in_device(half: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gpu_tests_of_the_engine_run_on_it(tmp_path: Path) -> None:
-    """The file that `make gpu` runs on a GPU, as it is, but for the test of several threads: there the stand-in's one
-    lock and the interpreter's wait for each other."""
-    file = "tests/engines/test_accelerator.py"
-    threads = f"{file}::test_calls_from_several_threads_while_workers_share_the_streams"
-    run_group(tmp_path, "gpu", file, "--deselect", threads, seconds=280)
+    """The file that `make gpu` runs on a GPU, as it is."""
+    run_group(tmp_path, "gpu", "tests/engines/test_accelerator.py", seconds=280)
 
 
 @pytest.mark.extended
