@@ -423,6 +423,20 @@ def test_a_run_file_that_somebody_wrote(job: Job, tmp_path: Path, changes: dict[
     assert error_of_load(path) == expected
 
 
+def test_a_number_of_ranks_gone_wrong_fills_no_memory(job: Job, tmp_path: Path) -> None:
+    """A run that is dealt out may be read by any number of ranks, so nothing else says that it is too many."""
+    path = job.save(tmp_path, 1)
+    document = json.loads((path / "run.json").read_text())
+    document["run"]["num_ranks"] = 10**15
+    document["sha256"] = hashlib.sha256(json.dumps(document["run"], sort_keys=True).encode()).hexdigest()
+    (path / "run.json").write_text(json.dumps(document))
+    other = Job(seed=3)
+    with pytest.raises(ConfigError, match=r"run\.json lists other files than those of its ranks"):
+        checkpoint.load(
+            path, model=other.model, optimizer=other.optimizer, settings=SETTINGS, ranks=Ranks(), layout="shards"
+        )
+
+
 def test_tensors_of_another_model_are_refused(job: Job, tmp_path: Path) -> None:
     path = job.save(tmp_path, 1)
     tensors = {"model.0.weight": torch.zeros(4, 8)}

@@ -184,6 +184,8 @@ def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
         assert tide.plan is not None and tide.plan.digest() == source.plans[best].digest(), seconds
         (event,) = [event for event in tide.events if event.why.startswith("race: ")]
         assert event.why.startswith(f"race: {best} ") and event.digest == tide.plan.digest()
+        (standings,) = tide.races
+        assert standings[0].name == best and {each.name for each in standings} == set(source.plans)
         assert f"\nrace: {event.why.removeprefix('race: ')}\n" in str(tide.plan)
         assert any("3 plans race: solver's, no swap, fewest layers" in line for line in said)
         assert Plan.from_json(tide.plan.to_json()) == tide.plan
@@ -463,6 +465,20 @@ def test_a_second_thread_ends_the_race_where_it_is() -> None:
             step(model, rows())
             assert tide.phase is Phase.SETTLED
         assert not [event for event in tide.events if event.why.startswith("race")]
+
+
+def test_nothing_races_where_two_threads_train() -> None:
+    said: list[str] = []
+    model, tide = racing(Dice(3), say=said.append)
+    with tide:
+        step(model, rows())
+        thread = threading.Thread(target=lambda: step(model, rows()))
+        thread.start()
+        thread.join()
+        for _ in range(8):
+            step(model, rows())
+        assert tide.phase is Phase.SETTLED
+    assert not [line for line in said if "plans race" in line]
 
 
 @pytest.mark.parametrize("what", ["memory", "layer", "recipe"])
