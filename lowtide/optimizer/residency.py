@@ -92,8 +92,10 @@ class Residency:
         self._memory = memory
         self._settle = settle
         self._is_alone = is_alone
-        self._waits: list[float] = []
-        """Seconds that steps have waited so far, after each step that is looked at."""
+        self._num_timed = 0
+        """Steps that were looked at."""
+        self._waited_seconds = 0.0
+        """Of all steps, when one of these was over."""
         self._peak_bytes = 0
         self._since_peak_bytes = 0
         """State that came to stay since `_peak_bytes` was reached, or (negative) left."""
@@ -109,8 +111,10 @@ class Residency:
         self.choice: Choice | None = self._say(why_none) if why_none else None
         """None while it looks on."""
 
-    def after_step(self, waited_seconds: float, hidden: tuple[float, float] | None, *, is_settled: bool) -> None:
-        """A step is over; in all, steps have waited so long.
+    def after_step(
+        self, waited_seconds: Callable[[], float], hidden: tuple[float, float] | None, *, is_settled: bool
+    ) -> None:
+        """A step is over. `waited_seconds()`: how long steps have waited in all.
 
         `hidden`: what a step waits without fetching in backward, and with it; None where it was not tried.
         `is_settled`: the way of overlapping is chosen and the state is made.
@@ -122,12 +126,19 @@ class Residency:
             self._make_room(room)
         if not is_settled or not self._is_timing:
             return
-        self._waits.append(waited_seconds)
-        if len(self._waits) == NUM_WATCHED + 1:
-            self._choose(room, (waited_seconds - self._waits[0]) / NUM_WATCHED, hidden)
-        elif len(self._waits) == 2 * NUM_WATCHED + 1:
+        self._num_timed += 1
+        if self._num_timed not in (1, 1 + NUM_WATCHED, 2 + NUM_WATCHED, 2 + 2 * NUM_WATCHED):
+            return
+        self._store.transfers.settle()  # or the device would not have got to the waits of the last steps
+        before, self._waited_seconds = self._waited_seconds, waited_seconds()
+        waited = (self._waited_seconds - before) / NUM_WATCHED
+        if self._num_timed == 1 + NUM_WATCHED:
+            self._choose(room, waited, hidden)
+        elif (
+            self._num_timed == 2 + 2 * NUM_WATCHED
+        ):  # the step after the choice is left out: it waits for buckets to come
             self._is_timing = False
-            self._compare((waited_seconds - self._waits[NUM_WATCHED]) / NUM_WATCHED)
+            self._compare(waited)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

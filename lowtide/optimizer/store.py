@@ -326,11 +326,9 @@ class StateStore:
 
     def let_stay(self, most_bytes: int) -> int:
         """Bring whole buckets back to stay, the first ones that fit into so many bytes; how many bytes came. Between
-        steps.
+        steps; nothing is on its way.
 
         Where memory runs out before, the others are where they were."""
-        self.refresh()
-        self.transfers.settle()
         came = 0
         for home in list(self.homes):
             if came + home.nbytes > most_bytes:

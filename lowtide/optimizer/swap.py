@@ -338,7 +338,7 @@ class OptimizerSwap:
         self._num_steps += 1
         if self._residency is not None:
             is_settled = self._num_steps > 1 and not self._overlap.is_trying
-            self._residency.after_step(self._stall_seconds(), self._overlap.tried, is_settled=is_settled)
+            self._residency.after_step(self._stall_seconds, self._overlap.tried, is_settled=is_settled)
         if is_wrapped_by_scheduler(self._previous):
             tell_scheduler(self.optimizer)
         return run.result if closure is None else loss
