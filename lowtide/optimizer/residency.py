@@ -97,8 +97,8 @@ class Residency:
         self._waited_seconds = 0.0
         """Of all steps, when one of these was over."""
         self._peak_bytes = 0
-        self._since_peak_bytes = 0
-        """State that came to stay since `_peak_bytes` was reached, or (negative) left."""
+        self._left_bytes = 0
+        """State that stayed, and left since `_peak_bytes` was reached."""
         self._between_bytes: int | None = None
         """On the device after the last step."""
         self._num_refused = 0
@@ -147,13 +147,14 @@ class Residency:
         engine, memory = self._store.engine, self._memory()
         in_use, peak = engine.device_bytes() or 0, engine.device_peak_bytes() or 0
         if max(peak, in_use) > self._peak_bytes:
-            self._peak_bytes, self._since_peak_bytes = max(peak, in_use), 0
+            self._peak_bytes, self._left_bytes = max(peak, in_use), 0
         # What came between steps (another optimizer's state that stays) is not in a peak yet.
         risen = 0 if self._between_bytes is None else max(in_use - self._between_bytes, 0)
         self._between_bytes = in_use
         headroom = int(memory.total_bytes * HEADROOM)
-        self._is_short = memory.free_bytes - self._peak_bytes - self._since_peak_bytes < headroom // 2
-        return memory.free_bytes - headroom - self._peak_bytes - self._since_peak_bytes - risen
+        left = memory.free_bytes - (self._peak_bytes - self._left_bytes)
+        self._is_short = left < headroom // 2
+        return left - headroom - risen
 
     def _make_room(self, room: int) -> None:
         """Send away what there is no memory for any more."""
@@ -163,7 +164,7 @@ class Residency:
             return
         self._settle()
         left = self._store.send_away(None if is_refused else -room)
-        self._since_peak_bytes -= left
+        self._left_bytes += left
         self._between_bytes = self._store.engine.device_bytes()
         self._is_timing = False
         warnings.warn(
@@ -185,7 +186,6 @@ class Residency:
             self._settle()
             came = self._store.let_stay(room)
             reason = f"of {format_bytes(max(room, 0))} that the device has free at its worst moment"
-        self._since_peak_bytes += came
         self._between_bytes = self._store.engine.device_bytes()
         after = before - came
         predicted = waited * after / before if is_known and before else None
