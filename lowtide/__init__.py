@@ -272,7 +272,8 @@ def swap_optimizer(
     that it is.
 
     `tier`: "host", the first tier below the device (main memory; for a model on the CPU that is a file), or "disk".
-    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device.
+    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device;
+    "auto": what the device has room for, seen in the first steps.
     `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than
     `min_bytes` stays where it is. `model`: for ways of overlapping that follow its modules. `engine`: as in `apply`.
     Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.

@@ -27,6 +27,11 @@ OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
 
 
 def check_words(tier: Any, overlap: Any) -> None:
+    if tier == "mapped":
+        raise ConfigError(
+            "lowtide.swap_optimizer: tier 'mapped' (kernels that read main memory in place) is not built: torch has no "
+            "call for it without a compiled allocator; use 'host'"
+        )
     for name, value, known in (("tier", tier, TIERS), ("overlap", overlap, OVERLAPS)):
         if value not in known:
             hint = did_you_mean(str(value), known)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.core.budget import HEADROOM, DeviceMemory
+from lowtide.errors import ConfigError
 from lowtide.optimizer.store import StateStore
 from lowtide.units import format_bytes
 
@@ -102,9 +103,7 @@ class Residency:
         self._between_bytes: int | None = None
         """On the device after the last step."""
         self._num_refused = 0
-        in_use = store.engine.device_bytes()
-        if in_use is None and not why_none:
-            why_none = f"{store.device} has no counter of its memory"
+        why_none = why_none or self._why_unknown()
         self._is_short = False
         self._is_watching = not why_none
         self._is_timing = not why_none
@@ -139,6 +138,15 @@ class Residency:
         ):  # the step after the choice is left out: it waits for buckets to come
             self._is_timing = False
             self._compare(waited)
+
+    def _why_unknown(self) -> str:
+        if self._store.engine.device_bytes() is None:
+            return f"{self._store.device} has no counter of its memory"
+        try:
+            self._memory()
+        except (ConfigError, RuntimeError) as error:  # a backend without the call
+            return f"nothing says how much memory {self._store.device} has ({error})"
+        return ""
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -409,6 +409,13 @@ def test_without_a_counter_and_with_several_ranks_none_stays(monkeypatch: pytest
     with _swap(optimizer, VirtualEngine(0), device) as handle:
         _step(CASE, parameters, optimizer, range(8))
         assert str(handle.residency).endswith("0 MiB (0%) stay, cpu has no counter of its memory")
+
+    def unknown() -> DeviceMemory:
+        raise RuntimeError("not for this backend")
+
+    with swap_optimizer(optimizer, engine=_engine(device), memory=unknown) as handle:
+        assert handle.residency is not None
+        assert handle.residency.reason == "nothing says how much memory cpu has (not for this backend)"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with _swap(optimizer, _engine(device), device) as handle:
