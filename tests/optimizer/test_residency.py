@@ -447,3 +447,29 @@ def test_what_stays_steps_bucket_by_bucket() -> None:
             optimizer.step()
         assert handle.stats.swapped_bytes == 0
         assert Watched.most == 3 * 8 * 256, "of eight parameters three have a bucket of state"
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+def test_a_checkpoint_of_any_moment_is_plains(overlap: str) -> None:
+    """After each micro-batch and each step, with all of the state elsewhere and with a part of it resident."""
+    found: list[list[Any]] = [[], []]
+    for is_swapped in (False, True):
+        torch.manual_seed(0)
+        model, device = Tower(), Device(room=9000)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"overlap": overlap, "model": model if overlap == "deferred" else None}
+        handle = _swap(optimizer, _engine(device, 4), device, bucket_bytes=8192, **options) if is_swapped else None
+        for step in range(8):
+            for micro in range(2):
+                model(torch.full((3, 24), 0.1 * (step + micro)), skip=-1).square().mean().backward()
+                found[is_swapped].append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+            optimizer.step()
+            optimizer.zero_grad()
+            found[is_swapped].append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+        if handle:
+            assert handle.residency is not None
+            assert handle.residency.resident_bytes > 0
+            handle.detach()
+    assert len(found[0]) == 24
+    for number, (one, other) in enumerate(zip(found[1], found[0], strict=True)):
+        assert_same_value(one, other, f"checkpoint {number}")
