@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.overlap_figures import Link
 from lowtide.pipeline import all_to_all
 from lowtide.pipeline.exchange import Route, Work, start_on_group
-from lowtide.pipeline.overlap_figures import Event, Link
+from lowtide.pipeline.overlap import Event
 
 WIDTH = 64
 

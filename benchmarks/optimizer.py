@@ -61,7 +61,7 @@ def traced(num_layers: int, tokens: int, hardware_name: str) -> Profile:
     import torch
     from transformers import LlamaConfig
 
-    from lowtide.profiling.fake.trace import trace_config
+    from benchmarks.traced import trace_config
     from lowtide.timeline.hardware import load_hardware
 
     return trace_config(

@@ -28,9 +28,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.overlap_figures import Link, hidden_share, replay, seconds_of, traced_share
 from benchmarks.record import Record
 from benchmarks.rows import Row, command_of, parser, run
-from lowtide.pipeline.overlap_figures import Event, Link, hidden_share, replay, seconds_of, traced_share
+from lowtide.pipeline.overlap import Event
 
 TITLE = "How much of the all-to-all does the overlap engine hide?"
 SHARES = (0.5, 0.8, 1.2)

@@ -22,11 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.overlap import on_processes
-from benchmarks.record import Record
-from benchmarks.rows import Row, command_of, parser, run
-from lowtide.pipeline.overlap_figures import (
-    BACKWARD,
-    FORWARD,
+from benchmarks.overlap_figures import (
     ChunkTimes,
     Link,
     hidden_share,
@@ -36,6 +32,9 @@ from lowtide.pipeline.overlap_figures import (
     predict_step,
     seconds_of,
 )
+from benchmarks.record import Record
+from benchmarks.rows import Row, command_of, parser, run
+from lowtide.pipeline.overlap import BACKWARD, FORWARD
 
 TITLE = "How much of the all-to-all does a whole step of DualPipeV hide?"
 MICRO_BATCHES_A_RANK = (4, 8)

@@ -51,7 +51,7 @@ def run_layout(devices: int, which: str, hardware: str) -> Row:
         "layout": str(plan.layout),
         "outcome": "fits",
         "num_micro_batches": plan.num_micro_batches * plan.layout.copies,
-        "state_bytes": max(plan.state_bytes),
+        "state_bytes": max(rank.task.state_bytes for rank in plan.ranks),
         "peak_bytes": plan.peak_bytes,
         "kept_share": sum(rank.kept_bytes for rank in plan.ranks) / saved,
         "swapped_share": sum(rank.swapped_bytes for rank in plan.ranks) / saved,

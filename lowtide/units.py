@@ -69,6 +69,12 @@ def format_bytes(num_bytes: int) -> str:
     return f"{sign}{size_bytes / MIB:.3f} MiB"
 
 
+def printed_up(num_bytes: int) -> int:
+    """Rounded up to what `format_bytes` prints, so that the printed size is enough."""
+    unit = GIB if num_bytes >= GIB else MIB
+    return -(-num_bytes * 10 // unit) * unit // 10
+
+
 def format_seconds(seconds: float) -> str:
     """`12 µs`, `8.1 ms`, `1.43 s`, `3 min 20 s`."""
     sign, size_seconds = ("-", -seconds) if seconds < 0 else ("", seconds)

@@ -106,7 +106,6 @@ class _Mode(TorchDispatchMode):
         for given in written:
             for storage in {id(s): s for s in map(self.find, _tensors(given))}.values():
                 storage.num_writes += 1
-                storage.last_write = call.index
         outputs: list[Value | None] = []
         for number, leaf in enumerate(tree_leaves(out)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:

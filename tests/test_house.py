@@ -56,7 +56,6 @@ WITHOUT = {
             "clock",
             "csv_text",
             "picture",
-            "overlap_figures",
         )
     },
     "pipeline/cluster": {"torch", "transformers"},

@@ -74,7 +74,6 @@ _VERBS = {Fate.RECOMPUTE: "recomputed", Fate.SWAP: "away and back"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     label: str
-    num_layers: int
     fate: str
     bytes_by_fate: tuple[int, ...]
     """Bytes of all layers of the run, in the order of `_FATES`."""
@@ -221,9 +220,7 @@ def _row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
     mix = " + ".join(f"{count} {fate.value}" for count, fate in counts if count)
     moved = [site for site in sites if site.fate is not Fate.KEEP]
     reasons = list(dict.fromkeys(site.reason for site in moved or sites))
-    return _Row(
-        label=label, num_layers=num_layers, fate=mix or "no sites", bytes_by_fate=totals, why="; ".join(reasons)
-    )
+    return _Row(label=label, fate=mix or "no sites", bytes_by_fate=totals, why="; ".join(reasons))
 
 
 def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
@@ -233,7 +230,6 @@ def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _
     mix = " + ".join(f"{count} {fate.value}" for count, fate in counts if count)
     return _Row(
         label=label,
-        num_layers=num_layers,
         fate=mix or "no sites",
         bytes_by_fate=tuple(sum(site.stored_bytes for site in saved if site.fate is fate) for fate in _FATES),
         anchor_bytes=sum(site.nbytes for site in anchors if site.fate is not Fate.RECOMPUTE),
@@ -275,7 +271,7 @@ def _solved_table(rows: Sequence[_Row]) -> list[str]:
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
     anchor_bytes, cost_seconds = sum(row.anchor_bytes for row in rows), sum(row.cost_seconds for row in rows)
     total = _Row(
-        label="total", num_layers=0, fate="", bytes_by_fate=tuple(totals), anchor_bytes=anchor_bytes,
+        label="total", fate="", bytes_by_fate=tuple(totals), anchor_bytes=anchor_bytes,
         cost_seconds=cost_seconds, why="",
     )  # fmt: skip
     for row in (*rows, total):

@@ -42,10 +42,11 @@ import torch
 
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, TorchDevice
-from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Disk, Job, LaneWorker, Staging
+from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Job, LaneWorker, Staging
 from lowtide.engines.stall_meter import StallMeter
 from lowtide.engines.tiers.arena import ALIGN_BYTES, Arena, Block
 from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.disk import DiskTier
 from lowtide.engines.tiers.host_limit import host_limit
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
@@ -120,7 +121,7 @@ class AcceleratorEngine:
         self,
         device: torch.device,
         host_budget_bytes: int | None = None,
-        disk: Disk | None = None,
+        disk: DiskTier | None = None,
         *,
         ops: DeviceOps | None = None,
         cap: Cap | None = None,
@@ -358,7 +359,7 @@ class AcceleratorEngine:
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
-    def _make_staging(self, lane: Lane, disk: Disk) -> Staging:
+    def _make_staging(self, lane: Lane, disk: DiskTier) -> Staging:
         try:
             block = self._arena.allocate(NUM_STAGES * STAGE_BYTES)
         except TierFull as full:

@@ -21,10 +21,10 @@ import statistics
 import threading
 import time
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
+from lowtide.engines.base import Engine
 from lowtide.timeline.step import Link
 
 _PROBE_BYTES = 32 << 20
@@ -36,23 +36,13 @@ _MATRIX = 512
 _NO_TIME = 1e15
 
 
-class Probed(Protocol):
-    """The part of an engine that is used here."""
-
-    name: str
-    device_type: str
-
-    def probe_bandwidth(self, nbytes: int) -> Any:
-        """`.out_bytes_per_second` and `.in_bytes_per_second`, both directions at once."""
-
-
 def cache_path() -> Path:
     """`$XDG_CACHE_HOME/lowtide/links.json`, or the same under `~/.cache`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "lowtide" / "links.json"
 
 
-def measure_link(engine: Probed, device: torch.device, *, place: str = "", cache: Path | None = None) -> Link:
+def measure_link(engine: Engine, device: torch.device, *, place: str = "", cache: Path | None = None) -> Link:
     """The link of `engine` under load, from `cache` if this machine was measured before.
 
     `place` tells apart links of one engine (the directory of the disk tier). `cache=None` measures anew and writes
@@ -75,7 +65,7 @@ def _device_name(device: torch.device) -> str:
     return device.type if get_name is None else str(get_name(device))
 
 
-def _measure(engine: Probed, device: torch.device) -> Link:
+def _measure(engine: Engine, device: torch.device) -> Link:
     first = engine.probe_bandwidth(_PROBE_BYTES)
     if first.out_bytes_per_second == float("inf"):
         return Link(out_bytes_per_second=_NO_TIME, in_bytes_per_second=_NO_TIME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Mapping
 
@@ -13,7 +12,7 @@ from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.engines.tiers.cap import Cap
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, did_you_mean
 
 _NAMES = ("accelerator", "host", "virtual")
 
@@ -31,9 +30,7 @@ def choose_engine(wanted: Engine | str | None, model: nn.Module, plan: Plan, *, 
     on_host = device is None or device.type in ("cpu", "meta")
     name, _, rest = (wanted or ("host" if on_host else "accelerator")).partition(":")
     if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(f"engine: '{wanted}' is none of accelerator, host, virtual:SEED{hint}")
+        raise ConfigError(f"engine: '{wanted}' is none of accelerator, host, virtual:SEED{did_you_mean(name, _NAMES)}")
     caps = {} if beside is None else beside.caps
     if name == "virtual":
         return _virtual(wanted or "", rest, plan, caps)

@@ -7,9 +7,9 @@ tested on real concurrent copies.
 Cost: about 30 us per copy beside the transfer itself (queue, wake-up, hand-over of the interpreter lock); the workers
 move bytes with that lock released. Without spare cores the kernel's part of the copies comes out of compute.
 
-Order: a lane starts its work strictly in the order it was enqueued. With several threads on a lane, copies may finish
-out of order; an event still completes only when everything before it has. Barriers (`wait` on OUT or IN) are entries of
-the queue, so cancelling a copy never loses one.
+Order: a lane has one thread, which does its work in the order in which it was enqueued. A copy that is cancelled ends
+before its turn; an event still completes only when everything before it has. Barriers (`wait` on OUT or IN) are entries
+of the queue, so cancelling a copy never loses one.
 
 After a fork the child must make an engine of its own: its parent's worker threads do not exist there, and both would
 write to one file. Allocating, copying or waiting for unfinished work raises RuntimeError; freeing does nothing.
@@ -32,7 +32,7 @@ import torch
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
-from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES, BufferPool, HeapTrimmer
+from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer
 from lowtide.tensors.view import byte_view
 
 IDLE_BUFFER_BYTES = 16 << 20
@@ -82,7 +82,7 @@ class _Lane:
         self.issued = 0
         self.finished_upto = 0
         self._finished_ahead: set[int] = set()
-        self.num_threads = 0
+        self.is_served = False
 
     def next_copy(self) -> _Copy | None:
         """The copy that may start now; None when there is none or a barrier is still down."""
@@ -115,9 +115,8 @@ class _Lane:
 class _Copier:
     """The lanes, their threads and the disk. Apart from `HostEngine`, so that a forgotten engine can be collected."""
 
-    def __init__(self, disk: DiskTier, num_threads: int) -> None:
+    def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
-        self.num_threads = num_threads
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.lanes = {Lane.OUT: _Lane(self.lock), Lane.IN: _Lane(self.lock)}
@@ -131,7 +130,7 @@ class _Copier:
             lane.issued += 1
             lane.last = _Copy(lane.issued, storage, offset)
             lane.queue.append(lane.last)
-            if lane.num_threads < self.num_threads:
+            if not lane.is_served:
                 self._start_thread(which, lane)
             lane.work.notify()
 
@@ -182,10 +181,9 @@ class _Copier:
             self.disk.close()
 
     def _start_thread(self, which: Lane, lane: _Lane) -> None:
-        lane.num_threads += 1
         work = self.disk.write if which is Lane.OUT else self.disk.read
-        name = f"lowtide-{which.value}-{lane.num_threads}"
-        thread = threading.Thread(target=self._serve, args=(lane, work), name=name, daemon=True)
+        thread = threading.Thread(target=self._serve, args=(lane, work), name=f"lowtide-{which.value}", daemon=True)
+        lane.is_served = True
         self.threads.append(thread)
         thread.start()
 
@@ -224,9 +222,6 @@ class HostEngine:
     """Swap to disk on a machine whose "device" is its main memory. See the module and `Engine`.
 
     `directory`, `disk_budget_bytes`, `cap`: see `DiskTier`; an unusable directory is a `ConfigError`.
-    `num_threads`: worker threads per direction, started at the first copy of that direction.
-    `idle_buffer_bytes`: most memory kept for recycling fetch buffers.
-    `heap_slack_bytes`: free heap that may stay resident beyond the peak of live memory, see `HeapTrimmer`.
     """
 
     name = "host"
@@ -238,19 +233,15 @@ class HostEngine:
         self,
         directory: str | os.PathLike[str] | None = None,
         disk_budget_bytes: int | None = None,
-        num_threads: int = 1,
-        idle_buffer_bytes: int = IDLE_BUFFER_BYTES,
-        heap_slack_bytes: int = HEAP_SLACK_BYTES,
         *,
         cap: Cap | None = None,
     ) -> None:
-        assert num_threads >= 1
         self.disk = DiskTier(directory, disk_budget_bytes, cap=cap)
         self.caps: Mapping[str, Cap] = {"disk": self.disk.cap}
-        self.pool = BufferPool(idle_buffer_bytes)
-        self.trimmer = HeapTrimmer(heap_slack_bytes)
+        self.pool = BufferPool(IDLE_BUFFER_BYTES)
+        self.trimmer = HeapTrimmer()
         self.leftovers: collections.deque = collections.deque()
-        self._copier = _Copier(self.disk, num_threads)
+        self._copier = _Copier(self.disk)
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, self._copier.close, False)
         self._finalizer.atexit = False

@@ -20,12 +20,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from lowtide.engines.device_ops import DeviceOps, RawEvent, Stream
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.disk import DiskTier
 from lowtide.engines.tiers.numa import stay_on
 
 STAGE_BYTES = 8 * 2**20
@@ -34,26 +33,10 @@ NUM_STAGES = 4
 """Chunks per direction: one at the disk, one on the link, and slack for both."""
 
 
-class Disk(Protocol):
-    """What is used of `runtime.disk.DiskTier`. Reads and writes block, and come from two threads at a time."""
-
-    cap: Cap
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def allocate(self, nbytes: int) -> int: ...
-    def view(self, offset: int, nbytes: int) -> memoryview: ...
-    def free(self, offset: int, nbytes: int) -> None: ...
-    def write(self, offset: int, address: int, nbytes: int) -> None: ...
-    def read(self, offset: int, address: int, nbytes: int) -> None: ...
-    def close(self) -> None: ...
-
-
 class Job:
     """Something for a lane worker to do. `work` runs on the worker's thread."""
 
-    __slots__ = ("error", "is_cancelled", "is_started", "settled", "tail", "work")
+    __slots__ = ("error", "is_started", "settled", "tail", "work")
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work
@@ -61,7 +44,6 @@ class Job:
         self.tail: RawEvent | None = None
         self.error: BaseException | None = None
         self.is_started = False
-        self.is_cancelled = False
 
 
 class LaneWorker:
@@ -91,7 +73,6 @@ class LaneWorker:
         with self._changed:
             if job.is_started:
                 return False
-            job.is_cancelled = True
             job.work = None  # lets go of the storages at once
             return True
 
@@ -100,7 +81,7 @@ class LaneWorker:
         with self._changed:
             self._is_closing = True
             for job in self._jobs:
-                job.is_cancelled, job.work = True, None
+                job.work = None
             self._changed.notify()
 
     def join(self) -> None:
@@ -158,7 +139,7 @@ class _Stage:
 class Staging:
     """One direction's ring. Used by one worker thread only."""
 
-    def __init__(self, ops: DeviceOps, stream: Stream, disk: Disk, chunks: list[torch.Tensor]) -> None:
+    def __init__(self, ops: DeviceOps, stream: Stream, disk: DiskTier, chunks: list[torch.Tensor]) -> None:
         self._ops = ops
         self._stream = stream
         self._disk = disk

@@ -36,6 +36,7 @@ from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, row_of
 from lowtide.mindformers.schema import LayerPlan, Resolution
 from lowtide.mindformers.schema.flow import LAYER
 from lowtide.mindformers.schema.issues import layers_text
+from lowtide.planner.problem import needed_anchors
 
 _KERNEL, _AFTER_KERNEL = "self_attn.sdpa", "self_attn.o_proj"
 
@@ -258,13 +259,16 @@ class _Planner:
     # ---- what comes out
 
     def _decisions(self) -> tuple[SiteDecision, ...]:
-        needed = self._needed_anchors()
+        unnamed = _Fate(Fate.KEEP, None, "no rule names it")
+        fates = {node.name: self.fates.get(node.name, unnamed) for node in self.profile.nodes}
+        found = {node.name: fates[node.name].recipe_of(node) for node in self.profile.nodes}
+        recipes = {name: recipe for name, recipe in found.items() if recipe is not None}
+        needed = needed_anchors(self.profile, recipes)
         result = []
         for node in self.profile.nodes:
             if node.anchor is not None and node.name not in needed:
                 continue
-            fate = self.fates.get(node.name) or _Fate(Fate.KEEP, None, "no rule names it")
-            recipe = fate.recipe_of(node)
+            fate, recipe = fates[node.name], recipes.get(node.name)
             result.append(
                 SiteDecision(
                     name=node.name,
@@ -280,25 +284,6 @@ class _Planner:
                 )
             )
         return tuple(result)
-
-    def _needed_anchors(self) -> set[str]:
-        """Anchors that a recipe starts from, directly or through other anchors that are recomputed."""
-        by_name = {node.name: node for node in self.profile.nodes}
-
-        def recipe_of(name: str) -> Recipe | None:
-            fate = self.fates.get(name)
-            return fate.recipe_of(by_name[name]) if fate is not None else None
-
-        open_names = [node.name for node in self.profile.sites if recipe_of(node.name) is not None]
-        needed: set[str] = set()
-        while open_names:
-            recipe = recipe_of(open_names.pop())
-            for name in recipe.nodes if recipe else ():
-                if by_name[name].anchor is not None and name not in needed:
-                    needed.add(name)
-                    if recipe_of(name) is not None:
-                        open_names.append(name)
-        return needed
 
     def _rows(self) -> list[Row]:
         rows = []

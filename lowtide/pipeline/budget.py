@@ -389,10 +389,7 @@ class StagePlans:
             StageSummary(
                 rank=self._pipeline.rank,
                 stage=stage,
-                num_live=max(
-                    dict(moment.live)[stage] + sum(which == stage for which, _ in moment.running)
-                    for moment in task.moments
-                ),
+                num_live=max(moment.num_of(stage) for moment in task.moments),
                 held_bytes=self.found.held_bytes[stage],
                 saved_bytes=chunk.profile.saved_bytes + chunk.input_bytes,
                 digest=self.plans[stage].digest(),

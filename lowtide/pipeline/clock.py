@@ -85,12 +85,6 @@ class Played:
         """What each rank does not compute of the step. This is the published measure."""
         return tuple(self.step_seconds - busy for busy in self.busy_seconds)
 
-    @property
-    def gap_seconds(self) -> tuple[float, ...]:
-        """What each rank waits between its own first and last action: the bubble where steps follow one another
-        without a barrier."""
-        return tuple(row[-1].end - row[0].start - busy for row, busy in zip(self.rows, self.busy_seconds))
-
 
 def play(
     schedule: Schedule, seconds_of: Callable[[AnyAction], float] = UNIT.seconds_of, *, transfer_seconds: float = 0

@@ -20,22 +20,6 @@ def peak_live_chunks(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def peak_live_chunks_of_stages(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage, the most of its chunks that are alive at once: so many times a stage's budget must hold the
-    activations of one micro-batch. The peaks of two stages of a rank need not come at once, so their sum may be more
-    than `peak_live_chunks` of that rank, and is never less."""
-    peaks = [0] * schedule.num_stages
-    live = [0] * schedule.num_stages
-    for row in schedule.actions:
-        for every in row:
-            for action in every.parts:
-                live[action.stage] += action.kind is Kind.FORWARD
-                peaks[action.stage] = max(peaks[action.stage], live[action.stage])
-            for action in every.parts:
-                live[action.stage] -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    return tuple(peaks)
-
-
 def peak_receives(schedule: Schedule) -> tuple[int, ...]:
     """Of each rank, the most messages that it has asked for and not begun to read: the receive buffers that it needs
     beside its live chunks."""

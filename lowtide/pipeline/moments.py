@@ -16,7 +16,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Action, AnyAction, Kind, Pair, Result, Schedule, carried_by
+from lowtide.pipeline.schedule import (
+    RECEIVES,
+    TRANSFERS,
+    Action,
+    AnyAction,
+    Kind,
+    Pair,
+    Result,
+    Schedule,
+    carried_by,
+    made_by,
+)
 
 MessageKind = tuple[Kind, int]
 """FORWARD: the output of this stage. BACKWARD: the gradient of its input."""
@@ -32,6 +43,10 @@ class Moment:
     """(stage, number of its other chunks that are alive), of every stage of the rank."""
     messages: tuple[tuple[MessageKind, int], ...]
     """(whose result, how many of them)."""
+
+    def num_of(self, stage: int) -> int:
+        """Chunks of a stage that are alive or run."""
+        return dict(self.live)[stage] + sum(which == stage for which, _ in self.running)
 
     def holds_as_much_as(self, other: Moment) -> bool:
         """Whether it holds all that `other` does, while the same is computed."""
@@ -80,11 +95,9 @@ def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_o
     def end(action: Action) -> None:
         if action.kind is Kind.FORWARD:
             live[action.stage] += 1
-        result = Result(
-            Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD, action.stage, action.micro_batch
-        )
-        reader = schedule.reader(result)
-        if reader is not None:
+        result = made_by(action)
+        reader = None if result is None else schedule.reader(result)
+        if result is not None and reader is not None:
             (waiting if reader == rank else sent).add(result)
 
     for position, every in enumerate(schedule.actions[rank]):
@@ -128,9 +141,8 @@ def _known_positions(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     for other, row in enumerate(schedule.actions):
         for position, every in enumerate(row):
             for action in every.parts:
-                if action.kind is Kind.FORWARD or action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                    kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
-                    makers[Result(kind, action.stage, action.micro_batch)] = (other, position)
+                if (result := made_by(action)) is not None:
+                    makers[result] = (other, position)
     known: list[list[dict[int, int]]] = [[] for _ in schedule.actions]
     """Of each rank, when each of its actions begins."""
     is_moving = True

@@ -27,7 +27,7 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
-from lowtide.pipeline.stage_call import Tensors
+from lowtide.pipeline.stage_call import Tensors, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.watch import ExchangeWatch
 from lowtide.profiling.observe_step import device_of, untouched
@@ -49,7 +49,7 @@ class _Output:
     def note(self, output: Any, num_nodes: int) -> None:
         """Copies, since the step lets go of its own."""
         self.num_nodes = num_nodes
-        given = tuple(output) if isinstance(output, tuple | list) else (output,)
+        given = as_tuple(output)
         with disable_current_modes(), torch.no_grad():
             self.tensors = tuple(
                 None if each is None else each.detach().clone().requires_grad_(each.requires_grad) for each in given
@@ -164,7 +164,7 @@ def _count(pipeline: Pipeline, most: dict[int, Rows], stage: int, args: tuple, k
             f"{len(watch.rows)} times in another, which cannot be planned for; write rules: recompute, swap, keep"
         )
     most[stage] = [(max(a, b), max(c, d)) for (a, c), (b, d) in zip(most[stage], watch.rows, strict=True)]
-    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+    outputs = as_tuple(output)
     return tuple(None if each is None else each.detach() for each in outputs)
 
 

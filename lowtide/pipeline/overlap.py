@@ -33,22 +33,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.exchange import Half, Route, Work, is_exchange, running_half, start_on_group
-from lowtide.pipeline.overlap_figures import BACKWARD, FORWARD, OTHER, Event, Kind
 from lowtide.pipeline.two_threads import Baton, ThreadState
 from lowtide.tensors.private import fsdp_module_of
 
 _NUM_CHECKED = 8
 """In so many pairs it is looked whether a module cannot be in one: models do not change much."""
+FORWARD, BACKWARD = "forward", "backward"
+OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
+Kind = Literal["issue", "wait", "segment", "counts"]
 Batch = TypeVar("Batch")
 Start = Callable[[torch.Tensor, torch.Tensor, Route], Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a pair."""
+
+    pair: int
+    half: str
+    """`forward` or `backward`."""
+    kind: Kind
+    """An exchange was started (`issue`); it was waited for and is there (`wait`); a half has computed and is about to
+    start an exchange, to wait for one, or over (`segment`); integers were exchanged, which nobody tries to hide
+    (`counts`)."""
+    number: int
+    """Of an exchange of this half, or of a segment, from 0."""
 
 
 class Log(Protocol):
@@ -250,3 +268,22 @@ class _Turn:
         self._half.let_other_run()
         self._work.wait()
         self._half.note("wait", self._number)
+
+
+def exposed(log: Iterable[Event]) -> list[Event]:
+    """The `issue` of each exchange for which no segment of the other half lies between issue and wait."""
+    open_issues: dict[tuple[int, str, int], Event] = {}
+    hidden: set[tuple[int, str, int]] = set()
+    found = []
+    for event in log:
+        key = (event.pair, event.half, event.number)
+        if event.kind == "issue":
+            open_issues[key] = event
+        elif event.kind == "segment":
+            hidden.update(each for each in open_issues if each[:2] == (event.pair, OTHER[event.half]))
+        elif event.kind == "wait":
+            issue = open_issues.pop(key)
+            if key not in hidden:
+                found.append(issue)
+    assert not open_issues, f"nobody waited for {sorted(open_issues)}"
+    return found

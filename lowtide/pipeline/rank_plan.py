@@ -39,7 +39,7 @@ from lowtide.planner.problem import Problem
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
-from lowtide.units import GIB, MIB, format_bytes
+from lowtide.units import format_bytes, printed_up
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the way that is possible at all, the parts that are tried for the least time."""
@@ -321,9 +321,8 @@ class _Search:
     def refusal(self) -> BudgetError:
         """Says what would be enough, to within a few percent."""
         limits, state = self._limits(0.0), self.task.state
-        enough = _up(self._enough(limits))
-        counts = {stage: max((dict(m.live)[stage] + sum(s == stage for s, _ in m.running)) for m in self.task.moments)
-                  for stage in self.task.chunks}  # fmt: skip
+        enough = printed_up(self._enough(limits))
+        counts = {stage: max(moment.num_of(stage) for moment in self.task.moments) for stage in self.task.chunks}
         held = "; ".join(
             f"stage {stage} has {number} in flight, of which each holds at least "
             f"{format_bytes(limits[stage] + self.task.chunks[stage].input_bytes)}"
@@ -431,8 +430,3 @@ def _state_bytes(state: StateBytes) -> int:
 def _seconds(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.step_seconds + plan.predicted.check_seconds
-
-
-def _up(num_bytes: int) -> int:
-    unit = GIB if num_bytes >= GIB else MIB
-    return -(-num_bytes * 10 // unit) * unit // 10

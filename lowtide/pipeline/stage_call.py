@@ -38,9 +38,14 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
     return module(*batch) if isinstance(batch, tuple | list) else module(batch)
 
 
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a stage gives, as what it passes on."""
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
 def with_places(leaves: Tensors, output: Any, stage: int) -> tuple[LiveChunk, Tensors]:
     """What a forward leaves, and its outputs as leaves for the stage after, which share their memory."""
-    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+    outputs = as_tuple(output)
     places = []
     following: list[torch.Tensor | None] = []
     for each in outputs:

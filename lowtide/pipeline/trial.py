@@ -132,7 +132,7 @@ def _tried(module: nn.Module, given: Callable[[], Any], what: str, place: tuple[
 
 
 def _shapes_of(output: Any) -> tuple[Shape | None, ...]:
-    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+    outputs = stage_call.as_tuple(output)
     if not all(each is None or isinstance(each, torch.Tensor) for each in outputs):
         raise _NotShown  # the first forward says it
     return tuple(None if each is None else Shape(tuple(each.shape), each.dtype) for each in outputs)

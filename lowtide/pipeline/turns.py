@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -129,8 +130,10 @@ def shares_of(
     own = [np.full(len(needs.least), _UNLIMITED, np.int64) for _, needs in (forward, backward)]
     for slot in slots_of(forward[0], backward[0]):
         ops = (slot.forward, slot.backward)
-        least, most = ([_highest(column(needs), each) for (_, needs), each in zip((forward, backward), ops)]
-                       for column in (_least, _most))  # fmt: skip
+        least, most = (
+            [_highest(column(needs), each) for (_, needs), each in zip((forward, backward), ops)]
+            for column in (attrgetter("least"), attrgetter("most"))
+        )
         rest = room_bytes - sum(least)
         could = [high - low for low, high in zip(least, most)]
         share = could[0] / sum(could) if sum(could) else 0.5
@@ -138,14 +141,6 @@ def shares_of(
         for vector, each, limit in zip(own, ops, (given, room_bytes - given)):
             vector[each.start : each.stop] = np.minimum(vector[each.start : each.stop], limit)
     return own[0], own[1]
-
-
-def _least(needs: Needs) -> np.ndarray:
-    return needs.least
-
-
-def _most(needs: Needs) -> np.ndarray:
-    return needs.most
 
 
 def _highest(column: np.ndarray, ops: range) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
+from lowtide.core.recipe import Recipe
 from lowtide.planner.smaller import decodes, is_form, with_codecs
 from lowtide.timeline.step import Item, Step, Tick
 from lowtide.units import MIB
@@ -319,7 +320,8 @@ def decisions(
     """
     profile = problem.profile
     items = {index: position for position, index in enumerate(problem.nodes)}
-    needed = _needed_anchors(problem, fates)
+    chosen = (profile.nodes[index] for index, fate in zip(problem.nodes, fates, strict=False) if fate is Fate.RECOMPUTE)
+    needed = needed_anchors(profile, {node.name: node.recipe for node in chosen if node.recipe is not None})
     clock = _SequenceClock(problem, fates)
     result = []
     for index, node in enumerate(profile.nodes):
@@ -358,21 +360,17 @@ def decisions(
     return (*result, *stay)
 
 
-def _needed_anchors(problem: Problem, fates: Sequence[Fate]) -> set[str]:
-    """Anchors that something recomputed starts from, directly or through other recomputed anchors."""
-    profile = problem.profile
-    by_name = {node.name: node for node in profile.nodes}
-    fate_of = {profile.nodes[index].name: fates[position] for position, index in enumerate(problem.nodes)}
-    open_names = [
-        node.name for node in profile.nodes if node.anchor is None and fate_of.get(node.name) is Fate.RECOMPUTE
-    ]
+def needed_anchors(profile: Profile, recipes: Mapping[str, Recipe]) -> set[str]:
+    """Anchors that something recomputed starts from, directly or through other recomputed anchors. `recipes`: of what
+    is recomputed, by name."""
+    anchors = {node.name for node in profile.nodes if node.anchor is not None}
+    open_names = [name for name in recipes if name not in anchors]
     needed: set[str] = set()
     while open_names:
-        recipe = by_name[open_names.pop()].recipe
-        for name in recipe.nodes if recipe else ():
-            if by_name[name].anchor is not None and name not in needed:
+        for name in recipes[open_names.pop()].nodes:
+            if name in anchors and name not in needed:
                 needed.add(name)
-                if fate_of.get(name) is Fate.RECOMPUTE:
+                if name in recipes:
                     open_names.append(name)
     return needed
 

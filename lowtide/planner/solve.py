@@ -34,7 +34,7 @@ from lowtide.planner.relaxation import Program, Relaxation
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.timeline.step import Item, Link, Step
-from lowtide.units import GIB, MIB, format_bytes, format_seconds
+from lowtide.units import format_bytes, format_seconds, printed_up
 
 __all__ = ["Solution", "floor", "solve"]
 
@@ -65,8 +65,6 @@ class Solution:
     """The smallest peak that was found to be possible, whatever it costs."""
     how: str
     """'everything fits', 'lp', 'lp + search' where single changes helped, 'milp', 'closed form'."""
-    seconds: float
-    """What solving took."""
 
 
 def solve(
@@ -107,7 +105,6 @@ def solve(
         gap=(best.seconds - bound) / best.seconds if best.seconds else 0.0,
         floor_bytes=floor_bytes,
         how=how,
-        seconds=time.perf_counter() - began,
     )
 
 
@@ -246,7 +243,7 @@ def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, ti
         tries.append((what, free, budget_bytes, host_bytes, quick_floor(free, host_bytes)[1]))
     if floor_bytes < UNREACHABLE:
         plain_bytes = evaluator.floor(tuple(first_of(item, (Fate.KEEP, *item.fates)) for item in arrays.step.items))
-        for enough in dict.fromkeys((_up(floor_bytes), _up((floor_bytes + plain_bytes) // 2))):
+        for enough in dict.fromkeys((printed_up(floor_bytes), printed_up((floor_bytes + plain_bytes) // 2))):
             tries.append((f"a budget of {format_bytes(enough)}", arrays, enough, host_bytes, floor_fates))
     sentences = []
     for what, other, other_budget, other_host, fates in tries if time_limit_seconds else ():
@@ -255,7 +252,7 @@ def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, ti
         *_, best = _best(retry, fates, other_budget > budget_bytes, lambda _: None)
         if best.timeline is None:
             continue
-        way = what.format(host=format_bytes(_up(best.timeline.slower_bytes)))
+        way = what.format(host=format_bytes(printed_up(best.timeline.slower_bytes)))
         slower = best.seconds / max(arrays.step.compute_seconds, 1e-12) - 1
         sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {slower:.1%} over keeping everything")
     return BudgetError(
@@ -289,8 +286,8 @@ def _what_is_in_the_way(
         largest = f", the largest activation there is '{item.name}' with {format_bytes(item.nbytes)}"
     return (
         f"budget {format_bytes(budget_bytes)}: no plan fits; the least that can be reached is "
-        f"{format_bytes(_up(floor_bytes))}, set by {where}: {format_bytes(base_bytes)} there is not activations"
-        f"{largest}; raise the budget to {format_bytes(_up(floor_bytes))} or make the micro-batch smaller"
+        f"{format_bytes(printed_up(floor_bytes))}, set by {where}: {format_bytes(base_bytes)} there is not activations"
+        f"{largest}; raise the budget to {format_bytes(printed_up(floor_bytes))} or make the micro-batch smaller"
     )
 
 
@@ -299,9 +296,3 @@ def _unrestricted(item: Item) -> Item:
         return item  # state of an optimizer that is to move
     has_recipe = bool(item.inputs) or item.recipe_seconds > 0
     return dataclasses.replace(item, fates=(Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if has_recipe else [])))
-
-
-def _up(num_bytes: int) -> int:
-    """Rounded up to what is printed, so that the printed size is enough."""
-    unit = GIB if num_bytes >= GIB else MIB
-    return -(-num_bytes * 10 // unit) * unit // 10

@@ -50,19 +50,27 @@ _PART = _CompiledPart()
 
 
 class StepRecord(Protocol):
-    """What is asked of the recorder of the step. A `StepRecorder` has all of it."""
+    """What this file and saved_tensors.py ask of the recorder of the step. A `StepRecorder` has all of it."""
 
     device: torch.device
     storages: Storages
     clock: Any
-    """A `SpanClock`; on a fake step, which has another one, nothing is compiled."""
+    """A `HostClock` or `DeviceClock`; on a fake step, which has another one, nothing is compiled."""
     named: dict[int, str]
     compiled: CompiledCall | None
     temporary: list[tuple[int, int]]
     about_to_write: Callable[[torch.UntypedStorage], None] | None
+    is_inside: bool
+    start_sequence: int
 
     @property
     def num_ops(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def is_backward(self) -> bool: ...
+    def silently(self) -> contextlib.AbstractContextManager[None]: ...
+    def region(self) -> str: ...
     def entry(self, name: str) -> Callable: ...
     def begin(self, name: str) -> Callable: ...
     def end(self, name: str) -> Callable: ...
@@ -164,7 +172,7 @@ def _run(recorder: StepRecord, module: nn.Module, call: Callable, args: tuple, k
             value.storage.name = recorder.named[value.storage.index] = recorder.next_name(COMPILED)
     made = [value.storage.name for value in record.outputs if value is not None and value.storage.producer is record]
     record.name = made[0] if made else f"{recorder.next_name(COMPILED)}"
-    written.note(record.index)
+    written.note()
     nodes = nodes_between([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], stops)
     # With several graphs, what the first ones saved is parked already when the last one runs.
     beyond = peak_bytes - under_way.made_bytes if len(nodes) == 1 else peak_bytes
@@ -188,8 +196,8 @@ class _Written:
                 if found is not None and found.kind == "buffer":
                     recorder.about_to_write(tensor.untyped_storage())
 
-    def note(self, index: int) -> None:
-        """The part has run, as operator `index`."""
+    def note(self) -> None:
+        """The part has run."""
         changed = {
             id(found): found
             for tensor, version in self._tensors
@@ -197,7 +205,6 @@ class _Written:
         }
         for record in changed.values():
             record.num_writes += 1
-            record.last_write = index
 
 
 def _record_backward(recorder: StepRecord, name: str, node: Any) -> None:

@@ -15,13 +15,12 @@ user names with `layers:`.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, did_you_mean
 from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in
 from lowtide.tensors.private import inside_wrapper_of_compiled, is_wrapper_of_compiled
 
@@ -44,9 +43,7 @@ def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
                 f"memory.layers: '{name}' lies inside '{part}', which is compiled, and so one node; name '{part}'"
             )
         if name not in modules:
-            near = difflib.get_close_matches(name, modules, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(f"memory.layers: '{name}' is no module of this model{hint}")
+            raise ConfigError(f"memory.layers: '{name}' is no module of this model{did_you_mean(name, modules)}")
         for other in names:
             if name.startswith(other + "."):
                 raise ConfigError(f"memory.layers: '{name}' lies inside '{other}'; a layer cannot contain another")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,6 +39,7 @@ from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
+from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import gradient_hooks, num_compiled_graphs, tree_leaves
 from lowtide.tensors.snapshot import Snapshot, take
@@ -307,19 +307,20 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
     grads = [parameter.grad for parameter in parameters]
     devices = {parameter.device for parameter in parameters} | {device}
     before = take(model, beside=(inputs, [grad for grad in grads if grad is not None]), code=True, devices=devices)
-    settings = [(get, put, get()) for get, put in _settings()]
     filters = list(warnings.filters)
     try:
-        yield before
+        with (
+            Modes().again(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        ):
+            yield before
     finally:
         lost = before.lost()
         before.restore()
         for parameter, grad in zip(parameters, grads):
             if parameter.grad is not grad:
                 parameter.grad = grad
-        for get, put, value in settings:
-            if get() != value:
-                put(value)
         if warnings.filters != filters:
             warnings.filters[:] = filters  # type: ignore[index]
     if lost:
@@ -327,22 +328,3 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
             f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "
             "be put back after the observed step; use lowtide.apply with rules, or write to it by torch's operators"
         )
-
-
-def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Settings of torch, as functions to ask for them and to set them."""
-    cudnn = torch.backends.cudnn
-    settings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    ]
-    for name in ("enabled", "benchmark", "deterministic"):
-        settings.append((functools.partial(getattr, cudnn, name), functools.partial(setattr, cudnn, name)))
-    sdp = torch.backends.cuda
-    for kind in ("flash", "mem_efficient", "math", "cudnn"):
-        settings.append((getattr(sdp, f"{kind}_sdp_enabled"), getattr(sdp, f"enable_{kind}_sdp")))
-    return settings

@@ -35,16 +35,6 @@ class Clock(Protocol):
         """The seconds of all operators, once the step is over."""
 
 
-class SpanClock(Clock, Protocol):
-    """Also times what it cannot call itself."""
-
-    def begin(self) -> Any:
-        """It begins; for `end`."""
-
-    def end(self, begun: Any) -> Any:
-        """It is over. The mark to hand to `seconds`."""
-
-
 class HostClock:
     """Wall time, less what the thread spent waiting for a processor that others had."""
 
@@ -65,6 +55,7 @@ class HostClock:
         return out, min(wall, self._thread_time() - busy)
 
     def begin(self) -> tuple[float, float]:
+        """What cannot be called here, a compiled backward, begins; for `end`, which gives the mark for `seconds`."""
         return self._thread_time(), time.perf_counter()
 
     def end(self, begun: tuple[float, float]) -> float:
@@ -78,35 +69,27 @@ class HostClock:
         return column
 
 
-class Timer(Protocol):
-    """What is used of a device: events of the stream that the caller computes on."""
-
-    def mark(self) -> Any:
-        """A timing event, recorded now."""
-
-    def synchronize(self) -> None:
-        """Wait until all events have passed."""
-
-
 class DeviceTimer:
-    """`Timer` of one device, whichever device and stream of it are the current ones."""
+    """Events of one device, on the stream that the caller computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Any:
+        """A timing event, recorded now."""
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def synchronize(self) -> None:
+        """Wait until all events have passed."""
         torch.accelerator.synchronize(self._device)
 
 
 class DeviceClock:
     """Time on the stream that each operator is enqueued on."""
 
-    def __init__(self, timer: Timer) -> None:
+    def __init__(self, timer: DeviceTimer) -> None:
         self._timer = timer
         pairs = [self.run(lambda: None, (), {})[1] for _ in range(_NUM_PROBES)]
         timer.synchronize()

@@ -13,53 +13,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.core.codec import Codec
+from lowtide.profiling.compiled_calls import StepRecord
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node
-from lowtide.profiling.storages import Storages
 from lowtide.recipes.graph import Storage
 from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
 from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
 from lowtide.tensors.private import base_of, next_sequence_number
 from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
-
-
-class CompiledCall(Protocol):
-    """The call of a compiled part that is under way."""
-
-    def made(self, tensor: torch.Tensor) -> Storage:
-        """It saves a tensor that nobody has seen."""
-
-    def brought(self, nbytes: int) -> None:
-        """A parked storage came back for it."""
-
-
-class StepRecord(Protocol):
-    """What is asked of the recorder of the step. A `StepRecorder` has all of it."""
-
-    device: torch.device
-    storages: Storages
-    named: dict[int, str]
-    is_inside: bool
-    start_sequence: int
-
-    @property
-    def compiled(self) -> CompiledCall | None: ...
-
-    @property
-    def num_ops(self) -> int: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def is_backward(self) -> bool: ...
-    def silently(self) -> contextlib.AbstractContextManager[None]: ...
-    def region(self) -> str: ...
-
 
 CodecOf = Callable[[torch.UntypedStorage, torch.dtype], Codec | None]
 """The smallest form that holds a storage's bytes, read as elements of a dtype."""

@@ -3,10 +3,8 @@ freed which storage.
 
 What: `StepRecorder` extends the runtime's recorder (same names, by construction) with one `graph.Call` for each
 operator, one `graph.Storage` for each block of bytes with its birth and its death, and one `Node` for each storage that
-autograd saves or that a module hook could catch. Saved activations are *parked*: their bytes go elsewhere at once and
-autograd holds a ticket, so that a storage dies when everybody but autograd has let go of it, and is seen to come back
-when backward reads it. All readers of a storage share the one copy that came back, and it goes when the last handle
-does: exactly when plain autograd would have released it.
+autograd saves or that a module hook could catch. Saved activations are parked (saved_tensors.py), so that a storage
+dies when everybody but autograd has let go of it, and is seen to come back when backward reads it.
 
 Why record lifetimes and not sample bytes: bytes alive at operator `i` are those of storages with born <= i < dies, so
 every curve follows from the lifetimes, also that of a model whose equal layers ran only once (expand.py).
@@ -211,7 +209,6 @@ class StepRecorder(Recorder):
             call.args, call.kwargs, written = (), {}, []
         for storage in written:
             storage.num_writes += 1
-            storage.last_write = call.index
         call.outputs = tuple(self.output(leaf, call) for leaf in leaves)
         outputs = {value.storage.index: value.storage for value in call.outputs if value is not None and _is(value)}
         fresh = [s for s in outputs.values() if schema_of(call.func).is_mutable or s.index not in inputs]

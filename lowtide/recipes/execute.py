@@ -32,7 +32,7 @@ class _Register(int):
 class Program:
     """A recipe that can be run. Made by `compile_recipe`."""
 
-    __slots__ = ("_num_inputs", "_num_registers", "_result", "_steps", "has_collectives")
+    __slots__ = ("_num_inputs", "_num_registers", "_result", "_steps")
 
     def __init__(self, recipe: Recipe) -> None:
         compiler = _Compiler(recipe)
@@ -40,7 +40,6 @@ class Program:
         self._num_inputs = len(recipe.inputs)
         self._num_registers = compiler.num_registers
         self._result = compiler.result
-        self.has_collectives = bool(recipe.collectives)
         """All ranks of a group must run it."""
 
     def run(self, inputs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -36,8 +36,6 @@ class Storage:
     """Index of the first operator that ran after its memory was freed; None while it lives."""
     num_writes: int = 0
     """In-place writes after it was made."""
-    last_write: int = -1
-    """Index of the last operator that wrote into it in place; -1 for none."""
     is_parameter_cast: bool = False
     """A cast or copy of parameters only: not an activation."""
     is_gathered: bool = False
@@ -77,5 +75,3 @@ class Call:
     is_collective: bool
     temporary_bytes: int = 0
     """What it held while it ran, beyond what it was given and gave out; 0 where nobody counts."""
-    autocast_free: bool = True
-    """True: it ran below autocast, so it may be run again without it (always so for what a dispatch mode sees)."""

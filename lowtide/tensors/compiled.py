@@ -48,10 +48,7 @@ Around = Callable[[tuple[str, nn.Module], Callable[..., Any], tuple, dict], Any]
 
 
 def not_traced(function: _F) -> _F:
-    """A decorator: the compiler does not look into this function, as with `torch.compiler.disable`.
-
-    That one imports the compiler, and would hide from the function that compiled code is calling it.
-    """
+    """A decorator: the compiler does not look into this function, as with `torch.compiler.disable`."""
     hide_from_compiler(function, f"lowtide: the model is under a lowtide plan, and {_WHY}; remove() it first")
     return function
 

@@ -1,7 +1,7 @@
 """State that is set aside and restored: everything that a forward pass can reach from its modules and change.
 
 What: `take(module, ...)` walks from modules (and from `beside`: a batch) through their attributes and remembers what
-it finds; `restore()` puts it back, `changed()` says by name what moved meanwhile. Remembered are: attributes and which
+it finds; `restore()` puts it back. Remembered are: attributes and which
 there are; what is in lists, dictionaries, sets and deques (subclasses too) and in objects of other classes, however
 deep, also behind bound methods, `partial`s and the closures of hooks; random generators of torch, numpy and Python,
 reachable or process-wide; tensors that are buffers, attributes or parts of either: which they are, what is in them,
@@ -99,12 +99,6 @@ class Snapshot:
         if storage_key(storage) not in self._written and storage.nbytes():
             with disable_current_modes(), torch.no_grad():
                 self._written[storage_key(storage)] = (storage, byte_view(storage).to("cpu", copy=True))
-
-    def changed(self) -> list[str]:
-        """What is not as it was, by name (`layers.0.count`, `layers.1.cache['x']`, `numpy's random state`)."""
-        with disable_current_modes(), torch.no_grad():
-            found = [name for record in (*self._records, *self._tensors) for name in record.changed()]
-        return list(dict.fromkeys(found))
 
     def lost(self) -> list[str]:
         """Names of tensors that were written to and that no copy was made of; `restore` leaves those as they are."""

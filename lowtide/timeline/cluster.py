@@ -13,12 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 
-from lowtide.config.source import MOST_YAML_BYTES, read_text
-from lowtide.errors import ConfigError, did_you_mean
-from lowtide.timeline.sourced import Form, known_name, read_numbers
+from lowtide.errors import ConfigError
+from lowtide.timeline.sourced import Form, known_names, read_numbers, read_sourced
 
 _KEYS = (
     "node_devices",
@@ -63,26 +60,12 @@ class Cluster:
 
 def cluster_names() -> tuple[str, ...]:
     """The clusters that lowtide knows, in alphabetical order."""
-    return tuple(sorted(Path(entry.name).stem for entry in _files().iterdir() if entry.name.endswith(".toml")))
+    return known_names("clusters")
 
 
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     """The cluster of that name, or of a TOML file. Raises `ConfigError` as `load_hardware` does."""
-    name = os.fspath(name_or_path)
-    if name.endswith(".toml"):
-        return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)
-    names = cluster_names()
-    known = known_name(name, names)
-    if known is None:
-        raise ConfigError(
-            f"cluster: unknown cluster '{name}'{did_you_mean(name.lower(), names)} (known: {', '.join(names)}; a file "
-            "of your own is given by its path, which ends in .toml)"
-        )
-    return _parse((_files() / f"{known}.toml").read_text(encoding="utf-8"), f"{known}.toml", known)
-
-
-def _files() -> resources.abc.Traversable:
-    return resources.files("lowtide.timeline") / "clusters"
+    return _parse(*read_sourced(name_or_path, "clusters", "cluster: unknown cluster"))
 
 
 def _parse(text: str, where: str, name: str) -> Cluster:

@@ -18,14 +18,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
-from typing import Any
 
-from lowtide.config.source import MOST_YAML_BYTES, read_text
 from lowtide.core.budget import DeviceMemory
-from lowtide.errors import ConfigError, did_you_mean
-from lowtide.timeline.sourced import Form, known_name, read_numbers
+from lowtide.errors import ConfigError
+from lowtide.timeline.sourced import Form, known_names, read_numbers, read_sourced
 from lowtide.timeline.step import Link
 
 OTHER_KERNELS = ("efficient", "cudnn", "flash3")
@@ -133,40 +129,21 @@ class Hardware:
 
 def hardware_names() -> tuple[str, ...]:
     """The devices that lowtide knows, in alphabetical order."""
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in _devices().iterdir() if _is_toml(entry.name)))
+    return known_names("devices")
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """The device of that name, or of a TOML file of the same form as the ones in `timeline/devices`. In a name case
-    does not count, nor do blanks, hyphens and underscores: `RTX 4090` is `rtx4090`.
+    """The device of that name, or of a TOML file of the same form as the ones in `timeline/devices`.
 
     Raises `ConfigError`: name unknown, file missing, not TOML, or any mistake in a key, a number or a source.
     """
-    name = os.fspath(name_or_path)
-    if _is_toml(name):
-        return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)
-    names = hardware_names()
-    known = known_name(name, names)
-    if known is None:
-        raise ConfigError(
-            f"hardware: unknown device '{name}'{did_you_mean(name.lower(), names)} (known: {', '.join(names)}; "
-            "a file of your own is given by its path, which ends in .toml)"
-        )
-    return _parse((_devices() / f"{known}.toml").read_text(encoding="utf-8"), f"{known}.toml", known)
+    return _parse(*read_sourced(name_or_path, "devices", "hardware: unknown device"))
 
 
 def memory_of_hardware(hardware: Hardware) -> DeviceMemory:
     """Of such a device, of which nobody has taken anything yet."""
     nbytes = hardware.memory_bytes
     return DeviceMemory(total_bytes=nbytes, free_bytes=nbytes, where=f"of {hardware.name}")
-
-
-def _devices() -> Any:
-    return resources.files("lowtide.timeline") / "devices"
-
-
-def _is_toml(name: str) -> bool:
-    return name.endswith(".toml")
 
 
 def _parse(text: str, where: str, name: str) -> Hardware:

@@ -1,17 +1,22 @@
 """Flat TOML files of numbers that each say where they come from, for devices and for clusters.
 
-What: `read_numbers` checks such a file whole: every key known and there, every entry `{ value = ..., source = ... }`,
-every source 'measured: how', 'vendor: which document', 'published: where' or 'assumed: from what'.
+What: `read_sourced` finds one by its name or path, and `read_numbers` checks it whole: every key known and there, every
+entry `{ value = ..., source = ... }`, every source 'measured: how', 'vendor: which document', 'published: where' or
+'assumed: from what'.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from lowtide.config.source import MOST_YAML_BYTES, read_text
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import parse_bytes
 
@@ -55,11 +60,33 @@ def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], d
     return numbers, {key: entry["source"] for key, entry in entries.items()}
 
 
-def known_name(name: str, names: Collection[str]) -> str | None:
-    """The one of `names` that a person means by `RTX 4090` or `rtx-4090`: case, blanks, hyphens and underscores do not
-    count. None where there is none."""
-    bare = "".join(letter for letter in name.casefold() if letter not in " -_")
-    return bare if bare in names else None
+def known_names(folder: str) -> tuple[str, ...]:
+    """The files that lowtide has in this folder of `timeline/`, in alphabetical order, without their ending."""
+    names = (entry.name for entry in _folder(folder).iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def read_sourced(name_or_path: str | os.PathLike[str], folder: str, kind: str) -> tuple[str, str, str]:
+    """The text of one of these files, or of one of the user's own, whose path ends in .toml; where it is, for messages;
+    and its name. In a name case does not count, nor do blanks, hyphens and underscores: `RTX 4090` is `rtx4090`.
+
+    `kind`: what the files describe, `hardware: unknown device`. Raises `ConfigError`: name unknown, file missing.
+    """
+    name = os.fspath(name_or_path)
+    if name.endswith(".toml"):
+        return read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem
+    known = "".join(letter for letter in name.casefold() if letter not in " -_")
+    names = known_names(folder)
+    if known not in names:
+        raise ConfigError(
+            f"{kind} '{name}'{did_you_mean(name.lower(), names)} (known: {', '.join(names)}; a file of your own is "
+            "given by its path, which ends in .toml)"
+        )
+    return (_folder(folder) / f"{known}.toml").read_text(encoding="utf-8"), f"{known}.toml", known
+
+
+def _folder(name: str) -> Any:
+    return resources.files("lowtide.timeline") / name
 
 
 def _flatten(table: Mapping[str, Any], prefix: str, tables: Collection[str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import ConfigError
 from lowtide.report.run_files import METRICS, RunFiles
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.train.progress import (
@@ -35,7 +33,7 @@ from lowtide.train.progress import (
     resident_bytes,
     say_on_stderr,
 )
-from lowtide.train.ranks import Ranks, choose_device
+from lowtide.train.ranks import Ranks, device_of_run
 from lowtide.train.run_file import RunConfig
 from lowtide.train.stop import StopRequest, TrainingError
 from lowtide.train.trainer import Trainer
@@ -74,10 +72,7 @@ def train(
     Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite, disk full). In a group of
     ranks a failure ends the processes of all of them here, with one message.
     """
-    try:
-        device = choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    except ConfigError as error:
-        run.fail("train.device", f"'train.device': {error}")
+    device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
     ranks = Ranks.join(device)

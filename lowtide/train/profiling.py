@@ -9,7 +9,6 @@ Not covered: several ranks; every rank's step is the same but for what gradients
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -24,19 +23,11 @@ from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
 from lowtide.train.data import Sampler, open_text
 from lowtide.train.model import build_model, fresh_model, model_config
-from lowtide.train.ranks import choose_device
+from lowtide.train.ranks import device_of_run
 from lowtide.train.run_file import RunConfig
 from lowtide.train.trainer import make_optimizer
 
 Say = Callable[[str], None]
-
-
-def device_of_run(run: RunConfig) -> torch.device:
-    """Where the run would train. Raises ConfigError for a device that is not there."""
-    try:
-        return choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    except ConfigError as error:
-        run.fail("train.device", f"'train.device': {error}")
 
 
 def hardware_of_run(run: RunConfig) -> Hardware:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, PipelineError
+from lowtide.train.run_file import RunConfig
 from lowtide.train.stop import TrainingError
 
 _POLL_SECONDS = 0.2
@@ -61,6 +62,14 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
     if index >= num_devices:
         raise ConfigError(f"device '{name}': index {index} does not exist; there are {num_devices}")
     return torch.device(device.type, index)
+
+
+def device_of_run(run: RunConfig) -> torch.device:
+    """Where the run would train. Raises ConfigError for a device that is not there."""
+    try:
+        return choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    except ConfigError as error:
+        run.fail("train.device", f"'train.device': {error}")
 
 
 class Ranks:

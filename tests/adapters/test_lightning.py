@@ -6,9 +6,8 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,41 +16,13 @@ import lowtide
 from lowtide.adapters.lightning import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 
+if TYPE_CHECKING:
+    from tests.lightning_modules import Lit
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
 ]
-
-
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-class Lit(pl.LightningModule):
-    def __init__(self, apply: Callable[[Any], Any] | None) -> None:
-        super().__init__()
-        self.body = Body()
-        self.apply_lowtide = apply
-        self.tides: list[Any] = []
-        self.wrapped: list[str] = []
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        return self.body(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    def on_train_start(self) -> None:
-        if self.apply_lowtide is not None:
-            self.wrapped.append(type(self.optimizers()).__name__)
-            self.tides.append(self.apply_lowtide(self))
 
 
 def _optimize(pick: Callable[[Lit], nn.Module]) -> Callable[[Lit], Any]:
@@ -67,6 +38,10 @@ def _swap(lit: Lit) -> Any:
 def _train(
     path: Path, apply: Callable[[Any], Any] | None, callback: TideCallback | None = None, **how: Any
 ) -> tuple[Lit, list[str]]:
+    import lightning.pytorch as pl
+
+    from tests.lightning_modules import Lit
+
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     lit = Lit(apply)
@@ -151,13 +126,11 @@ def test_figures_reach_the_logger(tmp_path: Path) -> None:
     assert float(last["lowtide/step_seconds"]) > 0
 
 
-class Two(Lit):
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.head = nn.Linear(8, 8)
-
-
 def test_a_module_that_cannot_be_told_is_asked_for() -> None:
+    import lightning.pytorch as pl
+
+    from tests.lightning_modules import Two
+
     def fit(callback: TideCallback) -> None:
         quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=4)

@@ -32,9 +32,9 @@ def _num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.fixture(params=[1, 3], ids=["one-thread", "three-threads"])
-def engine(request, tmp_path) -> Iterator[HostEngine]:
-    engine = HostEngine(tmp_path, num_threads=request.param)
+@pytest.fixture
+def engine(tmp_path) -> Iterator[HostEngine]:
+    engine = HostEngine(tmp_path)
     yield engine
     engine.close()
 
@@ -313,7 +313,7 @@ def test_no_leaks_over_4_000_copies(tmp_path):
 
 def test_close_ends_threads_and_descriptors_and_is_idempotent(tmp_path):
     descriptors, threads = _num_descriptors(), threading.active_count()
-    engine = HostEngine(tmp_path, num_threads=2)
+    engine = HostEngine(tmp_path)
     assert threading.active_count() == threads  # started lazily
     for mark in range(5):
         _write(engine, mark)

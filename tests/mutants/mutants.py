@@ -50,7 +50,7 @@ _OPTIMIZER_AHEAD = "optimizer/test_overlap.py"
 _DEFERRED = "optimizer/test_deferred.py"
 _PLACES = "planner/test_place_state.py"
 _OVERLAP = "pipeline/test_overlap.py"
-_OVERLAP_FIGURES = "pipeline/test_overlap_figures.py"
+_OVERLAP_FIGURES = "benchmarks/test_overlap_figures.py"
 _RACE = "runtime/autopilot/test_race.py"
 _RACED = "runtime/autopilot/test_race_of_plans.py"
 _STEP_CLOCK = "runtime/autopilot/test_step_clock.py"
@@ -2030,20 +2030,11 @@ PIPELINE = [
     Mutant(
         "exposed-by-itself",
         "pipeline",
-        "pipeline/overlap_figures.py",
+        "pipeline/overlap.py",
         "if each[:2] == (event.pair, OTHER[event.half])",
         "if each[0] == event.pair",
         (f"{_OVERLAP_FIGURES}::test_an_exchange_is_exposed_if_the_other_half_did_nothing_meanwhile",),
         "the proof of order passes for halves that hide nothing",
-    ),
-    Mutant(
-        "replay-many-links",
-        "pipeline",
-        "pipeline/overlap_figures.py",
-        "ends[key] = link_free = max(link_free, now) + seconds",
-        "ends[key] = link_free = now + seconds",
-        (f"{_OVERLAP_FIGURES}::test_replay_waits_for_what_a_segment_does_not_cover",),
-        "a step is predicted too short where exchanges are longer than segments",
     ),
 ]
 

@@ -23,7 +23,7 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, Pipeline, all_to_all
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.overlap_figures import Event, exposed
+from lowtide.pipeline.overlap import Event, exposed
 from lowtide.pipeline.schedule import Schedule
 
 Run = Callable[[nn.Module, list[Tensor]], list[Tensor]]

@@ -9,7 +9,6 @@ from lowtide.pipeline.figures import (
     is_in_order,
     paired_share,
     peak_live_chunks,
-    peak_live_chunks_of_stages,
     peak_receives,
 )
 from lowtide.pipeline.generators import GENERATORS, make_schedule
@@ -27,20 +26,6 @@ def test_a_chunk_lives_until_its_full_backward_or_its_weight_gradient() -> None:
 
 def test_in_a_pair_both_chunks_live() -> None:
     assert peak_live_chunks(written("0F0 (0F1;0B0)OVERLAP_F_B 0B1")) == (2,)
-
-
-def test_chunks_of_one_stage() -> None:
-    assert peak_live_chunks_of_stages(written("0F0 (0F1;0B0)OVERLAP_F_B 0B1")) == (2,)
-    assert peak_live_chunks_of_stages(written("0F0 1F0 1I0 1F1 1W0 0B0 0F1 1B1 0B1")) == (1, 2)
-
-
-@pytest.mark.parametrize("name", [name for name in GENERATORS if name != "one_stage_overlap"])
-def test_peaks_of_stages_cover_that_of_their_rank(name: str) -> None:
-    schedule = make_schedule(name, num_ranks=4, num_micro_batches=16)
-    of_stages = peak_live_chunks_of_stages(schedule)
-    for rank, peak in enumerate(peak_live_chunks(schedule)):
-        own = [of_stages[stage] for stage in schedule.stages_of(rank)]
-        assert max(own) <= peak <= sum(own)
 
 
 def test_half_of_two_micro_batches_is_paired() -> None:

@@ -23,12 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from zoo import same_bits
 
 import lowtide
+from benchmarks.overlap_figures import pair_order
 from lowtide.engines.base import Lane
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError, RecomputeRefusedError
 from lowtide.pipeline import Overlap, all_to_all, start_all_to_all
 from lowtide.pipeline.exchange import Route
-from lowtide.pipeline.overlap_figures import Event, exposed, pair_order
+from lowtide.pipeline.overlap import Event, exposed
 
 
 class Stop(Exception):

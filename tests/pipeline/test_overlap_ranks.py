@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import two_ranks
 
-from lowtide.pipeline.overlap_figures import exposed
+from lowtide.pipeline.overlap import exposed
 
 BITS: dict[str, dict[str, Any]] = {
     "plain": {},

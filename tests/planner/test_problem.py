@@ -12,7 +12,7 @@ import pytest
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site, StateBytes, StayingBytes
 from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput, RecipeStep
-from lowtide.planner.problem import Problem, decisions, make_problem, op_base_bytes
+from lowtide.planner.problem import Problem, decisions, make_problem, needed_anchors, op_base_bytes
 from lowtide.timeline.memory import curve, plain_curve
 
 KEEP, SWAP, RECOMPUTE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE
@@ -141,6 +141,14 @@ def test_anchors_are_told_only_if_something_starts_from_them() -> None:
     assert told["x"].anchor == ANCHOR
     assert told["a"].recipe == NODES[1].recipe
     assert told["a"].cost_seconds == 0.25
+
+
+def test_an_anchor_that_a_made_anchor_starts_from_is_told_too() -> None:
+    first, second = (node(name, 50, 0, 0, 1, 0, anchor=ANCHOR) for name in ("first", "second"))
+    profile = dataclasses.replace(PROFILE, nodes=(first, second, *NODES[1:]))
+    assert needed_anchors(profile, {"second": recipe("first")}) == set()
+    assert needed_anchors(profile, {"a": recipe("second")}) == {"second"}
+    assert needed_anchors(profile, {"a": recipe("second"), "second": recipe("first")}) == {"first", "second"}
 
 
 def test_ticks_become_distances_that_the_runtime_can_count() -> None:

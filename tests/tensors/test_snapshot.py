@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from what_moved import changed
 
 from lowtide.tensors.snapshot import Snapshot, take
 
@@ -185,14 +186,14 @@ def test_each_change_is_named_and_put_back(name: str) -> None:
     model = State()
     before, objects = _facts(model), {key: id(value) for key, value in vars(model).items()}
     snapshot = take(model, code=True)
-    assert snapshot.changed() == []
+    assert changed(snapshot) == []
     change(model)
     # A hook has the number that torch gives it, which counts all hooks of the process.
-    assert sorted(re.sub(r"_hooks\[\d+\]", "_hooks[0]", found) for found in snapshot.changed()) == sorted(names)
+    assert sorted(re.sub(r"_hooks\[\d+\]", "_hooks[0]", found) for found in changed(snapshot)) == sorted(names)
     if name != "hook of a parameter":
         assert _facts(model) != before
     snapshot.restore()
-    assert snapshot.changed() == []
+    assert changed(snapshot) == []
     assert _facts(model) == before
     assert {key: id(value) for key, value in vars(model).items()} == objects
     assert model.alias is model.items
@@ -207,7 +208,7 @@ def test_a_replacement_that_is_equal_is_no_change() -> None:
     snapshot = take(model)
     model.ratio, model.number = float("0.5"), int("0")
     model.items[0] = int("1")
-    assert snapshot.changed() == []
+    assert changed(snapshot) == []
 
 
 def test_closures_and_owners_of_hooks_are_reached() -> None:
@@ -224,7 +225,7 @@ def test_closures_and_owners_of_hooks_are_reached() -> None:
     snapshot = take(model)
     model(torch.ones(2))
     assert (number, seen, tally.seen) == (1, [1], [1])
-    assert len(snapshot.changed()) == 3
+    assert len(changed(snapshot)) == 3
     snapshot.restore()
     assert (number, seen, tally.seen) == (0, [], [])
 
@@ -236,7 +237,7 @@ def test_bytes_that_are_too_many_to_copy_come_back_where_the_write_is_announced(
     assert snapshot.lost() == ["large"]
     snapshot.restore()
     assert model.large[0] == 1
-    assert snapshot.changed() == ["large"]
+    assert changed(snapshot) == ["large"]
     snapshot = take(model)
     for tensor in (model.large, model.linear.weight):
         snapshot.about_to_write(tensor.untyped_storage())
@@ -249,7 +250,7 @@ def test_bytes_that_are_too_many_to_copy_come_back_where_the_write_is_announced(
     snapshot.restore()
     assert bool((model.large == 1).all())
     assert torch.allclose(model.linear.weight, weight - 2)
-    assert snapshot.changed() == []
+    assert changed(snapshot) == []
 
 
 def test_large_tensors_are_copied_until_they_were_seen_not_to_change() -> None:

@@ -98,11 +98,8 @@ class Arena:
         make_slab: Callable[[int], torch.Tensor],
         *,
         slab_bytes: int = SLAB_BYTES,
-        align_bytes: int = ALIGN_BYTES,
     ) -> None:
-        for size_bytes in (slab_bytes, align_bytes):
-            assert size_bytes.bit_count() == 1, "slabs and alignment are powers of two"
-        assert slab_bytes >= align_bytes
+        assert slab_bytes.bit_count() == 1 and slab_bytes >= ALIGN_BYTES, "slabs are powers of two"
         self._cap = Cap(cap) if isinstance(cap, int) else cap
         self.bytes_reserved = 0
         """Bytes of all slabs: what the process really holds."""
@@ -110,7 +107,6 @@ class Arena:
         """Bytes of all blocks, rounded to the alignment."""
         self._make_slab = make_slab
         self._slab_bytes = slab_bytes
-        self._align_bytes = align_bytes
         self._heads: dict[int, _Range] = {}  # first range of each slab, by the slab's address
         self._classes: dict[int, list[_Range]] = {}  # free ranges by size class, latest freed last
         self._mask = 0  # bit c is set while class c has a free range
@@ -126,17 +122,12 @@ class Arena:
         assert room_bytes is not None
         return room_bytes
 
-    @property
-    def num_slabs(self) -> int:
-        """How many slabs are held."""
-        return len(self._heads)
-
     def allocate(self, nbytes: int, *, whole: bool = False) -> Block:
         """A block of `nbytes`, in one piece if possible. Raises `TierFull`; then no block has changed.
 
         `whole`: in one piece or not at all; for one that is larger than a slab, a slab of its own is made."""
         assert nbytes >= 0
-        size = -(-nbytes // self._align_bytes) * self._align_bytes
+        size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if size == 0:
             return Block(0, [])
         found = self._find(size)
@@ -200,7 +191,7 @@ class Arena:
 
     def _reachable_bytes(self) -> int:
         """Bytes that could be in use more than are now: free ones, and slabs that still fit under the cap."""
-        room = self._room_bytes() // self._align_bytes * self._align_bytes
+        room = self._room_bytes() // ALIGN_BYTES * ALIGN_BYTES
         return self._free_bytes() + room
 
     def _next_slab_bytes(self, missing: int) -> int:
@@ -208,7 +199,7 @@ class Arena:
         room = self._room_bytes()
         fitting = 1 << (room.bit_length() - 1) if room > 0 else 0
         slab_bytes = min(wanted, fitting, self._slab_bytes)
-        return slab_bytes if slab_bytes >= self._align_bytes else 0
+        return slab_bytes if slab_bytes >= ALIGN_BYTES else 0
 
     def _add_slab(self, slab_bytes: int) -> bool:
         if not self._cap.take(slab_bytes):

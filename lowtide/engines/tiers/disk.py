@@ -67,11 +67,6 @@ class RangeAllocator:
         self._start_at: dict[int, int] = {}
         """end -> start of each free range."""
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes below `end_bytes` that are free."""
-        return sum(self._size_at.values())
-
     def growth_for(self, nbytes: int) -> int:
         """Bytes by which the end would move if `allocate(nbytes)` were called now."""
         if self._by_size and self._by_size[-1][0] >= nbytes:

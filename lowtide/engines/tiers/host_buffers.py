@@ -22,7 +22,6 @@ import mmap
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -46,20 +45,10 @@ _PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MallocSetup:
-    """What `configure_malloc` did."""
-
-    changed: bool
-    mmap_threshold_bytes: int | None
-    """The threshold now in force, None where it was not touched."""
-    note: str
-    """One line for the report."""
-
-
-def configure_malloc(mmap_threshold_bytes: int = MMAP_THRESHOLD_BYTES) -> MallocSetup:
+def configure_malloc(mmap_threshold_bytes: int = MMAP_THRESHOLD_BYTES) -> bool:
     """Fix glibc's thresholds, for the whole process and for good (glibc cannot report the old ones, and never adapts
-    them again). Does nothing where the environment says `LOWTIDE_MALLOC=0`.
+    them again). Whether they are fixed: not where the environment says `LOWTIDE_MALLOC=0`, without glibc, or where it
+    refuses.
 
     Huge pages are the user's to ask for, in the shell: torch reads `THP_MEM_ALLOC_ENABLE=1` once, at its first
     allocation of 2 MiB. It is worth it: measured, a swapped step's CPU time was 1.05 of the plain step's with it and
@@ -67,17 +56,11 @@ def configure_malloc(mmap_threshold_bytes: int = MMAP_THRESHOLD_BYTES) -> Malloc
     The default recycles large blocks and needs a `HeapTrimmer` (the host engine has one). 256 KiB instead makes every
     freed tensor leave at once: the lowest resident memory without a trimmer, at the price of a page fault per page.
     """
-    if os.environ.get(MALLOC_VARIABLE) == "0":
-        note = f"{MALLOC_VARIABLE}=0: malloc left as it is"
-        return MallocSetup(changed=False, mmap_threshold_bytes=None, note=note)
-    library = _glibc()
-    if library is None:
-        return MallocSetup(changed=False, mmap_threshold_bytes=None, note="not glibc: malloc left as it is")
-    if not library.mallopt(_M_MMAP_THRESHOLD, mmap_threshold_bytes):
-        return MallocSetup(changed=False, mmap_threshold_bytes=None, note="glibc refused the mmap threshold")
+    library = None if os.environ.get(MALLOC_VARIABLE) == "0" else _glibc()
+    if library is None or not library.mallopt(_M_MMAP_THRESHOLD, mmap_threshold_bytes):
+        return False
     library.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)  # a fixed mmap threshold would leave it at 128 KiB
-    note = f"glibc: blocks of {mmap_threshold_bytes >> 10} KiB and more leave when freed, smaller ones are recycled"
-    return MallocSetup(changed=True, mmap_threshold_bytes=mmap_threshold_bytes, note=note)
+    return True
 
 
 _MALLINFO2_FIELDS = (
@@ -106,7 +89,6 @@ class HeapTrimmer:
     def __init__(self, slack_bytes: int = HEAP_SLACK_BYTES) -> None:
         self.slack_bytes = slack_bytes
         self.num_trims = 0
-        self.released_bytes = 0
         self._peak_bytes = 0
         self._limit_bytes = 0
         library = _glibc()
@@ -128,26 +110,23 @@ class HeapTrimmer:
         if live_bytes > self._peak_bytes:
             self._limit_bytes += live_bytes - self._peak_bytes
             self._peak_bytes = live_bytes
-        before_bytes = _resident_bytes()
-        if before_bytes <= self._limit_bytes:
-            return
-        self._trim(before_bytes, live_bytes)
+        if _resident_bytes() > self._limit_bytes:
+            self._trim(live_bytes)
 
     def restart(self, other_live_bytes: int) -> bool:
         """Give all free heap back, and begin the measurement of the peak anew. False where it does nothing."""
         if self._library is None:
             return False
         self._peak_bytes = live_bytes = self._live_bytes() + other_live_bytes
-        self._trim(_resident_bytes(), live_bytes)
+        self._trim(live_bytes)
         return True
 
-    def _trim(self, before_bytes: int, live_bytes: int) -> None:
+    def _trim(self, live_bytes: int) -> None:
         assert self._library is not None
         self._library.malloc_trim(0)
         self._use_huge_pages()
         after_bytes = _resident_bytes()
         self.num_trims += 1
-        self.released_bytes += max(before_bytes - after_bytes, 0)
         not_malloc_bytes = after_bytes - live_bytes
         self._limit_bytes = max(not_malloc_bytes + self._peak_bytes, after_bytes) + self.slack_bytes
 
@@ -187,19 +166,14 @@ class BufferPool:
 
     def __init__(self, idle_bytes: int) -> None:
         self.limit_bytes = idle_bytes
-        self._idle_bytes = 0
+        self.idle_bytes = 0
+        """Unused bytes held now."""
         self.mapped_bytes = 0
         """Bytes of all mappings, handed out and idle."""
         self._idle: collections.OrderedDict[int, mmap.mmap] = collections.OrderedDict()
         """id -> mapping, longest unused first. Tens of entries at most, so a scan by size is cheap."""
         self._returned: collections.deque[mmap.mmap] = collections.deque()
         self._lock = threading.Lock()
-        self._closed = False
-
-    @property
-    def idle_bytes(self) -> int:
-        """Unused bytes held now."""
-        return self._idle_bytes
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """Uninitialised memory of `nbytes`: a recycled mapping of that size if there is one, else a new one."""
@@ -213,15 +187,14 @@ class BufferPool:
         finalizer.atexit = False
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
-    def trim(self, keep_bytes: int = 0) -> None:
-        """Unmap idle memory down to `keep_bytes`."""
+    def trim(self) -> None:
+        """Unmap all idle memory."""
         self._drain()
         with self._lock:
-            self._evict(keep_bytes)
+            self._evict(0)
 
     def close(self) -> None:
         """Unmap everything idle, and from now on everything that comes back."""
-        self._closed = True
         self.limit_bytes = 0
         self.trim()
 
@@ -239,7 +212,7 @@ class BufferPool:
         with self._lock:
             for key in reversed(self._idle):
                 if len(self._idle[key]) == size:
-                    self._idle_bytes -= size
+                    self.idle_bytes -= size
                     return self._idle.pop(key)
         return None
 
@@ -254,7 +227,7 @@ class BufferPool:
             try:
                 mapping = self._returned.popleft()
                 self._idle[id(mapping)] = mapping
-                self._idle_bytes += len(mapping)
+                self.idle_bytes += len(mapping)
                 self._evict(self.limit_bytes)
             except IndexError:  # another thread took the last one
                 return
@@ -262,9 +235,9 @@ class BufferPool:
                 self._lock.release()
 
     def _evict(self, keep_bytes: int) -> None:
-        while self._idle_bytes > keep_bytes:
+        while self.idle_bytes > keep_bytes:
             _, mapping = self._idle.popitem(last=False)
-            self._idle_bytes -= len(mapping)
+            self.idle_bytes -= len(mapping)
             self.mapped_bytes -= len(mapping)
             with contextlib.suppress(BufferError):
                 mapping.close()  # at the latest when the last reference goes, which is here

@@ -104,7 +104,7 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
     """Check and normalise `recompute_config`. `swap`: numbers are indices. `family` decides the default op list."""
     values = _values(config, issues)
     reader = _Reader(grid=grid, issues=issues)
-    full = reader.selection(values["recompute"], f"{ROOT}.recompute", by_index=swap, is_full=True)
+    full = reader.selection(values["recompute"], f"{ROOT}.recompute", by_index=swap)
     by_key: dict[str, dict[str, Selection]] = {}
     for key in SELECT_KEYS:
         is_exclude = key.endswith("_exclude")
@@ -221,12 +221,11 @@ class _Reader:
         path: str,
         *,
         by_index: bool,
-        is_full: bool = False,
         is_default: bool = False,
         of_op: bool = False,
     ) -> Selection:
         if by_index:
-            shown: Any = self._indices(value, path, is_full=is_full, of_op=of_op)
+            shown: Any = self._indices(value, path, of_op=of_op)
             return Selection(shown=shown, grid=None, path=path, is_default=is_default)
         shown = Counts(grid=self.grid, issues=self.issues).table(value, path)
         as_logged = as_logged_by_upstream(value, shown)
@@ -234,7 +233,7 @@ class _Reader:
 
     # ---- indices (swap is on)
 
-    def _indices(self, value: Any, path: str, *, is_full: bool, of_op: bool) -> list[int] | bool:
+    def _indices(self, value: Any, path: str, *, of_op: bool) -> list[int] | bool:
         every = f"[{', '.join(map(str, range(self.grid.num_layers)))}]" if self.grid.num_layers <= 8 else "[0, 1, ...]"
         if isinstance(value, bool):
             if of_op:

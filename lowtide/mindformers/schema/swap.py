@@ -112,8 +112,7 @@ class _Reader:
 
     def layer_swap(self, value: Any) -> tuple[Entry, ...]:
         path = f"{ROOT}.layer_swap"
-        items = [(item, where) for item, where in self._items(value, path)]
-        return self._entries(items, path)
+        return self._entries(self._items(value, path), path)
 
     def op_swap(self, value: Any) -> dict[str, tuple[Entry, ...]]:
         path = f"{ROOT}.op_swap"

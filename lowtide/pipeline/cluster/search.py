@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lowtide.config.parallel import ParallelConfig
 from lowtide.core.fate import Fate
@@ -84,9 +84,6 @@ class LayoutPlan:
     exchange_seconds: float
     """All-to-all on the rank that works most, hidden or not."""
     ranks: tuple[RankPlan, ...]
-    state_bytes: tuple[int, ...]
-    """Weights, gradients and optimizer, of each rank."""
-    stage_times: tuple[StageTimes, ...] = field(repr=False, default=())
 
     @property
     def step_seconds(self) -> float:
@@ -367,8 +364,6 @@ class Planner:
             exchange_seconds=draft.num_micro_batches
             * sum(2 * times[stage].exchange for stage in schedule.stages_of(busiest)),
             ranks=tuple(ranks),
-            state_bytes=tuple(task.state_bytes for task in draft.tasks),
-            stage_times=tuple(times),
         )
 
     # ---- parts of a draft

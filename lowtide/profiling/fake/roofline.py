@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lowtide.profiling.build_profile import layer_of
 from lowtide.recipes.graph import Call, Value
 from lowtide.tensors.private import schema_of, tree_leaves, tree_map_only
 from lowtide.timeline.hardware import Hardware
@@ -75,7 +76,7 @@ def fused_seconds(
     for number, call in enumerate(calls):
         if not op_bytes(call):
             continue
-        if (home := _layer_of(call.name, layers)) != layer:
+        if (home := layer_of(call.name, layers)) != layer:
             close()
             layer = home
         if (
@@ -114,10 +115,6 @@ def _row_bytes(calls: Sequence[Call], end: int, last_reads: Mapping[int, int]) -
 
 def _inputs(call: Call) -> list[Value]:
     return [value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, Value)]
-
-
-def _layer_of(name: str, layers: Sequence[str]) -> str | None:
-    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)
 
 
 def _is_complex(call: Call) -> bool:

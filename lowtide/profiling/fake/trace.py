@@ -131,46 +131,6 @@ def trace(
     )
 
 
-def trace_config(
-    source: Any,
-    *,
-    tokens: int,
-    hardware: Hardware,
-    dtype: torch.dtype = torch.bfloat16,
-    samples: int = 1,
-    batch: Any = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    **options: Any,
-) -> Profile:
-    """`trace` of a model that does not exist yet.
-
-    `source` is a config of transformers (a causal language model is built) or a function that builds the model; it is
-    built on the meta device in `dtype`. The batch is `samples` rows of `tokens` tokens that are their own labels,
-    unless `batch` says otherwise. `optimizer` makes one from the parameters. `options` go to `trace`.
-    """
-    model = _built(source, dtype)
-    if batch is None:
-        ids = torch.empty(samples, tokens, dtype=torch.int64, device="meta")
-        batch = {"input_ids": ids, "labels": ids}
-    made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
-    return trace(model, batch, hardware=hardware, loss=loss, optimizer=made, **options)
-
-
-def _built(source: Any, dtype: torch.dtype) -> nn.Module:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            if callable(source):
-                return source().train()
-            from transformers import AutoModelForCausalLM
-
-            return AutoModelForCausalLM.from_config(source, dtype=dtype).train()
-    finally:
-        torch.set_default_dtype(before)
-
-
 class _Roofline:
     """A clock that computes, over operators that mostly do not run.
 
@@ -291,6 +251,3 @@ def _depends_on_data(recorder: StepRecorder, error: BaseException) -> ConfigErro
         f"trace: the model looks at the values of its tensors ({where}), and a trace has none; profile it with real "
         "ones: `lowtide profile RUN.yaml`, or lowtide.observe(model, batch)"
     )
-
-
-# -- a model without its weights ---------------------------------------------------------------------------------------

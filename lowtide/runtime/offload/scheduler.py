@@ -19,13 +19,11 @@ The rules (each of them broken has given a wrong gradient somewhere):
   on the stream that will read it, and a reader on another stream than the site's gets a buffer of its own. The engine
   takes care of the rest (engines/accelerator.py).
 
-Out of memory: a fetch ahead of need that finds no memory is given up, and so are further ones in this backward pass. A
-fetch that a reader waits for frees what was fetched ahead of need, and tries once more.
+Out of memory: a fetch that a reader waits for frees what was fetched ahead of need, and tries once more.
 
-Bounds: bytes in copies out, and bytes fetched ahead of need, are each held below a window, which follows the bytes that
-a pass really swaps (1/50 of them, and never less than two of the largest sites). When copies fall behind, compute
-waits: a stall, not an out-of-memory. A solved plan says of each copy when it must be complete and when its fetch
-starts; such copies do not count in a window.
+Bounds: bytes in copies out, and bytes fetched ahead of need, are each held below a window (prefetch.py). When copies
+fall behind, compute waits: a stall, not an out-of-memory. A solved plan says of each copy when it must be complete and
+when its fetch starts; such copies do not count in a window.
 
 Cost: about 15 us of Python a site. Not covered: what to swap (planner), where host bytes live (engines).
 """

@@ -18,7 +18,6 @@ Not covered: compiled regions, where torch's compiler reads the policy itself; o
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable
@@ -109,22 +108,7 @@ class SelectiveOffload:
     @property
     def stats(self) -> Stats:
         """Totals so far. Kept: what the policy saves. What is recomputed is not counted."""
-        counters, in_use = self.counters, self.engine.memory_in_use()
-        return dataclasses.replace(
-            Stats.nothing(),
-            saved_bytes=counters.kept_bytes + counters.swapped_bytes,
-            kept_bytes=counters.kept_bytes,
-            swapped_bytes=counters.swapped_bytes,
-            copied_out_bytes=counters.copied_out_bytes,
-            copied_in_bytes=counters.copied_in_bytes,
-            aliased_bytes=counters.aliased_bytes,
-            peak_device_bytes=self.ledger.peak_bytes,
-            stall_seconds=counters.stall_seconds + self.engine.stall_seconds(),
-            num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
-            num_forwards=counters.num_forwards,
-            host_bytes=in_use.get("host", 0),
-            disk_bytes=in_use.get("disk", 0),
-        )
+        return self.counters.totals(self.engine, peak_bytes=self.ledger.peak_bytes)
 
     def close(self) -> None:
         """No region will follow. Graphs that are still alive keep working. Idempotent."""

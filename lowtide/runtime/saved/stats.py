@@ -10,9 +10,12 @@ peak is reported instead.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import deque
 from dataclasses import dataclass, fields
+
+from lowtide.engines.base import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +170,21 @@ class Counters:
     num_spills: int = 0
     num_skipped_calls: int = 0
     stall_seconds: float = 0.0
+
+    def totals(self, engine: Engine, *, peak_bytes: int, since_seconds: float = 0.0, num_unplanned: int = 0) -> Stats:
+        """What users see. `since_seconds`: the stalls of the engine when this tally began."""
+        in_use = engine.memory_in_use()
+        counted = dataclasses.asdict(self)
+        counted["stall_seconds"] += engine.stall_seconds() - since_seconds
+        without_plan = self.kept_bytes + self.swapped_bytes + self.recomputed_bytes + self.narrowed_bytes
+        return Stats(
+            **counted,
+            saved_bytes=without_plan - self.anchor_bytes,
+            peak_device_bytes=peak_bytes,
+            num_unplanned=num_unplanned,
+            host_bytes=in_use.get("host", 0),
+            disk_bytes=in_use.get("disk", 0),
+        )
 
     def reset(self) -> None:
         for counter in fields(self):

@@ -36,10 +36,9 @@ from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import rules_about_ops
-from lowtide.runtime.session.memory_words import plan_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
-from lowtide.runtime.session.tighten import tighter
+from lowtide.runtime.session.tighten import plan_words, tighter
 from lowtide.runtime.session.unseen import Unseen
 from lowtide.runtime.session.wrap import PlannedForwards
 from lowtide.tensors.fsdp import local_part
@@ -141,37 +140,14 @@ class Tide:
     @property
     def stats(self) -> Stats:
         """A snapshot of what happened since `apply` or the last `reset_stats()`."""
-        counters, in_use = self._counters, self.engine.memory_in_use()
         peak_bytes = self.engine.device_peak_bytes()
         if peak_bytes is None:
             peak_bytes = self._model_state_bytes() + self._ledger.peak_bytes
-        return Stats(
-            saved_bytes=counters.kept_bytes
-            + counters.swapped_bytes
-            + counters.recomputed_bytes
-            + counters.narrowed_bytes
-            - counters.anchor_bytes,
-            kept_bytes=counters.kept_bytes,
-            swapped_bytes=counters.swapped_bytes,
-            recomputed_bytes=counters.recomputed_bytes,
-            narrowed_bytes=counters.narrowed_bytes,
-            anchor_bytes=counters.anchor_bytes,
-            copied_out_bytes=counters.copied_out_bytes,
-            copied_in_bytes=counters.copied_in_bytes,
-            aliased_bytes=counters.aliased_bytes,
-            peak_device_bytes=peak_bytes,
-            stall_seconds=counters.stall_seconds + self.engine.stall_seconds() - self._stall_base_seconds,
-            num_divergences=counters.num_divergences,
+        return self._counters.totals(
+            self.engine,
+            peak_bytes=peak_bytes,
+            since_seconds=self._stall_base_seconds,
             num_unplanned=len(self._context.unplanned),
-            num_kept_for_lack_of_room=counters.num_kept_for_lack_of_room,
-            num_forwards=counters.num_forwards,
-            num_skipped_calls=counters.num_skipped_calls,
-            num_spills=counters.num_spills,
-            spilled_bytes=counters.spilled_bytes,
-            num_over_limit=counters.num_over_limit,
-            num_retries=counters.num_retries,
-            host_bytes=in_use.get("host", 0),
-            disk_bytes=in_use.get("disk", 0),
         )
 
     @property

@@ -12,10 +12,11 @@ import transformers
 import zoo
 from torch import nn
 
+from benchmarks.traced import trace_config
 from lowtide.core.profile import Profile, Site
 from lowtide.errors import ConfigError
 from lowtide.profiling.fake.repeated_layers import find_runs
-from lowtide.profiling.fake.trace import trace, trace_config
+from lowtide.profiling.fake.trace import trace
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.codecs import fits_unseen
 from lowtide.timeline.hardware import Hardware

@@ -15,7 +15,7 @@ from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.session.memory_words import plan_words
+from lowtide.runtime.session.tighten import plan_words
 from lowtide.units import GIB, MIB
 
 PREDICTED = Prediction(

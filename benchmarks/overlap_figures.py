@@ -1,8 +1,7 @@
-"""What an overlap is worth: its order without a clock, its figures with one, and a prediction of both.
+"""What an overlap is worth: its figures with a clock, and a prediction of them.
 
-What: `Overlap` (overlap.py) logs `Event`s. `exposed` says which exchanges of a pair had nothing of the other half
-between start and wait: a proof of order that no slow machine can spoil. `replay` plays a log on a clock, with given
-durations of segments and a link, and so predicts a step. Three figures say which share of the exchanges is hidden:
+What: `Overlap` (lowtide/pipeline/overlap.py) logs `Event`s. `replay` plays a log on a clock, with given durations of
+segments and a link, and so predicts a step. Three figures say which share of the exchanges is hidden:
 - `hidden_share` (R_e2e): of the time that the exchanges cost when nothing hides them, how much the overlap saved. It
   takes three runs (no exchanges, in series, overlapped) and counts everything, contention too. The headline.
 - `Replayed.hidden_share` (R_wait): of the time that the link was busy, how much nobody waited for.
@@ -19,54 +18,12 @@ Not covered: links that several exchanges share at once, compute that a running 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lowtide.pipeline.clock import Durations, play
+from lowtide.pipeline.overlap import BACKWARD, FORWARD, OTHER, Event
 from lowtide.pipeline.schedule import Schedule
-
-FORWARD, BACKWARD = "forward", "backward"
-OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
-Kind = Literal["issue", "wait", "segment", "counts"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened in a pair."""
-
-    pair: int
-    half: str
-    """`forward` or `backward`."""
-    kind: Kind
-    """An exchange was started (`issue`); it was waited for and is there (`wait`); a half has computed and is about to
-    start an exchange, to wait for one, or over (`segment`); integers were exchanged, which nobody tries to hide
-    (`counts`)."""
-    number: int
-    """Of an exchange of this half, or of a segment, from 0."""
-
-
-# -- the order, without a clock ----------------------------------------------------------------------------------------
-
-
-def exposed(log: Iterable[Event]) -> list[Event]:
-    """The `issue` of each exchange for which no segment of the other half lies between issue and wait."""
-    open_issues: dict[tuple[int, str, int], Event] = {}
-    hidden: set[tuple[int, str, int]] = set()
-    found = []
-    for event in log:
-        key = (event.pair, event.half, event.number)
-        if event.kind == "issue":
-            open_issues[key] = event
-        elif event.kind == "segment":
-            hidden.update(each for each in open_issues if each[:2] == (event.pair, OTHER[event.half]))
-        elif event.kind == "wait":
-            issue = open_issues.pop(key)
-            if key not in hidden:
-                found.append(issue)
-    assert not open_issues, f"nobody waited for {sorted(open_issues)}"
-    return found
-
 
 # -- shares ------------------------------------------------------------------------------------------------------------
 

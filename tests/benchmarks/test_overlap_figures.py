@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.pipeline.clock import Durations
-from lowtide.pipeline.figures import paired_share
-from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.overlap_figures import (
-    BACKWARD,
-    FORWARD,
+from benchmarks.overlap_figures import (
     ChunkTimes,
-    Event,
     Link,
-    exposed,
     hidden_share,
     hidden_share_by_phase,
     pair_ceiling,
@@ -23,6 +16,10 @@ from lowtide.pipeline.overlap_figures import (
     seconds_of,
     traced_share,
 )
+from lowtide.pipeline.clock import Durations
+from lowtide.pipeline.figures import paired_share
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event, exposed
 from lowtide.pipeline.schedule import Action, Kind, Pair
 
 HALVES = {"F": FORWARD, "B": BACKWARD}
