@@ -113,9 +113,18 @@ def _of_run(report: Report) -> str:
 
 
 def _measured_line(report: Report) -> str:
+    """Which lines of the memory picture are measured."""
     if report.measured.peak_bytes is None:
-        return ""
-    return " The measured line is one figure: the highest peak of all steps."
+        return " Nothing here is measured: this plan has not run."
+    if report.measured.curve is None:
+        return (
+            " The measured line is one figure, the highest peak of all steps. The bytes over time were not measured; a "
+            "step inside of tide.audit() measures them."
+        )
+    return (
+        " The measured line has the bytes after each operator of an audited step (tide.audit()). Counting makes a step "
+        "slower, so its forward and its backward pass are each stretched to the predicted time."
+    )
 
 
 def _ranks(report: Report) -> list[str]:
