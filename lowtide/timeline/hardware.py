@@ -142,6 +142,8 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
     Raises `ConfigError`: name unknown, file missing, not TOML, or any mistake in a key, a number or a source.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ConfigError(f"hardware: expected a name such as 'h200', or the path of a TOML file, not {name_or_path!r}")
     name = os.fspath(name_or_path)
     if _is_toml(name):
         return _parse(read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem)

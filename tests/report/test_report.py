@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
-from lowtide.report.page import page
+from lowtide.report.page import _sweep_caption, page
 from lowtide.report.pictures import _laid_on
 from lowtide.report.played_step import play
 from lowtide.report.report import Report, document, report_of_plan
@@ -143,6 +144,17 @@ def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: 
         plan = tide.plan
         assert plan is not None and plan.predicted is not None
         assert max(curve["nbytes"]) == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
+
+
+def test_the_caption_of_other_budgets_says_where_the_search_ended_early(profile: Profile) -> None:
+    report = _report(profile)
+    near = "Predicted: the best plan that a short search found for each budget."
+    sure = [replace(swept, predicted=replace(swept.predicted, gap=0.01)) for swept in report.sweep]
+    assert _sweep_caption(replace(report, sweep=tuple(sure))) == near
+    last = replace(sure[-1], budget_bytes=1 << 30, predicted=replace(sure[-1].predicted, gap=0.645))
+    assert _sweep_caption(replace(report, sweep=(*sure[:-1], last))) == (
+        f"{near} A faster one may exist at 1.0 GiB (64.5 %): plan for that budget itself, which searches longer."
+    )
 
 
 def test_each_half_of_a_measured_curve_is_stretched_on_its_own() -> None:

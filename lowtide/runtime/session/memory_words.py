@@ -2,12 +2,16 @@
 
 What: `plan_words` reads the account of the plan in force. Where it was the loss or a temporary that asked last does not
 matter: what is most is what has to be less.
-Cost: none until memory runs out. Not covered: plans by rules, which predict nothing; memory of others on the device.
+Cost: none until memory runs out. Not covered: an error of backward where nobody wrote `with`; plans by rules, which
+predict nothing; memory of others on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lowtide.core.plan import Plan
+from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.units import format_bytes
 
 _CHANGES = {
@@ -31,3 +35,14 @@ def plan_words(plan: Plan) -> str:
         f" The plan had said: peak {format_bytes(plan.predicted.peak_bytes)}{budget}, of which {most.what}: "
         f"{format_bytes(most.planned_bytes)}. What would help most: {_CHANGES[most.what]}."
     )
+
+
+def add_words(error: BaseException | None, describe_floor: Callable[[], str]) -> None:
+    """To an error that leaves the `with` block of a handle because memory ran out, say what held it; a forward pass has
+    said it of its own. In a plain loop nothing else of lowtide's sees an error of backward."""
+    if error is None or not is_out_of_memory(error):
+        return
+    if not any(note.startswith("lowtide: ") for note in getattr(error, "__notes__", ())):
+        error.add_note(
+            f"lowtide: out of memory outside of a forward pass (backward, or the optimizer's step). {describe_floor()}"
+        )

@@ -37,7 +37,7 @@ from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import rules_about_ops
-from lowtide.runtime.session.memory_words import plan_words
+from lowtide.runtime.session.memory_words import add_words, plan_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tighten import tighter
@@ -289,6 +289,7 @@ class Tide:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        add_words(error, self._describe_floor)
         self.remove()
 
     def __repr__(self) -> str:
