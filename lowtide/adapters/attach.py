@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lowtide
+from lowtide.core.budget import parse_budget
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,11 @@ class Wish:
             )
         if self.budget is not None and isinstance(self.memory, lowtide.Plan):
             raise lowtide.ConfigError(f"{where}: memory is a plan, which has its budget; leave budget out")
+        if self.budget is not None:
+            try:  # now, and not when training begins
+                parse_budget(self.budget)
+            except ValueError as error:
+                raise lowtide.ConfigError(f"{where}: budget: {error}") from None
         return self
 
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser, subparsers = parsers(asked)
-    args, unknown = parser.parse_known_args(arguments)
+    args, unknown = parser.parse_known_args(_joined(arguments))
     if unknown:
         from lowtide.config.source import shown
 
@@ -77,6 +77,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         near = did_you_mean(name, re.findall(r"--[\w-]+", chosen.format_usage()))
         chosen.error(f"unknown argument {shown(name)}{near}")
     return args
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`--budget -1GiB` as `--budget=-1GiB`: argparse would take the size for an option, and say that one is missing."""
+    joined: list[str] = []
+    for argument in arguments:
+        if re.match(r"-\d", argument) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def parsers(asked: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -92,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         from lowtide.report.memory_curve import memory_curve
 
         settled = wanted.settled(lambda: _memory(settings, args, profile))
+        if args.hardware is not None:
+            _say_where_it_is_too_much(settled.budget_bytes, args.hardware)
         memory, lines = settled.config, [settled.line] if settled.line else []
         waiting.say("planning")
         # From the second micro-batch of a step on, gradients are there from the start.
@@ -132,6 +134,19 @@ def _forecast(
 
     assert plan.predicted is not None
     return optimizer_forecast(plan.predicted, profile.state, weights_of_run(settings, profile.layers))
+
+
+def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
+    """A budget above what the device has is a question that one may ask, and mostly a slip."""
+    from lowtide.timeline.hardware import load_hardware
+
+    found = load_hardware(hardware)
+    if budget_bytes > found.memory_bytes:
+        print(
+            f"lowtide: the budget {format_bytes(budget_bytes)} is more than {found.name} has "
+            f"({format_bytes(found.memory_bytes)}); --budget auto takes what it has",
+            file=sys.stderr,
+        )
 
 
 def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
@@ -178,7 +193,7 @@ def check_writable(path: Path | None, option: str = "--out") -> None:
         if not is_there:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another file") from None
 
 
 def write(path: Path, text: str) -> None:
@@ -186,7 +201,7 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}; choose another file") from None
 
 
 def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:

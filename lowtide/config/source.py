@@ -120,7 +120,11 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int, where: str = "")
     except FileNotFoundError:
         raise ConfigError(f"{where}{name}: no such file; check the path") from None
     except OSError as error:
-        raise ConfigError(f"{where}{name}: cannot be read: {error.strerror}") from None
+        if isinstance(error, IsADirectoryError):
+            raise ConfigError(f"{where}{name}: this is a folder; give a file") from None
+        if isinstance(error, PermissionError):
+            raise ConfigError(f"{where}{name}: no permission to read it; chmod +r, or give another file") from None
+        raise ConfigError(f"{where}{name}: cannot be read: {error.strerror}; check the path") from None
     except ValueError:  # a NUL byte, or half of a surrogate pair
         raise ConfigError(f"{where}{shown(name)} is not the name of a file") from None
     if not is_regular:
@@ -200,7 +204,7 @@ class _YamlReader:
         """The one document of the stream."""
         self._parser.get_event()  # the start of the stream
         if self._parser.check_event(yaml.StreamEndEvent):
-            raise ConfigError(f"{self._name}:1:1: the file is empty")
+            raise ConfigError(f"{self._name}:1:1: the file is empty; write its sections, as in examples/")
         self._parser.get_event()  # the start of the document
         root, _ = self._value("", 1)
         self._parser.get_event()  # the end of the document

@@ -122,6 +122,8 @@ class Plan:
         """The plan that `to_json` wrote. Raises `ConfigError` when the text is something else or was edited badly."""
         document = parse_json(text, "plan")
         schema = document.get("schema") if isinstance(document, dict) else None
+        if schema is None:
+            raise ConfigError("plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json")
         if schema != SCHEMA:
             raise ConfigError(
                 f"plan: schema {schema} is not supported by this version; write the plan again (schema {SCHEMA})"

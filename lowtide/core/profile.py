@@ -230,6 +230,10 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         """The profile that `to_json` wrote. Raises `ConfigError` when the text is something else."""
         document = parse_json(text, "profile")
+        if not isinstance(document, dict) or "schema" not in document:
+            raise ConfigError(
+                "profile: this is no profile of lowtide; write one: lowtide profile RUN.yaml --out profile.json"
+            )
         try:
             if document.pop("schema") != PROFILE_SCHEMA:
                 raise ConfigError("profile: written by another version of lowtide; profile the model again")

@@ -25,6 +25,8 @@ def choose_engine(wanted: Engine | str | None, model: nn.Module, plan: Plan, *, 
     disk path that cannot be written.
     """
     if wanted is not None and not isinstance(wanted, str):
+        if not hasattr(wanted, "tiers"):
+            raise ConfigError(f"engine: expected accelerator, host, virtual:SEED or an engine, not {wanted!r}")
         return wanted
     device = next((parameter.device for parameter in model.parameters()), None)
     on_host = device is None or device.type in ("cpu", "meta")

@@ -22,7 +22,9 @@ from lowtide.units import format_bytes, format_seconds
 def report_of_handle(handle: Tide | Autopilot) -> Report:
     """Raises ConfigError before the first step, which shows what there is to report."""
     plan, stats = handle.plan, handle.stats
-    if plan is None or not stats.num_forwards:
+    tide = handle.tide if isinstance(handle, Autopilot) else handle
+    audited_bytes = 0 if plan is None else plan.audited_peak_bytes or 0
+    if plan is None or not (stats.num_forwards or audited_bytes):  # an audit starts the totals anew
         raise ConfigError("lowtide.write_report: no step has run under this handle yet; run one, then report")
     name = type(handle.model).__name__
     if isinstance(handle, Autopilot) and isinstance(handle.source, BudgetSource):
@@ -34,16 +36,20 @@ def report_of_handle(handle: Tide | Autopilot) -> Report:
             handle.source.config,
             link=handle.link,
             has_gradients=handle.has_gradients,
-            measured=Measured(peak_bytes=stats.peak_device_bytes, stall_seconds=stats.stall_seconds),
+            measured=Measured(
+                peak_bytes=max(stats.peak_device_bytes, audited_bytes),  # only an audit counts temporaries on a CPU
+                stall_seconds=stats.stall_seconds,
+                curve=None if tide is None else tide.audited_curve,
+            ),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
             tables=(_figures(stats), *tables_of(story_of(handle))),
         )
-    return _of_rules(name, plan, stats)
+    return _of_rules(name, plan, stats, max(stats.peak_device_bytes, audited_bytes))
 
 
-def _of_rules(name: str, plan: Plan, stats: Stats) -> Report:
+def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
     tiles = (
-        Tile(what="peak, measured", value=format_bytes(stats.peak_device_bytes)),
+        Tile(what="peak, measured", value=format_bytes(peak_bytes)),
         Tile(what="swapped", value=format_bytes(stats.swapped_bytes)),
         Tile(what="recomputed", value=format_bytes(stats.recomputed_bytes)),
         Tile(what="waits for copies", value=format_seconds(stats.stall_seconds)),

@@ -12,7 +12,7 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from lowtide.core.plan_table import plan_table
+from lowtide.core.plan_table import percent, plan_table
 from lowtide.report.pictures import (
     DARK,
     LIGHT,
@@ -24,8 +24,11 @@ from lowtide.report.pictures import (
 )
 from lowtide.report.rank_pictures import rank_memory_picture, ranks_picture
 from lowtide.report.report import Report
+from lowtide.units import format_bytes
 from lowtide.version import __version__
 
+_FAR_GAP = 0.1
+"""Share of the fastest step possible that a plan may be away from it before a caption says so."""
 _CSS = """
 :root { color-scheme: light dark;
   --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; --bad: #c2352b; }
@@ -84,7 +87,7 @@ def page(report: Report) -> str:
         )
     if report.sweep:
         pictures = [sweep_picture(report.sweep, theme, report.measured) for theme in (LIGHT, DARK)]
-        parts += _section("What other budgets would cost", "Predicted: the fastest plan for each budget.", pictures)
+        parts += _section("What other budgets would cost", _sweep_caption(report), pictures)
     for table in report.tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
     if report.plan is not None:
@@ -96,6 +99,16 @@ def page(report: Report) -> str:
         f"<title>{escape(report.title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
         f'<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
     )
+
+
+def _sweep_caption(report: Report) -> str:
+    """Says where a short search ended far from the bound: there the picture is worse than the truth may be."""
+    far = [swept for swept in report.sweep if swept.predicted.gap > _FAR_GAP]
+    caption = "Predicted: the best plan that a short search found for each budget."
+    if not far:
+        return caption
+    where = ", ".join(f"{format_bytes(swept.budget_bytes)} ({percent(swept.predicted.gap)})" for swept in far)
+    return f"{caption} A faster one may exist at {where}: plan for that budget itself, which searches longer."
 
 
 def _failure(report: Report) -> str:
@@ -113,9 +126,18 @@ def _of_run(report: Report) -> str:
 
 
 def _measured_line(report: Report) -> str:
+    """Which lines of the memory picture are measured."""
     if report.measured.peak_bytes is None:
-        return ""
-    return " The measured line is one figure: the highest peak of all steps."
+        return " Nothing here is measured: this plan has not run."
+    if report.measured.curve is None:
+        return (
+            " The measured line is one figure, the highest peak of all steps. The bytes over time were not measured; a "
+            "step inside of tide.audit() measures them."
+        )
+    return (
+        " The measured line has the bytes after each operator of an audited step (tide.audit()). Counting makes a step "
+        "slower, so its forward and its backward pass are each stretched to the predicted time."
+    )
 
 
 def _ranks(report: Report) -> list[str]:

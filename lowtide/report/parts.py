@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.core.measured_curve import MeasuredCurve
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -31,6 +33,8 @@ class Measured:
     step_seconds: float | None = None
     """Forward and backward of one micro-batch."""
     stall_seconds: float | None = None
+    curve: MeasuredCurve | None = None
+    """Bytes over time of an audited step."""
 
 
 NOTHING = Measured()

@@ -93,6 +93,7 @@ def document(report: Report) -> dict[str, Any]:
         "remarks": report.remarks,
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
+        "audited_step": None if report.measured.curve is None else dataclasses.asdict(report.measured.curve),
         "budgets": [
             {"budget_bytes": swept.budget_bytes, "is_asked": swept.is_asked, **dataclasses.asdict(swept.predicted)}
             for swept in report.sweep

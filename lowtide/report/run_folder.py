@@ -34,6 +34,8 @@ _Read = TypeVar("_Read")
 def report_of_folder(folder: Path) -> Report:
     """Raises ConfigError for a folder that is no run's, and for files that were edited badly."""
     metrics = folder / METRICS
+    if folder.is_file():
+        raise ConfigError(f"{folder}: this is a file; give the train.output_dir of a run of `lowtide train`")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the train.output_dir of a run of `lowtide train`")
     if not metrics.is_file() and not (folder / RUN).is_file():

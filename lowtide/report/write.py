@@ -28,7 +28,9 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> Path:
     try:
         Path(path).write_bytes(_content(report, os.fspath(path)))
     except OSError as error:
-        raise ConfigError(f"report: {os.fspath(path)} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"report: {os.fspath(path)} cannot be written: {error.strerror}; choose another file"
+        ) from None
     return Path(path)
 
 

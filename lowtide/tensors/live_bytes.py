@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,15 +52,14 @@ class LiveBytes(TorchDispatchMode):
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         device_type: str | None = None,
-        keeps_curve: bool = False,
+        on_operator: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         first = next(model.parameters(), None) if model is not None else None
         self.device_type = device_type or ("cpu" if first is None else first.device.type)
         self.peak_bytes = 0
-        self.curve: list[int] = []
-        """Bytes after each operator, with `keeps_curve`."""
-        self._keeps_curve = keeps_curve
+        self.on_operator = on_operator
+        """Called after each operator, while its inputs and outputs are both alive."""
         self._now_bytes = 0
         self._live: dict[int, tuple[weakref.ref, int]] = {}
         # Filled by finalizers, which may run in any thread and at any point: they only append.
@@ -104,7 +103,6 @@ class LiveBytes(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.now_bytes
-        self.curve.clear()
 
     def _settle(self) -> None:
         while self._dead:
@@ -118,8 +116,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         # Inputs too: what something else made is counted from the first time that it is seen.
         self.add_all(_tensors_in((args, kwargs, out)))
-        if self._keeps_curve:
-            self.curve.append(self.now_bytes)
+        if self.on_operator is not None:
+            self.on_operator()
         return out
 
 

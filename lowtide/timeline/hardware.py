@@ -137,6 +137,8 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
     Raises `ConfigError`: name unknown, file missing, not TOML, or any mistake in a key, a number or a source.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ConfigError(f"hardware: expected a name such as 'h200', or the path of a TOML file, not {name_or_path!r}")
     return _parse(*read_sourced(name_or_path, "devices", "hardware: unknown device"))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.adapters.attach import Attached, wish_of
+from lowtide.adapters.attach import Attached, Wish, wish_of
 from lowtide.runtime.session.forward_patch import patched_module
 
 BUDGET = {"budget": "1GiB", "min_bytes": 0}
@@ -61,3 +61,17 @@ def test_a_plan_has_its_budget() -> None:
     with pytest.raises(lowtide.ConfigError) as caught:
         wish_of("TideCallback", budget="1GiB", memory=plan)
     assert str(caught.value) == "TideCallback: memory is a plan, which has its budget; leave budget out"
+
+
+@pytest.mark.parametrize(
+    ("budget", "why"),
+    [
+        ("banana", "'banana' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
+        ("120%", "'120%' is not a share of a device; write more than 0% and at most 100%, such as 90%"),
+        (-1, "-1 is not a size; a size is never negative"),
+    ],
+)
+def test_a_bad_budget_is_refused_when_it_is_written_not_when_training_begins(budget: int | str, why: str) -> None:
+    with pytest.raises(lowtide.ConfigError) as caught:
+        Wish(budget=budget).checked("TideCallback")
+    assert str(caught.value) == f"TideCallback: budget: {why}"

@@ -32,5 +32,5 @@ def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == f"{tmp_path / 'gone.json'}: no such file; check the path\n"
     assert main(["diff", solved, str(other)]) == 2
     assert capsys.readouterr().err == (
-        f"{other}: plan: schema None is not supported by this version; write the plan again (schema 2)\n"
+        f"{other}: plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json\n"
     )

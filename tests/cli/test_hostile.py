@@ -64,9 +64,9 @@ NO_FOLDER = "cannot be made or written to: No such file or directory; choose ano
         ),
         (
             ("plan", "run.yaml", "--budget", "1GiB", "--out", "/proc/x"),
-            "--out: /proc/x cannot be written: No such file or directory",
+            "--out: /proc/x cannot be written: No such file or directory; choose another file",
         ),
-        (("profile", "run.yaml", "--out", "."), "--out: . cannot be written: Is a directory"),
+        (("profile", "run.yaml", "--out", "."), "--out: . cannot be written: Is a directory; choose another file"),
         (
             ("plan", "run.yaml", "--budget", "1GiB", "--profile", "/dev/zero"),
             "--profile: /dev/zero: this is a pipe or a device; write its content to a file first",

@@ -19,7 +19,7 @@ CASES = {
     "plann run.yaml": f"lowtide: argument command: invalid choice: 'plann' (choose from {KNOWN}); see lowtide --help",
     "diff plan.json": "lowtide diff: the following arguments are required: B.json; see lowtide diff --help",
     "diff gone.json plan.json": "gone.json: no such file; check the path",
-    "diff plan.json plan.json": "plan.json: plan: schema None is not supported by this version; write the plan again (schema 2)",
+    "diff plan.json plan.json": "plan.json: plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json",
     "diff noise plan.json": "noise: this is not a text file; save it as UTF-8",
     "diff --jsn a b": "lowtide diff: unknown argument '--jsn'; did you mean '--json'?; see lowtide diff --help",
     "doctor --disks /tmp": "lowtide doctor: unknown argument '--disks'; did you mean '--disk'?; see lowtide doctor --help",
@@ -33,16 +33,26 @@ CASES = {
     "plan run.yaml --budgett 3GiB": "lowtide plan: unknown argument '--budgett'; did you mean '--budget'?; see lowtide plan --help",
     "plan run.yaml more.yaml": "lowtide plan: unknown argument 'more.yaml'; see lowtide plan --help",
     "plan run.yaml --budget banana": f"--budget: 'banana' {SIZE}",
+    "plan run.yaml --budget -3GiB": f"--budget: '-3GiB' {SIZE}",
+    "plan run.yaml --budget 1GiB --out folder": "--out: folder cannot be written: Is a directory; choose another file",
+    "plan folder": "folder: this is a folder; give a file",
+    "plan empty.yaml": "empty.yaml:1:1: the file is empty; write its sections, as in examples/",
+    "plan run.yaml --devices -4 --hardware h100": "--devices: must be at least 1, not -4",
+    "plan run.yaml --budget 1GiB --profile list.json": "--profile: list.json: profile: this is no profile of lowtide; write one: lowtide profile RUN.yaml --out profile.json",
+    "plan run.yaml --budget 1GiB --profile folder": "--profile: folder: this is a folder; give a file",
     "plan run.yaml --budget 1GiB --report plan.pdf": f"report: plan.pdf: {FORMS}",
-    "plan run.yaml --budget 1GiB --report no/where.html": "--report: no/where.html cannot be written: No such file or directory",
-    "plan run.yaml --budget 1GiB --profile plan.json": "--profile: plan.json: profile: not a profile of lowtide ('schema'); profile the model again",
+    "plan run.yaml --budget 1GiB --report no/where.html": "--report: no/where.html cannot be written: No such file or directory; choose another file",
+    "plan run.yaml --budget 1GiB --profile plan.json": "--profile: plan.json: profile: this is no profile of lowtide; write one: lowtide profile RUN.yaml --out profile.json",
     "plan run.yaml --devices 0 --hardware h100": "--devices: must be at least 1, not 0",
     "plan run.yaml --budget 1GiB --cluster h800": "--cluster: is for a plan for a cluster; write --devices, or a section 'parallel'",
     "profile run.yaml --hardware h100": "--hardware: a real step runs on the device of the run; add --fake, or leave it out",
-    "profile run.yaml --out no/where.json": "--out: no/where.json cannot be written: No such file or directory",
+    "profile run.yaml --out no/where.json": "--out: no/where.json cannot be written: No such file or directory; choose another file",
     "report gone": "gone: no such folder; give the train.output_dir of a run of `lowtide train`",
     "report .": f".: no run of `lowtide train`: {NO_RUN}",
     "report . --out run.pdf": f"report: run.pdf: {FORMS}",
+    "report run.yaml": "run.yaml: this is a file; give the train.output_dir of a run of `lowtide train`",
+    "export list.json --to megatron --profile list.json": "list.json: plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json",
+    "train folder": "folder: this is a folder; give a file",
     "train run.yaml --steps 0": "--steps: must be at least 1, not 0",
     "train run.yaml --steps x": "lowtide train: argument --steps: invalid int value: 'x'; see lowtide train --help",
     "train broken.yaml": "broken.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'",
@@ -55,6 +65,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text(RUN)
     Path("broken.yaml").write_text("[[[\n")
     Path("plan.json").write_text('{"a": 1}')
+    Path("list.json").write_text("[]")
+    Path("empty.yaml").write_text("")
+    Path("folder").mkdir()
     Path("noise").write_bytes(b"\x00\x01\xff")
 
 

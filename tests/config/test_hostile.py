@@ -135,8 +135,8 @@ def make_link_to_itself(name: str) -> None:
     [
         (make_pipe, "run.toml: this is a pipe or a device; write its content to a file first"),
         (make_huge, "run.toml: larger than 262,144 bytes; this is another kind of file"),
-        (os.mkdir, "run.toml: cannot be read: Is a directory"),
-        (make_link_to_itself, "run.toml: cannot be read: Too many levels of symbolic links"),
+        (os.mkdir, "run.toml: this is a folder; give a file"),
+        (make_link_to_itself, "run.toml: cannot be read: Too many levels of symbolic links; check the path"),
         (lambda name: Path(name).write_bytes(b"a: \xe9"), "run.toml: this is not a text file; save it as UTF-8"),
         (lambda name: Path(name).symlink_to("/dev/zero"), "run.toml: this is a pipe or a device; write its content to a "
          "file first"),
@@ -151,7 +151,7 @@ def test_files_that_are_no_files(make: Callable[[str], object], message: str, re
 def test_names_of_files() -> None:
     assert refused(lambda: read_yaml("a\0b")) == r"'a\x00b' is not the name of a file"
     assert refused(lambda: read_yaml("\ud800")) == r"'\ud800' is not the name of a file"
-    assert refused(lambda: read_yaml("x" * 300)) == f"{'x' * 300}: cannot be read: File name too long"
+    assert refused(lambda: read_yaml("x" * 300)) == f"{'x' * 300}: cannot be read: File name too long; check the path"
 
 
 @pytest.mark.parametrize(

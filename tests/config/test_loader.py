@@ -186,8 +186,8 @@ def test_mistakes_below_memory(read: Any, line: str, message: str | None) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "run.yaml:1:1: the file is empty"),
-        ("# only a comment\n", "run.yaml:1:1: the file is empty"),
+        ("", "run.yaml:1:1: the file is empty; write its sections, as in examples/"),
+        ("# only a comment\n", "run.yaml:1:1: the file is empty; write its sections, as in examples/"),
         ("- a\n", "run.yaml:1:1: expected a mapping, not a list"),
         ("memory: {}\n", "run.yaml:1:1: missing key 'name'; expected text"),
         ("name: x\nmemory:\n", "run.yaml:2:8: expected a mapping for 'memory', not nothing"),
@@ -210,7 +210,7 @@ def test_a_file_that_is_not_there() -> None:
 
 
 def test_a_directory_and_a_binary_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r": cannot be read: Is a directory$"):
+    with pytest.raises(ConfigError, match=r": this is a folder; give a file$"):
         load_yaml(tmp_path, Run)
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ConfigError, match=r": this is not a text file; save it as UTF-8$"):

@@ -14,7 +14,8 @@ from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
-from lowtide.engines.choose import wants_disk, warn_about_other_devices
+from lowtide.engines.choose import choose_engine, wants_disk, warn_about_other_devices
+from lowtide.errors import ConfigError
 
 
 def rules(**memory: object) -> Plan:
@@ -77,3 +78,9 @@ def test_one_device_is_nothing_to_speak_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_about_other_devices(torch.device("cuda", 0), Net("cuda:0", "cuda:0", "cpu"))
+
+
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_engine(3, nn.Linear(2, 2), rules(swap="all"))  # type: ignore[arg-type]
+    assert str(caught.value) == "engine: expected accelerator, host, virtual:SEED or an engine, not 3"

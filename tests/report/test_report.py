@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from torch import nn
 import lowtide
 from lowtide.cli.main import main
 from lowtide.config.memory import load_memory
+from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
-from lowtide.report.page import page
+from lowtide.report.page import _sweep_caption, page
+from lowtide.report.pictures import _laid_on
 from lowtide.report.played_step import play
 from lowtide.report.report import Report, document, report_of_plan
 from lowtide.report.trace import trace
@@ -120,6 +123,50 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
     happened = next(table for table in content["tables"] if table["title"] == "What happened")
     assert len(happened["rows"]) == len(tide.events) + 1
     tide.remove()
+
+
+def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: Path) -> None:
+    model = _model()
+    memory = {"min_bytes": 0, "swap": ["0"], "race": False}
+    with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
+        for _ in range(2):
+            model(torch.ones(32, 64)).sum().backward()
+        missing = "were not measured; a step inside of tide.audit() measures them."
+        before = lowtide.write_report(tide, tmp_path / "run.html").read_text(encoding="utf-8")
+        assert missing in before
+        assert json.loads(lowtide.write_report(tide, tmp_path / "a.json").read_text())["audited_step"] is None
+        with tide.audit() as audit:
+            model(torch.ones(32, 64)).sum().backward()
+        after = lowtide.write_report(tide, tmp_path / "run.html").read_text(encoding="utf-8")
+        assert missing not in after and "the bytes after each operator of an audited step (tide.audit())" in after
+        curve = json.loads(lowtide.write_report(tide, tmp_path / "a.json").read_text())["audited_step"]
+        assert max(curve["nbytes"]) <= audit.peak_bytes
+        plan = tide.plan
+        assert plan is not None and plan.predicted is not None
+        assert max(curve["nbytes"]) == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
+
+
+def test_the_caption_of_other_budgets_says_where_the_search_ended_early(profile: Profile) -> None:
+    report = _report(profile)
+    near = "Predicted: the best plan that a short search found for each budget."
+    sure = [replace(swept, predicted=replace(swept.predicted, gap=0.01)) for swept in report.sweep]
+    assert _sweep_caption(replace(report, sweep=tuple(sure))) == near
+    last = replace(sure[-1], budget_bytes=1 << 30, predicted=replace(sure[-1].predicted, gap=0.645))
+    assert _sweep_caption(replace(report, sweep=(*sure[:-1], last))) == (
+        f"{near} A faster one may exist at 1.0 GiB (64.5 %): plan for that budget itself, which searches longer."
+    )
+
+
+def test_each_half_of_a_measured_curve_is_stretched_on_its_own() -> None:
+    curve = MeasuredCurve(seconds=(0.0, 1.0, 2.0, 4.0, 10.0), nbytes=(1, 2, 3, 2, 1), num_forward=3)
+    at, counted = _laid_on(curve, 30.0, 70.0)
+    assert at.tolist() == [0, 15, 30, 40, 70]
+    assert counted.tolist() == [1, 2, 3, 2, 1]
+    long = MeasuredCurve(seconds=tuple(range(5000)), nbytes=(*range(2500), *range(2500, 0, -1)), num_forward=2500)
+    at, counted = _laid_on(long, 1.0, 2.0)
+    assert len(at) == 600 and counted.max() == 2500 and at.tolist() == sorted(at.tolist())
+    instant = MeasuredCurve(seconds=(0.0, 0.0), nbytes=(1, 2), num_forward=1)
+    assert _laid_on(instant, 1.0, 2.0)[0].tolist() == [0, 1]
 
 
 def test_a_run_by_rules(tmp_path: Path) -> None:

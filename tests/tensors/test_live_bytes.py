@@ -11,7 +11,8 @@ from lowtide.tensors.live_bytes import LiveBytes, plain_parts, unique_bytes
 
 
 def test_a_storage_counts_from_its_operator_to_its_death() -> None:
-    with LiveBytes(keeps_curve=True) as live:
+    curve: list[int] = []
+    with LiveBytes(on_operator=lambda: curve.append(live.now_bytes)) as live:
         first = torch.ones(100)
         assert live.now_bytes == 400
         second = first * 2
@@ -21,7 +22,7 @@ def test_a_storage_counts_from_its_operator_to_its_death() -> None:
         del view
         assert live.now_bytes == 400
     assert live.peak_bytes == 800
-    assert live.curve == [400, 800, 800]
+    assert curve == [400, 800, 800]
     del first
     assert live.now_bytes == 0
 

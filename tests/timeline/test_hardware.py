@@ -139,6 +139,7 @@ def error_of(given: object) -> str:
 def test_an_unknown_name() -> None:
     known = "(known: " + ", ".join(KNOWN) + "; a file of your own is given by its path, which ends in .toml)"
     assert error_of("h201") == f"hardware: unknown device 'h201'; did you mean 'h200'? {known}"
+    assert error_of(3) == "hardware: expected a name such as 'h200', or the path of a TOML file, not 3"
     assert error_of("toaster") == f"hardware: unknown device 'toaster' {known}"
     assert error_of("H201") == f"hardware: unknown device 'H201'; did you mean 'h200'? {known}"
 

@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path
@@ -68,6 +69,7 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import refuse_capture
 from lowtide.runtime.session.forward_patch import ForwardPatch
+from lowtide.runtime.session.memory_words import add_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
@@ -268,10 +270,10 @@ class Autopilot:
                 raise ConfigError("audit: no plan is in force; run a step first")
             return self.tide._scheduler
 
-        def done(peak_bytes: int | None) -> None:
+        def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
             with self._lock:
                 if self.tide is not None and peak_bytes is not None and self._num_forwards != before:
-                    self.tide.audited_peak_bytes = peak_bytes
+                    self.tide.audited_peak_bytes, self.tide.audited_curve = peak_bytes, curve
                 if self.tide is not None and self.phase is Phase.COMPARED:
                     # The next comparison is of steps that nobody watched.
                     self._restart_stats(self.tide)
@@ -331,6 +333,7 @@ class Autopilot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        add_words(error, self._describe_floor)
         self.remove()
 
     # -- each forward ----------------------------------------------------------------------------------------------

@@ -1,31 +1,37 @@
 """Audit: the exact peak of what is on the device, around any number of steps of the user's.
 
 What: `with tide.audit() as audit: step()`, then `audit.peak_bytes`; from then on `print(tide.plan)` has it beside the
-predicted peak. Every storage counts from the operator that made it until its memory is freed: parameters, gradients,
-optimizer state, activations, temporaries, and the buffers that fetched activations arrive in, which no operator makes.
-A batch counts from the first operator that reads it. Why: on the host and the virtual engine no allocator counts
-(`stats.peak_device_bytes` has no temporaries there), and what a plan predicted is only worth something beside a
-measurement of the same thing.
+predicted peak, and a report draws the measured bytes over time (`audit.curve`) beside the predicted ones. Every storage
+counts from the operator that made it until its memory is freed: parameters, gradients, optimizer state, activations,
+temporaries, and the buffers that fetched activations arrive in, which no operator makes. A batch counts from the first
+operator that reads it. Why: on the host and the virtual engine no allocator counts (`stats.peak_device_bytes` has no
+temporaries there), and what a plan predicted is only worth something beside a measurement of the same thing.
 
 Around what: whole steps, as they were planned: all micro-batches of a step and the optimizer's, or one forward and
-backward. What it leaves: the number. Counters, gradients, random states and results are those of steps without it.
+backward. The curve is that of the last forward pass inside whose backward pass ran. What it leaves: the peak and the
+curve. Counters, gradients, random states and results are those of steps without it.
 
-Cost: about 6 us an operator, so it is no part of a planned step, and its steps say nothing about time: an autopilot
+Cost: about 7 us an operator, so it is no part of a planned step, and its steps say nothing about time: an autopilot
 neither compares nor races them. Not covered: memory inside an operator that is freed before it returns; backward passes
-in another thread than the one that entered; on an accelerator, `stats.peak_device_bytes` has the allocator's own peak.
+in another thread than the one that entered (they have no curve either); on an accelerator, `stats.peak_device_bytes`
+has the allocator's own peak. Where two forward passes come before a backward pass, the curve has the second of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import TracebackType
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.tensors.live_bytes import LiveBytes
+from lowtide.tensors.private import current_graph_task_id
 
 
 class Audit:
@@ -38,20 +44,27 @@ class Audit:
         device_type: str,
         *,
         scheduler: Callable[[], OffloadScheduler],
-        done: Callable[[int | None], None],
+        done: Callable[[int | None, MeasuredCurve | None], None],
     ) -> None:
-        """`scheduler` is that of the plan in force. `done` gets the peak in bytes when the context is left; None where
-        it was left by an error, or where one plan followed another inside."""
+        """`scheduler` is that of the plan in force. `done` gets the peak in bytes and `curve` when the context is left;
+        no peak where it was left by an error, or where one plan followed another inside."""
         self._of = (model, optimizer, device_type)
         self._scheduler = scheduler
         self._followed: list[OffloadScheduler] = []
         self._done = done
+        self._recorder: _CurveRecorder | None = None
+        self._pass_hook: RemovableHandle | None = None
         self._live: LiveBytes | None = None
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes on the device at once, so far; 0 before the context is entered."""
         return 0 if self._live is None else self._live.peak_bytes
+
+    @property
+    def curve(self) -> MeasuredCurve | None:
+        """Bytes over time; None where no forward pass with its backward pass ran inside."""
+        return None if self._recorder is None else self._recorder.curve
 
     @property
     def is_open(self) -> bool:
@@ -72,6 +85,9 @@ class Audit:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
         model, optimizer, device_type = self._of
         self._live = LiveBytes(model=model, optimizer=optimizer, device_type=device_type)
+        recorder = self._recorder = _CurveRecorder(self._live)
+        self._live.on_operator = recorder.sample
+        self._pass_hook = model.register_forward_pre_hook(lambda *_: recorder.begin())
         self.follow()
         self._live.__enter__()
         return self
@@ -83,5 +99,48 @@ class Audit:
         self._live.__exit__(kind, error, trace)
         for scheduler in self._followed:
             scheduler.on_buffer = None
-        self._done(self._live.peak_bytes if error is None and len(self._followed) == 1 else None)
+        assert self._pass_hook is not None
+        self._pass_hook.remove()
+        self._done(self._live.peak_bytes if error is None and len(self._followed) == 1 else None, self.curve)
         self._followed.clear()
+
+
+class _CurveRecorder:
+    """Samples of the pass that runs now. Those of an earlier one are dropped when the next goes backward, so that an
+    audit of many steps holds two passes at most."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._is_begun = False
+        self._forward: list[tuple[float, int]] = []
+        self._backward: list[tuple[float, int]] = []
+        self._last: MeasuredCurve | None = None
+
+    def begin(self) -> None:
+        """A forward pass of the model begins."""
+        if current_graph_task_id() == -1:  # else a checkpoint runs the model again, which is part of its backward pass
+            self._last = self.curve
+            self._is_begun = True
+            self._forward, self._backward = [], []
+
+    def sample(self) -> None:
+        """After an operator. Those of the optimizer, and between steps, are of no pass."""
+        if not self._is_begun:
+            return
+        now = (time.perf_counter(), self._live.now_bytes)
+        if current_graph_task_id() != -1:
+            self._backward.append(now)
+        elif not self._backward:
+            self._forward.append(now)
+
+    @property
+    def curve(self) -> MeasuredCurve | None:
+        """Of the last pass that went backward."""
+        if not self._forward or not self._backward:
+            return self._last
+        samples = self._forward + self._backward
+        return MeasuredCurve(
+            seconds=tuple(seconds - samples[0][0] for seconds, _ in samples),
+            nbytes=tuple(nbytes for _, nbytes in samples),
+            num_forward=len(self._forward),
+        )

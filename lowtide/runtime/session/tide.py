@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
@@ -36,9 +37,10 @@ from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import rules_about_ops
+from lowtide.runtime.session.memory_words import add_words, plan_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
-from lowtide.runtime.session.tighten import plan_words, tighter
+from lowtide.runtime.session.tighten import tighter
 from lowtide.runtime.session.unseen import Unseen
 from lowtide.runtime.session.wrap import PlannedForwards
 from lowtide.tensors.fsdp import local_part
@@ -92,6 +94,8 @@ class Tide:
         self._is_removed = False
         self.audited_peak_bytes: int | None = None
         """The peak of the last audit, in bytes; None where there was none."""
+        self.audited_curve: MeasuredCurve | None = None
+        """Bytes over time in that audit."""
         self._loss = loss
         self._placed = placed
         if placed is not None:
@@ -166,13 +170,14 @@ class Tide:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
         bytes. Afterwards `plan.audited_peak_bytes` has it, if a forward pass ran inside and no error came out.
 
-        Its steps take longer, by some 6 us an operator; it leaves nothing else. See runtime/session/audit.py.
+        A report draws the bytes over time (`audit.curve`) beside the predicted ones. Its steps take longer, by some
+        7 us an operator; it leaves nothing else. See runtime/session/audit.py.
         """
         before = self._counters.num_forwards
 
-        def done(peak_bytes: int | None) -> None:
+        def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
             if peak_bytes is not None and self._counters.num_forwards != before:
-                self.audited_peak_bytes = peak_bytes
+                self.audited_peak_bytes, self.audited_curve = peak_bytes, curve
 
         of = (self.model, self._optimizer, self.engine.device_type)
         return Audit(*of, scheduler=lambda: self._scheduler, done=done)
@@ -261,6 +266,7 @@ class Tide:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        add_words(error, self._describe_floor)
         self.remove()
 
     def __repr__(self) -> str:
@@ -303,7 +309,7 @@ class Tide:
             return None
         self._forwards.take_off()
         self._plan, how = smaller
-        self.audited_peak_bytes = None  # of another plan
+        self.audited_peak_bytes = self.audited_curve = None  # of another plan
         guard, slices = self._context.guard, self._context.slices
         self._context = self._context_of(self._plan)
         self._context.guard, self._context.slices = guard, slices

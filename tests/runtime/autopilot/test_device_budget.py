@@ -61,7 +61,9 @@ def gradients(model: nn.Module, rows: tuple[int, ...]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("memory", [{"budget": "auto"}, {"budget": "50%"}, {"preset": "smallest"}])
+@pytest.mark.parametrize(
+    "memory", [{"budget": "auto"}, {"budget": "50%"}, {"preset": "smallest"}, {"preset": "balanced"}]
+)
 def test_bits_and_later_batches(memory: dict[str, Any]) -> None:
     """Gradients that stay and a larger batch need more than the first step did: a goal is planned for anew."""
     model, said = Net(), []
@@ -77,6 +79,9 @@ def test_bits_and_later_batches(memory: dict[str, Any]) -> None:
             assert plan.predicted.peak_bytes == plan.predicted.floor_bytes and not plan.does_nothing
             presets = [line for line in said if line.startswith("lowtide: preset smallest: peak ")]
             assert len(presets) == len(set(presets)) >= 2  # the first step, and a larger batch
+        if memory.get("preset") == "balanced":
+            assert plan.predicted.floor_bytes <= plan.predicted.peak_bytes <= plan.predicted.plain_peak_bytes
+            assert any(line.startswith("lowtide: preset balanced: peak ") for line in said)
     budget = "60.8 MiB: 64.0 MiB on a made-up device less 3.2 MiB (5 %) for what no plan counts"
     assert said[0] == {
         "auto": f"lowtide: budget auto = {budget}",

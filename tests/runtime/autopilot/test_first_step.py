@@ -15,7 +15,7 @@ from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.session.tighten import plan_words
+from lowtide.runtime.session.memory_words import plan_words
 from lowtide.units import GIB, MIB
 
 PREDICTED = Prediction(
@@ -57,6 +57,19 @@ def test_the_line_of_an_accelerator() -> None:
     assert first.is_told
 
 
+def test_a_graph_that_goes_backward_twice_counts_once() -> None:
+    """`retain_graph`: its hook runs again in the second backward pass, which is not the first step's."""
+    first = FirstStep(Clocked())  # type: ignore[arg-type]
+    first.begin()
+    output = torch.ones(2, requires_grad=True) * 2
+    first.follow(output)
+    loss = output.sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    line = first.line(PREDICTED, peak_bytes=None, counted_bytes=0)
+    assert line.endswith("; forward and backward 1.00 s, predicted 1.50 s (-33.3 %)")
+
+
 def test_the_line_of_the_host_compares_no_peak() -> None:
     assert FirstStep(Clocked()).line(PREDICTED, peak_bytes=None, counted_bytes=17 * GIB) == (  # type: ignore[arg-type]
         "lowtide: step 1: predicted peak 19.0 GiB; 17.0 GiB counted without temporaries (tide.audit() counts all)"
@@ -93,6 +106,42 @@ def test_it_is_said_once_and_an_error_has_the_words_of_the_plan() -> None:
         "lowtide: out of memory in a forward pass. Parameters, gradients, buffers and optimizer state"
     )
     assert "The plan had said: peak " in note and "What would help most: " in note
+
+
+class RunsOut(torch.autograd.Function):
+    """Memory runs out in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no more")
+
+
+def test_an_error_of_backward_in_a_plain_loop_has_the_words_too() -> None:
+    memory: Any = {"budget": "1GiB", "race": False, "min_bytes": 1}
+
+    def train() -> None:
+        with lowtide.optimize(Net(), memory=memory, engine=VirtualEngine(0)) as tide:
+            for _ in range(2):
+                tide.model(torch.ones(512, 64)).sum().backward()
+            RunsOut.apply(tide.model(torch.ones(512, 64))).sum().backward()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train()
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        "lowtide: out of memory outside of a forward pass (backward, or the optimizer's step). Parameters, gradients"
+    )
+    assert "The plan had said: peak " in note and "What would help most: " in note
+    with pytest.raises(torch.OutOfMemoryError) as caught, lowtide.apply(Net(), {"swap": "all", "min_bytes": 1}) as tide:
+        RunsOut.apply(tide.model(torch.ones(512, 64))).sum().backward()
+    assert len(caught.value.__notes__) == 1
+    with pytest.raises(ValueError, match="other") as other, lowtide.apply(Net(), {"swap": "all"}):
+        raise ValueError("other")
+    assert not hasattr(other.value, "__notes__")
 
 
 def test_words_of_a_plan() -> None:

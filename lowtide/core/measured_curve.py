@@ -1,0 +1,20 @@
+"""What one step held on the device over time, as it was counted after each operator.
+
+What: `MeasuredCurve` stands beside the curve that a plan predicts. `tide.audit()` records it; a report draws it.
+Not covered: who owned the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCurve:
+    """Bytes on the device after each operator of one forward and backward pass."""
+
+    seconds: tuple[float, ...]
+    """When each operator was over, since the first one was. Counting makes steps longer: compare shares, not times."""
+    nbytes: tuple[int, ...]
+    num_forward: int
+    """So many of them belong to the forward pass and the loss; the others to the backward pass. Both at least 1."""

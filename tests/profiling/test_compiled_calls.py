@@ -1,0 +1,54 @@
+"""What is on record around the call of a compiled part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lowtide.profiling import compiled_calls
+
+
+class Recorder:
+    """Which of a step recorder's hooks ran, with what."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+
+    def entry(self, name: str) -> Any:
+        return lambda module, args, kwargs: self.seen.append((f"entry {name}", args))
+
+    def begin(self, name: str) -> Any:
+        return lambda module, args, kwargs: self.seen.append((f"begin {name}", args))
+
+    def end(self, name: str) -> Any:
+        return lambda module, args, output: self.seen.append((f"end {name}", output))
+
+    def exit(self, name: str) -> Any:
+        return lambda module, args, output: self.seen.append((f"exit {name}", output))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_around_a_compiled_part_are_those_around_a_module(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is caught before hooks of others change it; a call that fails has no output to catch."""
+
+    def run(recorder: Any, module: nn.Module, call: Any, args: tuple, kwargs: dict) -> Any:
+        return call(*args, **kwargs)
+
+    def call(x: int) -> int:
+        if fails:
+            raise ValueError
+        return x + 1
+
+    monkeypatch.setattr(compiled_calls, "_run", run)
+    recorder: Any = Recorder()
+    part = ("layers.0", nn.Identity())
+    if fails:
+        with pytest.raises(ValueError):
+            compiled_calls.run_compiled(recorder, part, call, (1,), {})
+    else:
+        assert compiled_calls.run_compiled(recorder, part, call, (1,), {}) == 2
+    output = None if fails else 2
+    caught = [] if fails else [("end layers.0", 2)]
+    assert recorder.seen == [("entry layers.0", (1,)), ("begin layers.0", (1,)), *caught, ("exit layers.0", output)]
