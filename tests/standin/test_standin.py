@@ -27,6 +27,7 @@ def run_group(folder: Path, marks: str, *words: str, seconds: float) -> None:
         pytest.fail(f"not done after {seconds} s:\n{out[-2000:]}")
     if status != 0:
         pytest.fail(f"pytest {' '.join(command)} ended with {status}:\n{out[-8000:]}\n{err[-2000:]}")
+    assert "skipped" not in out.splitlines()[-1], "the device is not there"
 
 
 pytestmark = pytest.mark.skipif(device.why_not() is not None, reason=str(device.why_not()))

@@ -87,8 +87,16 @@ def test_what_operators_hold_inside_is_observed() -> None:
     assert predicted - profile.state.rounding > plain_bytes - mask_bytes
 
 
-@pytest.mark.parametrize(("seed", "number"), [*((seed, seed % 3) for seed in range(8)), (0, 1), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("seed", "number"), [(0, 1), (1, 1), (2, 0), (3, 0), (5, 2), (6, 0), (7, 1)])
 def test_a_budget_is_held(seed: int, number: int) -> None:
+    """Each once broke, or breaks where gradients of earlier micro-batches (0), the allocator's grain and fingerprints
+    (2) or what operators hold inside (3) are left out of the plan."""
+    check(seed, number)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("seed", "number"), [(0, 0), (2, 1), (2, 2), (3, 1), (4, 1)])
+def test_a_budget_is_held_at_other_prices(seed: int, number: int) -> None:
     check(seed, number)
 
 
