@@ -87,7 +87,9 @@ def test_what_operators_hold_inside_is_observed() -> None:
     assert predicted - profile.state.rounding > plain_bytes - mask_bytes
 
 
-@pytest.mark.parametrize(("seed", "number"), [*((seed, seed % 3) for seed in range(8)), (0, 1), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("seed", "number"), [*((seed, seed % 3) for seed in range(8)), (0, 1), (2, 0), (2, 1), (3, 1), (62, 2), (269, 2)]
+)
 def test_a_budget_is_held(seed: int, number: int) -> None:
     check(seed, number)
 
