@@ -97,7 +97,8 @@ class PlanEvent:
     """How many planned forward passes had run."""
     why: str
     """'first step', 'new shape', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
-    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118 ms'."""
+    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118
+    ms'."""
     budget_bytes: int | None
     """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
     digest: str
