@@ -51,7 +51,8 @@ class Site:
     release: int = 0
     """The first operator that runs after backward has released it (if nothing else holds it). 0 for an anchor."""
     first_sequence: int = 0
-    """Autograd's sequence number at its first save, counted from the start of the forward pass."""
+    """Autograd's sequence number at its first save, or where an anchor is caught, counted from the start of the forward
+    pass."""
     last_sequence: int = 0
     """The same at its last save: backward first reads it at the operator with this number."""
     recipe: Recipe | None = None
@@ -181,6 +182,13 @@ class Profile:
         """The same step in so much of the time."""
         seconds = tuple(seconds * share for seconds in self.op_seconds)
         return dataclasses.replace(self, op_seconds=seconds, nodes=tuple(_faster(node, share) for node in self.nodes))
+
+    def with_loop_bytes(self, nbytes: int) -> Profile:
+        """The same step, with so many bytes more between forward and backward: what the loop around the model takes for
+        a loss of its own."""
+        op_bytes = list(self.op_bytes)
+        op_bytes[self.num_forward_ops] += nbytes
+        return dataclasses.replace(self, op_bytes=tuple(op_bytes))
 
     def without_sizes(self, *, is_proven: bool) -> Profile:
         """The same step without the recipes that hold for its shapes only. `is_proven`: each forward pass is compared

@@ -173,7 +173,6 @@ class SavedTensorRecorder:
         node = self.nodes.get(record.index)
         if node is None:
             node = self.nodes[record.index] = self.new_node(record, tensor, record.name)
-            node.first_sequence = sequence
         node.last_sequence = sequence
         ref = self._parked.get(record.index)
         parked = ref() if ref is not None else None
@@ -193,6 +192,8 @@ class SavedTensorRecorder:
             offset=int(tensor.storage_offset()),
             dtype=tensor.dtype,
             part=part_of(tensor),
+            # Also of an anchor: how long its copy may take is counted from here.
+            first_sequence=next_sequence_number() - self._recorder.start_sequence,
             gathered=self._recorder.storages.gathered_now(),
         )
 

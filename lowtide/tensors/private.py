@@ -154,6 +154,9 @@ version_of: Callable[[torch.Tensor], int] = _reader("torch.Tensor._version")
 """How often a tensor, or another view of it, was written to in place. RuntimeError for an inference tensor. torch's
 notes on autograd name the attribute; there is no other way."""
 
+negated: Callable[[torch.Tensor], torch.Tensor] = find("torch._neg_view")
+"""A view with the negative bit. Public functions give one only of the imaginary part of a conjugate."""
+
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = find(
     "torch._C._autograd._unsafe_set_version_counter"
 )

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lowtide.core.recipe import Geometry
-from lowtide.tensors.private import is_view, version_of
+from lowtide.tensors.private import is_view, negated, version_of
 from lowtide.tensors.wrappers import hollow, is_desugared
 
 
@@ -158,12 +158,15 @@ def _provoke() -> str:
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares `tensor`'s version counter and none of its memory.
 
-    `detach()` shares the counter; assigning `.data` replaces the storage and leaves the counter in place.
+    `detach()` shares the counter; assigning `.data` replaces the storage and leaves the counter in place. On devices of
+    torch's PrivateUse1 kind (NPU) only a tensor with the same conjugate and negative bits may be assigned.
     """
     if type(tensor) is not torch.Tensor and is_desugared((type(tensor),)):
         return hollow(tensor)
     witness = tensor.detach()
-    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    empty = empty.conj() if tensor.is_conj() else empty
+    witness.data = negated(empty) if tensor.is_neg() else empty
     return witness
 
 

@@ -162,26 +162,30 @@ def plain(training: Training) -> Plain:
     )
 
 
-def planned(training: Training, budget_bytes: int) -> Planned:
+def planned(
+    training: Training, budget_bytes: int, look: Callable[[lowtide.Autopilot | None], None] = lambda tide: None
+) -> Planned:
     """With this budget or, where no plan fits it, the least that the error says would do.
 
     There may be several such errors: when gradients are found to stay from one micro-batch to the next, and when a
-    step shows what the loop computes around the model."""
+    step shows what the loop computes around the model. Calls `look` when the first plan is there, and after each step,
+    then with the autopilot."""
     for _ in range(4):
         try:
-            return _planned(training, budget_bytes)
+            return _planned(training, budget_bytes, look)
         except BudgetError as error:
             budget_bytes = max(error.floor_bytes, budget_bytes)
     raise AssertionError(f"no plan fits {budget_bytes}, which was said to be enough")
 
 
-def _planned(training: Training, budget_bytes: int) -> Planned:
+def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Autopilot | None], None]) -> Planned:
     before_bytes = _allocated_bytes()
     peaks: list[int] = []
 
     def hear(line: str) -> None:
         if line.startswith("lowtide: plan ") and "(first step)" in line:
             device.take_peak()  # the observed step is no planned one
+            look(None)
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -191,11 +195,16 @@ def _planned(training: Training, budget_bytes: int) -> Planned:
         with lowtide.optimize(
             model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
         ) as tide:
-            results = training.run(model, optimizer, lambda: peaks.append(device.take_peak() - before_bytes))
+
+            def after(tide: lowtide.Autopilot = tide) -> None:
+                peaks.append(device.take_peak() - before_bytes)
+                look(tide)
+
+            results = training.run(model, optimizer, after)
             events = list(tide.events)
             fates = frozenset(site.fate.value for site in tide.plan.sites)
     texts = [str(each.message) for each in warned if "lowtide" in str(each.message)]
-    del model, optimizer, tide, hear
+    del model, optimizer, tide, hear, after
     left_bytes = _allocated_bytes() - before_bytes
     return Planned(
         results=results,

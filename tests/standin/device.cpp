@@ -138,6 +138,14 @@ struct Block {
   size_t nbytes;  // rounded
   int device, stream;
   std::set<int> other_streams;
+  int64_t life = -1;  // its number among those that somebody watches
+};
+
+// Of a block, from when it was given out to when it came back, in moments (each allocation and each free is one).
+struct Life {
+  size_t nbytes;
+  int64_t born, dies;
+  const char* what;  // wrote to it last
 };
 
 struct State {
@@ -163,6 +171,9 @@ struct State {
   std::map<std::pair<int, size_t>, std::vector<Block*>> free_blocks;
   std::array<std::vector<Span>, kNumDevices> copies;  // when they run, as long as computation may still meet them
   int64_t num_allocations = 0, fail_from = -1, fail_until = -1;
+  void (*watcher)(int64_t) = nullptr;  // called for each block that is given out, with the number of its life
+  std::vector<Life> lives;
+  int64_t moment = 0;
   std::map<uintptr_t, std::weak_ptr<void>> pinned;
   std::map<uintptr_t, size_t> pinned_bytes;
   std::array<at::Generator, kNumDevices> generators;
@@ -428,6 +439,12 @@ void free_block(void* context) {
     queue.clock.join(point->clock);
   }
   block->other_streams.clear();
+  if (block->life >= 0) {
+    auto found = s.shadow.upper_bound(reinterpret_cast<uintptr_t>(block->data));
+    Life& life = s.lives[size_t(block->life)];
+    life.dies = s.moment++;
+    if (found != s.shadow.begin()) life.what = std::prev(found)->second.what;
+  }
   issue(block->stream);
   touch(block->stream, block->data, block->nbytes, true, "free");
   // Whatever its stream does next may use the block.
@@ -464,7 +481,7 @@ struct Allocator final : c10::DeviceAllocator {
       void* data = nullptr;
       TORCH_CHECK(posix_memalign(&data, kAlign, size) == 0, "the host has no memory for the stand-in");
       std::memset(data, kPoison, size);
-      block = new Block{static_cast<char*>(data), size, device, stream, {}};
+      block = new Block{static_cast<char*>(data), size, device, stream, {}, -1};
       count(stats.reserved_bytes, int64_t(size));
       ++stats.num_device_alloc;
     }
@@ -474,6 +491,11 @@ struct Allocator final : c10::DeviceAllocator {
     s.own_peak[device] = std::max(s.own_peak[device], int64_t(stats.allocated_bytes[0].current));
     issue(stream);
     touch(stream, block->data, size, true, "allocate");
+    block->life = s.watcher == nullptr ? -1 : int64_t(s.lives.size());
+    if (s.watcher != nullptr) {
+      s.lives.push_back({size, s.moment++, -1, ""});
+      s.watcher(block->life);
+    }
     return {block->data, block, &free_block, where};
   }
   static void check_statistics() {
@@ -1083,6 +1105,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
 
+// A copy reads and writes through the bits of conjugates and negatives itself, as that of every backend does.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 // The operators of autocast that the tests' models need.
@@ -1151,6 +1177,22 @@ int64_t standin_take_peak(int device) {
   int64_t peak = s.own_peak[device];
   s.own_peak[device] = s.stats[device].allocated_bytes[0].current;
   return peak;
+}
+
+// From now on `watcher` hears of each block that is given out; null: nobody does.
+void standin_watch(void (*watcher)(int64_t)) {
+  Lock lock(state().mutex);
+  state().watcher = watcher;
+}
+
+int64_t standin_moment() { return state().moment; }
+
+// What is known of a life: who wrote last to the block, and its bytes and moments.
+const char* standin_life(int64_t number, int64_t* nbytes, int64_t* born, int64_t* dies) {
+  Lock lock(state().mutex);
+  const Life& life = state().lives[size_t(number)];
+  *nbytes = int64_t(life.nbytes), *born = life.born, *dies = life.dies;
+  return life.what;
 }
 
 int64_t standin_num_allocations() { return state().num_allocations; }

@@ -21,8 +21,9 @@ import os
 import shutil
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ import torch
 NAME = "standin"
 NUM_DEVICES = 2
 _SOURCE = Path(__file__).with_name("device.cpp")
+_Watcher = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _POLICIES = {"late": 0, "early": 1, "random": 2, "clock": 3, "hidden": 4}
 
 
@@ -58,6 +60,10 @@ def load() -> None:
     library.standin_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.standin_violation.argtypes = [ctypes.c_int64]
     library.standin_violation.restype = ctypes.c_char_p
+    library.standin_watch.argtypes = [_Watcher]
+    library.standin_life.argtypes = [ctypes.c_int64, *[ctypes.POINTER(ctypes.c_int64)] * 3]
+    library.standin_life.restype = ctypes.c_char_p
+    library.standin_moment.restype = ctypes.c_int64
     library.standin_now.restype = ctypes.c_double
     counts = ("violations", "allocations", "copies", "queued", "entered", "recorded_early")
     for name in ("take_peak", *(f"num_{count}" for count in counts)):
@@ -212,6 +218,45 @@ def num_entered(number: int) -> int:
 def num_recorded_early() -> int:
     """How often an event was recorded again before the host had seen it complete, since the process began."""
     return _library().standin_num_recorded_early()
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A block that was given out, from when to when. A moment is one allocation or one free."""
+
+    nbytes: int
+    born: int
+    dies: int
+    """-1: it is still there."""
+    what: str
+    """The operator that wrote to it last; empty while it is there."""
+
+
+@contextmanager
+def watching(hear: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `hear` is called for each block that is given out, with its number, in the thread that asks for it."""
+    called = _Watcher(hear)
+    _library().standin_watch(called)
+    try:
+        yield
+    finally:
+        _library().standin_watch(_Watcher())
+
+
+def lives(num: int) -> list[Life]:
+    """The first `num` blocks that were given out while somebody watched, since the process began."""
+    library, numbers = _library(), [ctypes.c_int64() for _ in range(3)]
+    found = []
+    for number in range(num):
+        what = library.standin_life(number, *map(ctypes.byref, numbers))
+        nbytes, born, dies = (each.value for each in numbers)
+        found.append(Life(nbytes, born, dies, what.decode()))
+    return found
+
+
+def moment() -> int:
+    """How many blocks have come and gone while somebody watched, since the process began."""
+    return _library().standin_moment()
 
 
 @contextmanager

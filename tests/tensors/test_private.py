@@ -250,6 +250,13 @@ def test_versions_count_writes_and_can_be_set_back() -> None:
         private.version_of(unseen)
 
 
+def test_a_negated_view_has_the_negative_bit_and_the_same_bytes() -> None:
+    tensor = torch.ones(2)
+    view = private.negated(tensor)
+    assert view.is_neg() and not tensor.is_neg() and view.data_ptr() == tensor.data_ptr()
+    assert torch.equal(view, -tensor) and view._is_view()
+
+
 def test_autograd_compares_the_version() -> None:
     first = leaf()
     saved = first * 2

@@ -55,7 +55,7 @@ from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
-from lowtide.runtime.autopilot.peaks import PeakWatch
+from lowtide.runtime.autopilot.peaks import LoopWatch, PeakWatch
 from lowtide.runtime.autopilot.phases import Phase, State
 from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket, shape_bucket
 from lowtide.runtime.autopilot.plan_race import RACE, Controls, PlanRaces
@@ -99,7 +99,8 @@ class PlanEvent:
     """How many planned forward passes had run."""
     why: str
     """'first step', 'new shape', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
-    'peak: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118 ms'."""
+    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118
+    ms'."""
     budget_bytes: int | None
     """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
     digest: str
@@ -155,6 +156,8 @@ class Autopilot:
         self._num_forwards = 0
         self._peak = PeakWatch(engine.device_peak_bytes)
         """Of the same steps, on a device whose allocator counts."""
+        self._loop = LoopWatch(engine)
+        """The same, of what is between their forward and their backward."""
         self._clock = BackwardClock()
         """Of the planned steps that are to be reviewed."""
         self._first = FirstStep(engine)
@@ -167,6 +170,7 @@ class Autopilot:
             tell=self._tell,
             decide=self._decide,
             num_threads=lambda: len(self._threads),
+            peak_bytes=lambda: self._peak.peak_bytes,
             say=self._say,
         )
         self._races = PlanRaces(self._planning, self._shapes, engine, self._steps, controls)
@@ -367,8 +371,11 @@ class Autopilot:
             self._steps.follow(output)
         if self.phase is Phase.COMPARED and tide is not None:
             self._peak.follow(output)
+            self._loop.follow(output)
             if self.engine.device_type == "cpu":
                 self._clock.follow(output, lambda: tide.stats.stall_seconds)
+        elif self.phase is Phase.RACING:
+            self._peak.follow(output)
         return output
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -384,6 +391,7 @@ class Autopilot:
         self._steps.stop()
         self._threads.add(threading.get_ident())
         if self._planning.has_budget:
+            self._note_loop()
             if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
                 self._expect_gradients()
             self._drop_unsteady()
@@ -641,10 +649,13 @@ class Autopilot:
         stats = tide.stats
         if self.phase is not Phase.COMPARED or stats.num_forwards < 1:
             return
-        pass_bytes = self._peak.peak_bytes
+        pass_bytes = max(self._peak.peak_bytes, self._loop.peak_bytes)
         self._peak.note()  # the optimizer's step is over as well, and whatever else there was between two passes
         self._tell_first(shape, stats)
+        has_more = shape.has_more_loop_bytes
         found = self._correction(shape, stats)
+        if found is None and has_more:
+            found = Correction(why=f"loop: {format_bytes(shape.loop_bytes)} between forward and backward")
         self._count_review(shape)
         self._was_smaller = False
         self._restart_stats(tide)
@@ -664,24 +675,39 @@ class Autopilot:
             needed_bytes = error.floor_bytes + shape.unforeseen_bytes
             shape.unforeseen_bytes, shape.profile, self._planning.facts = before
             self._count_review(shape, _NUM_REVIEWS)
-            if is_joint and any_rank(self._is_beginning and pass_bytes > self._planning.budget_bytes, self._group):
+            shape.has_more_loop_bytes = False
+            is_above = has_more or pass_bytes > self._planning.budget_bytes
+            if is_joint and any_rank(self._is_beginning and is_above, self._group):
                 refusal = self._first_step_error(pass_bytes, needed_bytes)
                 self.remove()
                 raise refusal from None
             # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
             self._warn_that_nothing_fits(found, needed_bytes)
             return
-        corrected = shape.plan
+        # What was predicted without the loop's bytes says nothing of whether it fits.
+        corrected = None if has_more else shape.plan
         self._replace(shape, plan)
         shape.before = corrected
         why = found.why if found is not None else "another rank corrected its plan"
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
+    def _note_loop(self) -> None:
+        """What the loop does between forward and backward was measured: plans have room for it from now on."""
+        if self._state.key is None or self._was_smaller:
+            return
+        shape = self._shapes[self._state.key]
+        more_bytes = self._loop.extra_bytes - shape.loop_bytes
+        if more_bytes > 0:
+            shape.profile = shape.profile.with_loop_bytes(more_bytes)
+            shape.loop_bytes += more_bytes
+            shape.has_more_loop_bytes = True
+
     def _tell_first(self, shape: CachedPlan, stats: Stats) -> None:
         predicted = shape.plan.predicted
         if self._first.is_told or predicted is None:
             return
-        peak_bytes = None if self.engine.device_peak_bytes() is None else self._peak.peak_bytes
+        seen_bytes = max(self._peak.peak_bytes, self._loop.peak_bytes)
+        peak_bytes = None if self.engine.device_peak_bytes() is None else seen_bytes
         self._say(self._first.line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes))
 
     def _count_review(self, shape: CachedPlan, num: int = 1) -> None:
@@ -693,6 +719,7 @@ class Autopilot:
     def _restart_stats(self, tide: Tide) -> None:
         tide.reset_stats()
         self._peak.restart()
+        self._loop.restart()
 
     @property
     def _is_beginning(self) -> bool:
@@ -723,9 +750,10 @@ class Autopilot:
         assert link is not None
         found = None
         if self.engine.device_peak_bytes() is not None:
-            found = correct_memory(
-                predicted, self._peak.peak_bytes, self._planning.budget_bytes, shape.unforeseen_bytes
-            )
+            peak_bytes = self._peak.peak_bytes
+            if not shape.has_more_loop_bytes:  # else the profile has what is above the prediction there
+                peak_bytes = max(peak_bytes, self._loop.peak_bytes)
+            found = correct_memory(predicted, peak_bytes, self._planning.budget_bytes, shape.unforeseen_bytes)
         if found is not None or self._was_smaller:
             return found
         return correct_times(shape.profile, predicted, stats, self._clock.seconds, link)

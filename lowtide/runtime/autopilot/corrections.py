@@ -29,7 +29,7 @@ _COMPUTE_TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """One number that was wrong. `why` begins with 'peak', 'compute' or 'stalls'."""
+    """One number that was wrong. `why` begins with 'peak', 'loop', 'compute' or 'stalls'."""
 
     why: str
     unforeseen_bytes: int = 0

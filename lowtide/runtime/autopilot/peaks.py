@@ -6,9 +6,15 @@ just been (at the end of the forward pass, at the end of the backward pass, befo
 maximum. Where somebody else reset the counter the true peak may be higher; it is never taken for a reason to use more
 (corrections.py).
 
-Cost: three reads of a counter and one hook a step that is reviewed, two of them after a new plan; nothing after that.
+What the loop does between the model's forward and its backward (a loss of its own, forward and backward) is apart:
+`LoopWatch` reads what that takes beyond what the forward pass has left. These bytes are there at that moment of a step
+only, so another plan, with its largest moment elsewhere, has them there too, and nowhere else.
+
+Cost: three reads of a counter and one hook a step that is reviewed, two of them after a new plan, and of a model that
+gives no single number two resets of the counter and another hook; nothing after that.
 Not covered: somebody who resets the counter between the forward and the backward pass, and after an optimizer's step
-that needs more than both.
+that needs more than both; what the loop does between two forward passes that come before a backward pass (it counts as
+any other excess).
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lowtide.engines.base import Engine
 from lowtide.tensors.private import queue_callback, tree_leaves
 
 
@@ -48,6 +55,52 @@ class PeakWatch:
         )
         if root is not None:
             root.register_prehook(lambda gradients: _at_the_end(self.note))
+
+
+class LoopWatch:
+    """What the loop takes between a forward pass and its backward pass. Beside a `PeakWatch`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: object | None = None
+        self.extra_bytes = 0
+        """The most that was allocated at once in between, beyond what was there when the forward pass ended, and beyond
+        the gradient of its output, which the observed step has too."""
+        self.peak_bytes = 0
+        """The same with all that was there. `PeakWatch` has not seen it."""
+
+    def restart(self) -> None:
+        """A new measurement."""
+        self._open = None
+        self.extra_bytes = self.peak_bytes = 0
+
+    def follow(self, output: Any) -> None:
+        """A planned forward pass is over, which gave `output`, and the peak was noted."""
+        if self._open is not None:  # two forward passes: not what one step is
+            self._open = None
+            return
+        leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn)
+        root = next(leaves, None)
+        if root is None or root.numel() == 1:
+            return
+        start_bytes = self._engine.device_bytes()
+        if start_bytes is None:
+            return
+        own = self._open = object()
+        gradient_bytes = root.numel() * root.element_size()
+        self._engine.reset_device_peak()
+
+        def over(gradients: Any) -> None:
+            if self._open is not own:
+                return
+            self._open = None
+            peak_bytes = self._engine.device_peak_bytes() or 0
+            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+            self.extra_bytes = max(self.extra_bytes, peak_bytes - start_bytes - gradient_bytes)
+            self._engine.reset_device_peak()
+
+        assert root.grad_fn is not None
+        root.grad_fn.register_prehook(over)
 
 
 def _at_the_end(note: Callable[[], None]) -> None:

@@ -41,6 +41,10 @@ class CachedPlan:
     num_reviews: int = 0
     """How many planned steps were compared with their prediction."""
     unforeseen_bytes: int = 0
+    loop_bytes: int = 0
+    """What the profile has for what the loop does between forward and backward, as it was measured (peaks.py)."""
+    has_more_loop_bytes: bool = False
+    """The profile has got more of them since the plan was made."""
     name: str = SOLVERS
     """What the plan is called in a race."""
     before: Plan | None = None
@@ -76,7 +80,7 @@ class CachedPlan:
         """Another plan, which has not raced."""
         self.retire()
         self.plan, self.name, self.before, self.rivals, self.pace, self.result = plan, SOLVERS, None, None, None, ""
-        self.is_raced = False
+        self.is_raced = self.has_more_loop_bytes = False
 
 
 class PlanCache:

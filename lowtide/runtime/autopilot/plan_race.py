@@ -50,6 +50,8 @@ class Controls:
     """Whether all ranks are here to decide the same."""
     num_threads: Callable[[], int]
     """How many threads train the model."""
+    peak_bytes: Callable[[], int]
+    """The device's peak as it was seen since the plan in force got its turn, whoever resets the counter."""
     say: Callable[[str], None]
 
 
@@ -148,7 +150,7 @@ class PlanRaces:
             return
         # The first forward pass of a plan also tries its recipes out.
         if contest.number and not contest.race.is_learning(contest.number):
-            peak_bytes = self._engine.device_peak_bytes() or 0
+            peak_bytes = max(self._engine.device_peak_bytes() or 0, self._controls.peak_bytes())
             if peak_bytes > self._planning.budget_bytes:
                 self.drop_rival(f"it needed {format_bytes(peak_bytes)}")
         if contest.race.is_over(has_pending=self._steps.has_pending):

@@ -23,7 +23,7 @@ from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.peaks import PeakWatch
+from lowtide.runtime.autopilot.peaks import LoopWatch, PeakWatch
 from lowtide.runtime.autopilot.phases import Phase
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
@@ -242,3 +242,52 @@ def test_the_watch_looks_at_the_end_of_each_backward_pass() -> None:
     assert watch.peak_bytes == 2
     watch.follow(torch.ones(1))  # nothing to wait for
     assert watch.peak_bytes == 3
+
+
+class Readings:
+    """An engine that reads one number of bytes after the other, of what is there and of the peak."""
+
+    def __init__(self, current: list[int | None], peaks: list[int]) -> None:
+        self.current, self.peaks = current, peaks
+        self.num_resets = 0
+
+    def device_bytes(self) -> int | None:
+        return self.current.pop(0)
+
+    def device_peak_bytes(self) -> int | None:
+        return self.peaks.pop(0)
+
+    def reset_device_peak(self) -> None:
+        self.num_resets += 1
+
+
+def test_what_the_loop_takes_is_measured_from_the_end_of_forward_to_the_start_of_backward() -> None:
+    engine: Any = Readings([100, 100], [190, 150])
+    watch = LoopWatch(engine)
+    x = torch.ones(5, requires_grad=True)
+    for extra, peak in ((70, 190), (70, 190)):  # 190 - 100 - 20 of the gradient; the second time less
+        output = x.exp()
+        watch.follow(output)
+        output.square().mean().backward()
+        assert (watch.extra_bytes, watch.peak_bytes) == (extra, peak)
+    assert engine.num_resets == 4
+    watch.restart()
+    assert (watch.extra_bytes, watch.peak_bytes) == (0, 0)
+
+
+def test_a_loss_of_the_model_itself_and_two_forward_passes_are_not_measured() -> None:
+    engine: Any = Readings([100, None], [])
+    watch = LoopWatch(engine)
+    x = torch.ones(5, requires_grad=True)
+    loss = x.exp().sum()
+    watch.follow(loss)
+    loss.backward()
+    watch.follow(torch.ones(5))
+    assert engine.num_resets == 0
+    first, second = x.exp(), x.exp()
+    watch.follow(first)
+    watch.follow(second)
+    (first + second).sum().backward()
+    assert (watch.extra_bytes, engine.num_resets) == (0, 1)
+    watch.follow(x.exp())  # a device that does not count
+    assert engine.num_resets == 1
