@@ -84,6 +84,9 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal to the bit, NaN and the sign of zero included. They may be on two devices."""
     if one.size() != other.size() or one.dtype != other.dtype:
         return False
+    if one.is_quantized:  # its bytes have no view, and its scale is beside them
+        here = one.detach().to(other.device)
+        return torch.equal(here.int_repr(), other.int_repr()) and torch.equal(here.dequantize(), other.dequantize())
     first, second = (
         tensor.detach().to(other.device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for tensor in (one, other)
