@@ -23,6 +23,9 @@ SOURCES := lowtide tests examples benchmarks docs
 
 .PHONY: test test-extended check demo bench report attack mutants gpu format clean
 
+# Else the workers, and each program that a test starts, compile lowtide and its tests anew.
+test test-extended check: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal --timeout=300 -m "not extended"
 

@@ -191,13 +191,17 @@ def _everywhere(value: Any) -> list[Any]:
     return found
 
 
-def kept(rank: int, names: list[str], about: dict[str, Any] | None = None) -> list[tuple[int, int]]:
-    """With all the room there is: what each pipeline is said to need, and what it needs."""
+def kept(
+    rank: int, names: list[str], about: dict[str, Any] | None = None, recompute: list[str] | None = None
+) -> list[tuple[int, int]]:
+    """With all the room there is: what each pipeline is said to need, and what it needs. `recompute`: layers that run
+    again by rule."""
     found = []
+    rules: dict[str, Any] = {} if recompute is None else {"recompute": recompute, "swap": "none"}
     for name in names:
         it = Rank(name, rank, **(about or {}))
-        with contextlib.closing(it.pipeline), it.fit(2**30) as plans:
-            assert all(plan.does_nothing for plan in plans.plans.values())
+        with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
+            assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
             _, peaks = it.train(2, plans)
             found.append((plans.found.peak_bytes, max(peaks)))
     return found

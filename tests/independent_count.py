@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class IndependentCount(TorchDispatchMode):
@@ -46,7 +45,9 @@ class IndependentCount(TorchDispatchMode):
         weakref.finalize(storage, self._gone, key, nbytes)
 
     def _add_all(self, tree: Any) -> None:
-        for leaf in tree_leaves(tree):
+        for leaf in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(leaf, dict | list | tuple):
+                self._add_all(leaf)
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.layout is torch.strided:

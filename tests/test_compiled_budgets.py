@@ -64,8 +64,13 @@ def test_what_is_observed_of_a_compiled_layer() -> None:
 
 @pytest.mark.slow
 def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small layer: a compiler is needed, and seconds."""
+    """One small layer: a compiler is needed, and seconds. Not its search for the widest vectors, which compiles a
+    program for each width, nor its pool of processes."""
+    from torch._inductor import config, cpu_vec_isa
+
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    monkeypatch.setattr(config, "compile_threads", 1)
     how: dict[str, Any] = {"habits": ("", ""), "which": (0,), "backend": "inductor"}
     truth = train(build(**how), ROWS)
     before = num_frames()
@@ -114,7 +119,7 @@ def _qwen3_moe() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_llama, _gpt2, _qwen3_moe])
+@pytest.mark.parametrize("make", [pytest.param(_llama, marks=pytest.mark.extended), _gpt2, _qwen3_moe])
 def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> None:
     def compiled() -> Any:
         torch.manual_seed(0)

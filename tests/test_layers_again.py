@@ -244,6 +244,7 @@ NUM_FOUND = 1 + 6 * 6
 """A loss and the gradients of a `NoisyStack`."""
 
 
+@functools.cache
 def _budget_for(num_layers: int) -> int:
     """What is enough if `num_layers` of the stack run again."""
     profile = observe(NoisyStack(), (torch.ones(256, 16),))

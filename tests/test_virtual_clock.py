@@ -29,7 +29,7 @@ from tests.engines.clocked import ClockedEngine, ClockMode
 from tests.engines.roofline_clock import HARDWARE, LINK, seconds_of
 
 MIN_BYTES = 4096
-NUM_PLANS = 24
+NUM_PLANS = 12
 
 
 def make_model(name: str) -> nn.Module:

@@ -33,12 +33,22 @@ def check_words(tier: Any, overlap: Any) -> None:
             raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
 
 
-def share_of(resident: Any) -> float:
+def share_of(resident: Any) -> float | None:
+    """None: 'auto'."""
     if resident == "auto":
-        return 0.0
+        return None
     if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
         raise ConfigError(f"lowtide.swap_optimizer: resident is 'auto' or a share from 0 to 1, not {resident!r}")
     return float(resident)
+
+
+def why_none_stays() -> str:
+    """Why `resident='auto'` cannot mean more than none here; empty where it can."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return "there are several ranks, which must step alike: give a share"
+    return ""
 
 
 def size_of(name: str, value: Any) -> int:

@@ -79,7 +79,7 @@ class Checkpoints:
             yield from zip(saved["params"], group["params"], strict=False)
 
     def _held(self, parameter: torch.Tensor, entries: Any) -> Any:
-        if not isinstance(entries, dict) or parameter in self._store.residents:
+        if not isinstance(entries, dict):
             return entries
         return {key: self._held_or_not(parameter, key, value) for key, value in entries.items()}
 
@@ -100,10 +100,11 @@ class Checkpoints:
     def _put_in(self) -> None:
         """Replace the state that torch made by one whose large tensors have homes."""
         optimizer, store = self._optimizer, self._store
-        for entries in optimizer.state.values():
+        for parameter, entries in optimizer.state.items():
             if isinstance(entries, dict):
                 held = {key: value for key, value in entries.items() if isinstance(value, _Held)}
-                entries.update({key: value.tensor.detach().to(value.dtype) for key, value in held.items()})
+                device = store.device if parameter in store.residents else None
+                entries.update({key: value.tensor.detach().to(device, value.dtype) for key, value in held.items()})
         optimizer.state = SettledState(self._settle, optimizer.state.default_factory, optimizer.state)
         store.start_anew()
         self._after_load()

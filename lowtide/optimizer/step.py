@@ -6,8 +6,9 @@ Why it is exact: an optimizer of torch treats each parameter by itself (or, with
 touch each other), so a step over some parameters, then over the others, is the step over all of them. The optimizer's
 own `step` does the work, with `param_groups` that show it some of the parameters.
 
-A part is a bucket's parameters that have a gradient; or parameters whose state stays on the device; or parameters
-that have no state yet, as many as will make about a bucket of it, so that the first step is bounded too. Parameters
+A part is a bucket's parameters that have a gradient; or parameters whose state stays on the device, or that have none
+yet, as many as have about a bucket of it: so the first step is bounded too, and temporaries are those of one bucket
+however much stays. Parameters
 without a gradient are skipped, and a bucket without any gradient is not moved; one with many of them is cut in two.
 A parameter whose state is larger than a bucket steps in stretches, one part each, if that keeps the bits
 (stretches.py).
@@ -150,7 +151,9 @@ class Stepper:
         if not together:
             self.store.part_company(number_of.keys())
         staying, fresh, at_once = self._sorted_out(number_of, together)
-        parts = [Part(sorted([*idle, *_by_group(staying, number_of)], key=_number))]
+        first, *others = self._in_runs(staying) or [[]]
+        parts = [Part(sorted([*idle, *_by_group(first, number_of)], key=_number))]
+        parts += [Part(_by_group(parameters, number_of)) for parameters in others]
         if at_once:
             parts.append(self._part(at_once, number_of, self._homes_of(at_once)))
         done = {id(home) for part in parts for home in part.homes}
@@ -158,13 +161,15 @@ class Stepper:
             home.was_idle = not any(p in number_of for p in home.parameters)
             if id(home) not in done:
                 parts.append(self._of_home(home, number_of))
-        ratio = self.store.state_bytes_per_parameter_byte
-        sizes = [int(inside(p.detach()).nbytes * ratio) for p in fresh]
-        for run in runs(sizes, self.store.bucket_bytes):
-            parts.append(self._of_fresh(fresh[run.start : run.stop], number_of, ratio))
+        parts += [self._of_fresh(parameters, number_of) for parameters in self._in_runs(fresh)]
         parts = [part for part in parts if part.chosen]
         # Not even a gradient: the optimizer is called all the same, as without lowtide.
         return parts or [Part([])]
+
+    def _in_runs(self, parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """These parameters, cut where about a bucket of state is full."""
+        sizes = [self.store.state_bytes_of(parameter) for parameter in parameters]
+        return [parameters[run.start : run.stop] for run in runs(sizes, self.store.bucket_bytes)]
 
     def _sorted_out(
         self, number_of: dict[torch.Tensor, int], together: set[int]
@@ -195,9 +200,9 @@ class Stepper:
             return _chain(number_of[parameter], Cut(self.store, parameter, home, ends).stretches())
         return self._part(home.parameters, number_of, [home])
 
-    def _of_fresh(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], ratio: float) -> Part:
+    def _of_fresh(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]) -> Part:
         """Parameters without state."""
-        first = parameters[0]
+        first, ratio = parameters[0], self.store.state_bytes_per_parameter_byte
         if len(parameters) == 1 and is_cut_now(self.optimizer, first):
             ends = ends_of(self.optimizer, first, ratio * first.element_size(), self.store.bucket_bytes)
             if ends:

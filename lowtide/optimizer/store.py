@@ -64,6 +64,8 @@ class StateStore:
         """Parameters whose state stays on the device."""
         self.asked_to_stay: set[torch.Tensor] = set()
         """Those of them of which somebody wanted it."""
+        self._brought: list[tuple[list[torch.Tensor], int]] = []
+        """The parameters of each bucket that `let_stay` brought back, and its bytes."""
         self.unfinished: list[Home] = []
         """Of parameters whose first step has not come to their end; nobody else knows them yet."""
         self.state_bytes_per_parameter_byte = 3.0
@@ -79,6 +81,12 @@ class StateStore:
             total = sum(inside(p.detach()).nbytes for p in parameters)
             self._bucket_bytes = bucket_bytes_for(int(total * self.state_bytes_per_parameter_byte))
         return self._bucket_bytes
+
+    def state_bytes_of(self, parameter: torch.Tensor) -> int:
+        """Bytes of a parameter's state; what they may come to where it has none yet."""
+        values = entries_of(self.optimizer.state, parameter).values()
+        found = sum(inside(v).nbytes for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided)
+        return found or int(inside(parameter.detach()).nbytes * self.state_bytes_per_parameter_byte)
 
     def keep(self, parameters: set[torch.Tensor]) -> None:
         """Have the state of these stay on the device, and of no others that were asked to; these are still there."""
@@ -303,15 +311,62 @@ class StateStore:
         while self.unfinished:
             self.transfers.free(self.unfinished.pop())
         while self.homes:
-            home = self.homes[0]
-            if home.resident is not None:
-                self.part_from(home, home.resident)
-            self._to_device({id(host) for host in home.hosts}, home)
-            del self.homes[0]
-            for parameter in home.parameters:
-                if self.home_of.get(parameter) is home:
-                    del self.home_of[parameter]
-            self.transfers.free(home)
+            self._bring(self.homes[0])
+
+    def _bring(self, home: Home) -> None:
+        """The state of this home is on the device, and the home is gone. Where memory runs out, it is whole."""
+        if home.resident is not None:
+            self.part_from(home, home.resident)
+        self._to_device({id(host) for host in home.hosts}, home)
+        self.homes.remove(home)
+        for parameter in home.parameters:
+            if self.home_of.get(parameter) is home:
+                del self.home_of[parameter]
+        self.transfers.free(home)
+
+    def let_stay(self, most_bytes: int) -> int:
+        """Bring whole buckets back to stay, the first ones that fit into so many bytes; how many bytes came. Between
+        steps.
+
+        Where memory runs out before, the others are where they were."""
+        self.refresh()
+        self.transfers.settle()
+        came = 0
+        for home in list(self.homes):
+            if came + home.nbytes > most_bytes:
+                continue
+            try:
+                self._bring(home)
+            except torch.OutOfMemoryError:
+                break
+            came += home.nbytes
+            self.keep({*self.asked_to_stay, *home.parameters})
+            self._brought.append((home.parameters, home.nbytes))
+        return came
+
+    def send_away(self, least_bytes: int | None) -> int:
+        """Of what `let_stay` brought, last ones first, so many bytes leave (None: all of it); how many left.
+
+        By the host, without memory of the device. Between steps; nothing is on its way. What no tier has room for
+        stays."""
+        before, leaving, nbytes = self.moved_bytes, [], 0
+        while self._brought and (least_bytes is None or nbytes < least_bytes):
+            parameters, size = self._brought.pop()
+            leaving += parameters
+            nbytes += size
+        self.keep(self.asked_to_stay - set(leaving))
+        self.adopt(leaving, anywhere=True)
+        return self.moved_bytes - before
+
+    @property
+    def staying_bytes(self) -> int:
+        """Of buckets that `let_stay` brought and that still stay."""
+        return sum(nbytes for parameters, nbytes in self._brought if self.asked_to_stay.issuperset(parameters))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of buckets that are elsewhere between steps."""
+        return sum(home.nbytes for home in self.homes if home.resident is None)
 
     def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
         """Give what `optimizer.state` shows of this bucket memory of its own, and let the bucket go."""

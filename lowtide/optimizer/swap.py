@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.budget import DeviceMemory
 from lowtide.engines.base import Engine
+from lowtide.engines.device_memory import device_memory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.asked import (
     bucket_bytes_of,
@@ -37,11 +39,13 @@ from lowtide.optimizer.asked import (
     share_of,
     size_of,
     tiers_from,
+    why_none_stays,
 )
 from lowtide.optimizer.checkpoint import Checkpoints
 from lowtide.optimizer.deferred import DeferredUpdates, check_model
 from lowtide.optimizer.in_backward import InBackward, StepCalls, check_alone
 from lowtide.optimizer.overlap import Overlap
+from lowtide.optimizer.residency import Choice, Residency
 from lowtide.optimizer.state import SettledState
 from lowtide.optimizer.step import Stepper, StepRun
 from lowtide.optimizer.store import StateStore
@@ -86,8 +90,10 @@ def swap_optimizer(
     engine: Engine | str | None = None,
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
+    memory: Callable[[], DeviceMemory] | None = None,
 ) -> OptimizerSwap:
-    """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least."""
+    """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
+    `memory`: what the device has for this process (None: ask its driver)."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -110,8 +116,11 @@ def swap_optimizer(
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
-    store.keep(first_ones(found, share, least))
-    return OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
+    store.keep(first_ones(found, share or 0.0, least))
+    handle = OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
+    if share is None:
+        handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
+    return handle
 
 
 def why_not(optimizer: Any) -> str:
@@ -152,9 +161,10 @@ class OptimizerSwap:
         self._num_steps = 0
         self._deferred: DeferredUpdates | None = None
         self._in_backward: InBackward | None = None
+        self._residency: Residency | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
-        self._overlap = Overlap(overlap, store, lambda: self.stats.stall_seconds)
+        self._overlap = Overlap(overlap, store, self._stall_seconds)
         self._adopt_all()
         parameters = self._parameters()
         if overlap == "deferred":
@@ -265,9 +275,17 @@ class OptimizerSwap:
         if self._closes_engine:
             self._store.engine.close()
 
+    def choose_residency(self, memory: Callable[[], DeviceMemory]) -> None:
+        """From now on what stays on the device is chosen by what `memory()` says that there is."""
+        self._residency = Residency(
+            self._store, memory, settle=self.flush, is_alone=self._closes_engine, why_none=why_none_stays()
+        )
+
     def keep_no_more_than(self, share: float) -> None:
         """From now on no more than this share of the parameters has its state on the device: what stayed beyond leaves.
-        Between steps. Nothing comes back."""
+        Between steps. Nothing comes back. Raises RuntimeError where a step has stopped half-way."""
+        if self._torn is not None:
+            raise RuntimeError(self._words_of_torn("keep_no_more_than"))
         store = self._store
         self.flush()
         store.keep(first_ones(self.optimizer, share, store.min_bytes) & store.asked_to_stay)
@@ -318,6 +336,9 @@ class OptimizerSwap:
         else:
             self._advance(run, None)
         self._num_steps += 1
+        if self._residency is not None:
+            is_settled = self._num_steps > 1 and not self._overlap.is_trying
+            self._residency.after_step(self._stall_seconds(), self._overlap.tried, is_settled=is_settled)
         if is_wrapped_by_scheduler(self._previous):
             tell_scheduler(self.optimizer)
         return run.result if closure is None else loss
@@ -457,6 +478,11 @@ class OptimizerSwap:
         return {id(host) for home in self._store.homes if home.resident is None for host in home.hosts}
 
     @property
+    def residency(self) -> Choice | None:
+        """What `resident="auto"` chose, and why; None until it has, and where a share was given."""
+        return None if self._residency is None else self._residency.choice
+
+    @property
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
         store, transfers = self._store, self._transfers
@@ -468,8 +494,6 @@ class OptimizerSwap:
                 for value in entries.values()
                 if isinstance(value, torch.Tensor) and value.layout == torch.strided
             )
-        # An engine that others use too has stalls that are not ours.
-        engine_stalls = store.engine.stall_seconds() - self._engine_stall_seconds if self._closes_engine else 0.0
         swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
         return OptimizerStats(
             num_steps=self._num_steps,
@@ -479,9 +503,14 @@ class OptimizerSwap:
             bucket_peak_bytes=transfers.peak_bytes,
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
-            stall_seconds=transfers.stall_seconds + engine_stalls,
+            stall_seconds=self._stall_seconds(),
             overlap=self._overlap_now(),
         )
+
+    def _stall_seconds(self) -> float:
+        # An engine that others use too has stalls that are not ours.
+        engine_stalls = self._store.engine.stall_seconds() - self._engine_stall_seconds if self._closes_engine else 0.0
+        return self._transfers.stall_seconds + engine_stalls
 
     def _overlap_now(self) -> str:
         if self._deferred is not None:
@@ -497,7 +526,7 @@ class OptimizerSwap:
             f"{type(self.optimizer).__name__}: {format_bytes(stats.swapped_bytes)} of state on {tiers} between steps, "
             f"{share:.0%} resident; {stats.num_buckets} buckets, {format_bytes(stats.bucket_peak_bytes)} at most on "
             f"{self._store.device} in a step; {stats.num_steps} steps waited {stats.stall_seconds:.3f} s for copies "
-            f"(overlap '{stats.overlap}')"
+            f"(overlap '{stats.overlap}'){'' if self.residency is None else f'; {self.residency}'}"
         )
 
 

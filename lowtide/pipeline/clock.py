@@ -9,17 +9,17 @@ What: `play` runs the computing actions of a schedule with given durations. The 
 Times are whatever the durations are in; whole numbers stay whole, so that formulas can be compared exactly.
 Where sends and receives are written out, their places are not looked at: `verify` proves that they can be kept, and a
 transfer is never on its way before its data is there.
-Cost: about 20 µs an action, 0.1 s for 16 ranks with 128 micro-batches.
+Cost: some µs an action, and some more the first time that a schedule is played.
 
 Not covered: links that are shared or fill up, blocking transfers, the optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowtide.pipeline.schedule import TRANSFERS, AnyAction, Kind, Pair, Result, Schedule, made_by
+from lowtide.pipeline.schedule import AnyAction, Kind, Pair, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,36 +96,35 @@ def play(
     schedule: Schedule, seconds_of: Callable[[AnyAction], float] = UNIT.seconds_of, *, transfer_seconds: float = 0
 ) -> Played:
     """Play one step. The schedule must have passed `verify`, and every duration must be above 0."""
-    made: dict[Result, tuple[float, int]] = {}
-    """When each result was made, and on which rank."""
+    ready: list[float | None] = [None] * schedule.num_results
+    """When each result was made."""
+    home = [0] * schedule.num_results
+    """On which rank."""
     rows: list[list[Timed]] = [[] for _ in schedule.actions]
-    waiting = [iter(computing(row)) for row in schedule.actions]
+    waiting = [iter(row) for row in schedule.computed]
     heads = [next(row, None) for row in waiting]
     free: list[float] = [0] * schedule.num_ranks
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(waiting):
-            while (action := heads[rank]) is not None:
-                reads = [made.get(need) for part in action.parts for need in schedule.needs(part)]
-                if None in reads:
-                    break
+            while (head := heads[rank]) is not None:
                 start = free[rank]
-                for when, home in filter(None, reads):
-                    start = max(start, when if home == rank else when + transfer_seconds)
-                seconds = seconds_of(action)
-                assert seconds > 0, f"{action} takes no time"
-                free[rank] = start + seconds
-                rows[rank].append(Timed(action, start, free[rank]))
-                for part in action.parts:
-                    if (result := made_by(part)) is not None:
-                        made[result] = (free[rank], rank)
-                heads[rank] = next(row, None)
-                moved = True
+                for need in head.needs:
+                    when = ready[need]
+                    if when is None:
+                        break
+                    start = max(start, when if home[need] == rank else when + transfer_seconds)
+                else:
+                    seconds = seconds_of(head.action)
+                    assert seconds > 0, f"{head.action} takes no time"
+                    free[rank] = start + seconds
+                    rows[rank].append(Timed(head.action, start, free[rank]))
+                    for result in head.makes:
+                        ready[result], home[result] = free[rank], rank
+                    heads[rank] = next(row, None)
+                    moved = True
+                    continue
+                break
     assert not any(heads), "a schedule that stands still: verify it first"
     return Played(tuple(map(tuple, rows)))
-
-
-def computing(row: Iterable[AnyAction]) -> list[AnyAction]:
-    """A row without its sends and receives."""
-    return [action for action in row if action.parts[0].kind not in TRANSFERS]

@@ -109,7 +109,7 @@ class RankPlan:
 def plan_rank(task: RankTask) -> RankPlan:
     """The fastest that was found. Raises `BudgetError` where nothing fits, which says what budget would be enough."""
     search = _Search(dataclasses.replace(task, config=_of_one_chunk(task)))
-    found = _searched(search)
+    found = search.as_held(_searched(search))
     return dataclasses.replace(found, peak_bytes=search.peak_bytes(found))
 
 
@@ -149,7 +149,7 @@ class _Search:
 
     def __init__(self, task: RankTask) -> None:
         self.task = task
-        self.most = {stage: _held_bytes(chunk.profile) for stage, chunk in task.chunks.items()}
+        self.most = {stage: self._most_held(stage) for stage in task.chunks}
         self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
         self._known: dict[tuple[float, int], RankPlan | None] = {}
@@ -168,6 +168,15 @@ class _Search:
             least = min(most, self.least[stage] + self.least[stage] // _SLACK_SHARE + 1)
             limits[stage] = least + int(share * (most - least))
         return limits
+
+    def as_held(self, plan: RankPlan) -> RankPlan:
+        """The same plans; what a chunk holds in flight is no longer the limit that they were given, but what they hold.
+        They may hold less: activations leave whole, and layers may run again by rule."""
+        held = {
+            stage: min(limit, self._held_under(stage, plan.plans[stage]) + self.task.chunks[stage].input_bytes)
+            for stage, limit in plan.held_bytes.items()
+        }
+        return dataclasses.replace(plan, held_bytes=held)
 
     def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
         plans = {}
@@ -275,12 +284,28 @@ class _Search:
             nbytes = chunks[stage].input_gradient_bytes if stage in chunks else chunks[stage - 1].output_gradient_bytes
         return nbytes + HEAD_BYTES
 
+    def _most_held(self, stage: int) -> int:
+        """What a chunk holds in flight if all is kept but what rules recompute."""
+        return self._held_under(stage, self._solved(self._at_turn(stage), 4 * _NO_LIMIT))
+
+    def _held_under(self, stage: int, plan: Plan) -> int:
+        """What a chunk holds in flight under its plan, without its input. What is swapped counts as kept: when it is
+        gone is up to the link."""
+        profile = self._at_turn(stage)
+        problem, fates = _problem_under(profile, self.task.config, plan)
+        kept = [Fate.KEEP if fate is Fate.SWAP else fate for fate in fates]
+        # The worst moment is the turn.
+        return run(problem.step, kept, self.task.link).peak_bytes - _NO_LIMIT - _state_bytes(profile.state)
+
+    def _at_turn(self, stage: int) -> Profile:
+        """A chunk that alone is alive, with a turn at which there is more than ever."""
+        profile = self.chunk_profile(stage)
+        return with_turn(profile, np.zeros(len(profile.op_bytes), np.int64), turn_bytes=_NO_LIMIT)
+
     def _least_held(self, stage: int) -> int:
         """The least that a chunk can hold in flight: by single activations, or with all layers run again."""
-        state = self._state(stage)
-        alone = dataclasses.replace(self.task.chunks[stage].profile, state=state)
-        profile = with_turn(alone, np.zeros(len(alone.op_bytes), np.int64), turn_bytes=_NO_LIMIT)
-        beyond = _NO_LIMIT + _state_bytes(state)
+        profile = self._at_turn(stage)
+        beyond = _NO_LIMIT + _state_bytes(profile.state)
         layers = can_run_again(profile) if self.task.config.recomputes_freely else ()
         again = problem_of(profile, self.task.config, has_gradients=True, layers=layers) if layers else None
         found = [] if again is None else [floor_of_kept(again) - beyond]
@@ -329,8 +354,7 @@ class _Own:
     def __init__(self, search: _Search, stage: int, limits: Mapping[int, int], plan: Plan) -> None:
         self._task = search.task
         self._profile = search.chunk_profile(stage)
-        self._layers = tuple(rule.pattern.text for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
-        self._fate_of = {site.name: site.fate for site in plan.sites}
+        self._plan = plan
         self._known: dict[range, int] = {range(0): 0}
         self._state_bytes = _state_bytes(self._profile.state)
         budget_bytes = self._task.budget_bytes
@@ -353,9 +377,16 @@ class _Own:
 
     def _problem(self, beside: np.ndarray, *, turn_bytes: int) -> tuple[Problem, list[Fate]]:
         profile = with_turn(self._profile, beside, turn_bytes=turn_bytes)
-        problem = problem_of(profile, self._task.config, has_gradients=True, layers=self._layers)
-        names = (problem.profile.nodes[index].name for index in problem.nodes)
-        return problem, [self._fate_of.get(name, Fate.KEEP) for name in names]
+        return _problem_under(profile, self._task.config, self._plan)
+
+
+def _problem_under(profile: Profile, config: MemoryConfig, plan: Plan) -> tuple[Problem, list[Fate]]:
+    """The solver's problem of a step, and the fates that `plan` gives its sites."""
+    layers = tuple(rule.pattern.text for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
+    fate_of = {site.name: site.fate for site in plan.sites}
+    problem = problem_of(profile, config, has_gradients=True, layers=layers)
+    names = (problem.profile.nodes[index].name for index in problem.nodes)
+    return problem, [fate_of.get(name, Fate.KEEP) for name in names]
 
 
 HEAD_BYTES = 1024
@@ -391,13 +422,6 @@ def _past_turn(node: Site, turn: int) -> Site:
         reads=tuple(read + (read >= turn) for read in node.reads),
         release=node.release + (node.release > turn),
     )
-
-
-def _held_bytes(profile: Profile) -> int:
-    """What a chunk holds in flight if all is kept."""
-    turn = profile.num_forward_ops
-    nodes = (node for node in profile.sites if node.born < turn < max(node.dies, node.release))
-    return sum(node.nbytes for node in nodes) + min(profile.op_bytes[turn - 1 : turn + 1])
 
 
 def _state_bytes(state: StateBytes) -> int:

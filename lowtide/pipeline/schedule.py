@@ -19,6 +19,7 @@ Not covered: skip connections (a stage reads only its neighbours), collectives a
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -96,6 +97,15 @@ class Result(NamedTuple):
     micro_batch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An action that computes, with the numbers of the results that it reads and makes (those of one schedule)."""
+
+    action: AnyAction
+    needs: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What each rank does in one step. A value of this class may be wrong; `verify` says whether it is."""
@@ -118,6 +128,33 @@ class Schedule:
     def has_transfers(self) -> bool:
         """Whether sends and receives are written out. Generators leave them out; `with_transfers` adds them."""
         return any(action.kind in TRANSFERS for row in self.actions for every in row for action in every.parts)
+
+    @cached_property
+    def computed(self) -> tuple[tuple[Computed, ...], ...]:
+        """Of each rank, its actions without sends and receives. A clock plays them for many durations."""
+        number: dict[Result, int] = {}
+
+        def numbers(results: Iterable[Result | None]) -> tuple[int, ...]:
+            return tuple(number.setdefault(each, len(number)) for each in results if each is not None)
+
+        return tuple(
+            tuple(
+                Computed(
+                    action,
+                    numbers(need for part in action.parts for need in self.needs(part)),
+                    numbers(made_by(part) for part in action.parts),
+                )
+                for action in row
+                if action.parts[0].kind not in TRANSFERS
+            )
+            for row in self.actions
+        )
+
+    @cached_property
+    def num_results(self) -> int:
+        """That are read or made."""
+        each = (result for row in self.computed for done in row for result in (*done.needs, *done.makes))
+        return 1 + max(each, default=-1)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that live on a rank, in the order of the model."""

@@ -71,7 +71,8 @@ def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int
     if importlib.util.find_spec("scipy") is not None:
         candidates += _halved(evaluator, min(evaluator.excess(fates) for fates in candidates), is_small)
     if is_small:
-        candidates = [_lowered(evaluator, repair(evaluator, fates)) for fates in candidates]
+        repaired = dict.fromkeys(repair(evaluator, fates) for fates in candidates)  # many are the same by now
+        candidates = [_lowered(evaluator, fates) for fates in repaired]
     best = min(candidates, key=evaluator.excess)
     return evaluator.excess(best), best
 

@@ -8,7 +8,7 @@ roofline's price.
 
 Cost: in the observed step only. What fits is encoded four times and decoded three times; of the rest 4,096 elements are
 read for each kind, and zeros are counted. Not covered: whether the bytes fit in a later step; that is looked at in each
-(runtime/recompute/encoded.py).
+(runtime/recompute/encoded.py). No mode sees the operators that run here: they are none of the step's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lowtide.tensors.codecs import (
     num_operators,
     work_bytes,
 )
+from lowtide.tensors.private import DisableTorchDispatch
 from lowtide.timeline.hardware import Hardware
 
 # Bytes that encoding and decoding read and write, for each element of a mask.
@@ -48,6 +49,12 @@ def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec |
     kinds = kinds_of(dtype) if storage.device.type == "cpu" else ((unseen,) if unseen else ())
     if nbytes < _LEAST_BYTES:
         return None
+    with DisableTorchDispatch():
+        return _measured(kinds, storage, dtype)
+
+
+def _measured(kinds: tuple[str, ...], storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
+    nbytes = storage.nbytes()
     sizes = {kind: size for kind in kinds if (size := _size(kind, storage, dtype)) < nbytes}
     if not sizes:
         return None

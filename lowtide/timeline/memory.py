@@ -121,19 +121,19 @@ class Lifetimes:
         assert len(fates) == len(items)
         for item, fate in zip(items, fates):
             assert fate in item.fates, f"{item.name} cannot be {fate}"
-        never = arrays.num_ticks
+        never, swap, recompute = arrays.num_ticks, Fate.SWAP, Fate.RECOMPUTE
         need, release = arrays.first_read.tolist(), arrays.release.tolist()
         for index in arrays.dependents_first:
             tick = need[index]
-            if fates[index] is not Fate.RECOMPUTE or tick == never:
+            if fates[index] is not recompute or tick == never:
                 continue
             for source in items[index].inputs:
                 need[source] = min(need[source], tick)
                 release[source] = max(release[source], tick + 1)
         need_array = np.array(need, np.int64)
         is_needed = need_array < never
-        is_swapped = np.array([fate is Fate.SWAP for fate in fates], bool) & is_needed
-        is_made = np.array([fate is Fate.RECOMPUTE for fate in fates], bool) & is_needed
+        is_swapped = np.array([fate is swap for fate in fates], bool) & is_needed
+        is_made = np.array([fate is recompute for fate in fates], bool) & is_needed
         return cls(
             is_swapped=is_swapped,
             is_made=is_made,
@@ -188,20 +188,24 @@ def earliest_evict(arrays: StepArrays) -> Ints:
 
 def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     """The curve when every copy lands at once and every fetch takes no time."""
-    end = np.select(
-        [lifetimes.is_held, lifetimes.is_swapped],
-        [np.maximum(arrays.dies, lifetimes.release), earliest_evict(arrays)],
-        arrays.dies,
+    held, made, swapped = map(np.flatnonzero, (lifetimes.is_held, lifetimes.is_made, lifetimes.is_swapped))
+    need, release, nbytes = lifetimes.need, lifetimes.release, arrays.nbytes
+    end = arrays.dies.copy()
+    end[held] = np.maximum(end[held], release[held])
+    back = np.maximum(need[swapped], end[swapped])
+    end[swapped] = np.maximum(end[swapped], arrays.saved[swapped] + 1)
+    # What is there from its birth, what is made again, what comes back, and the fingerprints of what is made.
+    total = arrays.base + presence(
+        arrays,
+        np.concatenate((arrays.born, need[made], back, arrays.born[made])),
+        np.concatenate((end, release[made], release[swapped], arrays.check_until[made])),
+        np.concatenate((nbytes, nbytes[made], nbytes[swapped], arrays.check_bytes[made])),
     )
-    total = arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)
-    made, swapped = lifetimes.is_made, lifetimes.is_swapped
-    total += presence(arrays, lifetimes.need[made], lifetimes.release[made], arrays.nbytes[made])
-    back = np.maximum(lifetimes.need, arrays.dies)[swapped]
-    total += presence(arrays, back, lifetimes.release[swapped], arrays.nbytes[swapped])
+    if not len(made):
+        return total
     transient = np.zeros(arrays.num_ticks, np.int64)
-    np.maximum.at(transient, lifetimes.need[made], arrays.recipe_bytes[made])
+    np.maximum.at(transient, need[made], arrays.recipe_bytes[made])
     np.maximum.at(transient, arrays.saved[made], arrays.work_bytes[made])
-    total += presence(arrays, arrays.born[made], arrays.check_until[made], arrays.check_bytes[made])
     return total + transient
 
 

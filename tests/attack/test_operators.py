@@ -22,16 +22,15 @@ def sweep(**how: Any) -> operators.Found:
 
 @pytest.mark.slow
 def test_all_operators_are_the_same_to_the_bit_when_what_they_save_is_moved_or_made_again() -> None:
-    found = sweep(ways=("copied", "virtual", "host", "recipes"))
+    found = sweep(ways=("copied", "virtual", "recipes"))
     assert found.unexpected == []
     assert {entry[:2] for entry in found.wrong} == {("nn.functional.rrelu", "copied")}
     assert found.counts["copied", "equal"] > 650
-    for way in ("virtual", "host"):
-        assert found.counts[way, "equal"] > 650
-        assert found.counts[way, "refused"] == 0
-        # What was sent away is gone, so its bytes could only come from the copy.
-        assert found.counts[way, "(copied)"] > 1800
-        assert found.counts[way, "(held)"] == 0
+    assert found.counts["virtual", "equal"] > 650
+    assert found.counts["virtual", "refused"] == 0
+    # What was sent away is gone, so its bytes could only come from the copy.
+    assert found.counts["virtual", "(copied)"] > 1800
+    assert found.counts["virtual", "(held)"] == 0
     assert found.counts["recipes", "(made)"] > 1800
     # An operator that is not tried any more must be named, with its reason; one that is tried again must not.
     assert found.left_out == LEFT_OUT
@@ -45,6 +44,17 @@ def test_operators_of_other_types_are_the_same_to_the_bit(dtype: torch.dtype) ->
     assert found.unexpected == []
     assert found.counts["virtual", "equal"] > 100
     assert found.counts["recipes", "(made)"] > 300
+
+
+@pytest.mark.slow
+def test_operators_on_the_host_engine_are_the_same_to_the_bit() -> None:
+    # Every fourth; engines know bytes, not operators. `make attack` tries all of them.
+    found = sweep(ways=("host",), part=slice(1, None, 4))
+    assert found.unexpected == []
+    assert found.counts["host", "equal"] > 150
+    assert found.counts["host", "refused"] == 0
+    assert found.counts["host", "(copied)"] > 400
+    assert found.counts["host", "(held)"] == 0
 
 
 @pytest.mark.slow

@@ -462,7 +462,8 @@ def test_a_swapped_optimizer_loads_its_own_state() -> None:
     assert_same(result_of(parameters, optimizer), before)
 
 
-def test_moments_keep_their_dtype() -> None:
+@pytest.mark.parametrize("resident", [0.0, 1.0])
+def test_moments_keep_their_dtype(resident: float) -> None:
     """torch's own call would make float32 moments of parameters in bfloat16 bfloat16."""
 
     class Wide(torch.optim.Optimizer):
@@ -486,7 +487,7 @@ def test_moments_keep_their_dtype() -> None:
     optimizer.step()
     saved = optimizer.state_dict()
     other, loaded = make()
-    handle = swapped(loaded, VirtualEngine(0))
+    handle = swapped(loaded, VirtualEngine(0), resident=resident)
     loaded.load_state_dict(saved)
     assert_same_value(dict(loaded.state[other]), dict(optimizer.state[parameter]), "state")
     handle.detach()

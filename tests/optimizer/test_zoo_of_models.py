@@ -11,12 +11,21 @@ from optimizer_zoo import swapped
 from lowtide.engines.virtual import VirtualEngine
 
 OVERLAPS = ("step", "backward", "deferred", "in_backward")
+TURNS = (OVERLAPS[::2], OVERLAPS[1::2])
+"""Two of them a model, in turn; the other two are `make test-extended`'s."""
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
-def test_same_bits(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "overlaps"),
+    [
+        pytest.param(name, TURNS[turn], marks=[pytest.mark.extended] if (number + turn) % 2 else [])
+        for number, name in enumerate(zoo.CASES)
+        for turn in (0, 1)
+    ],
+)
+def test_same_bits(name: str, overlaps: tuple[str, ...]) -> None:
     case = zoo.CASES[name]
-    for seed, overlap in enumerate(OVERLAPS):
+    for seed, overlap in enumerate(overlaps):
         accumulate = 1 if overlap == "in_backward" else 2
         truth = zoo.plain_result(name, 3, 3, accumulate)
         model = case.build(3)

@@ -35,6 +35,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "kept": ("kept", {"names": list(NAMES)}),
         "kept_turns": ("kept", {"names": ["dualpipev", "interleaved_overlap"], "about": OWN}),
         "kept_shared": ("kept", {"names": ["one_stage_overlap"], "about": SHARED}),
+        "again_turns": ("kept", {"names": ["dualpipev"], "about": OWN, "recompute": ["layers.*"]}),
+        "again": ("kept", {"names": ["1f1b", "interleaved"], "recompute": ["layers.*"]}),
         "refused": ("refused", {}),
         "raises": ("raises", {}),
     }
@@ -73,6 +75,14 @@ def test_so_is_what_it_needs_while_halves_take_turns(answers: dict[str, tuple[An
     for rank in answers[job]:
         for said, needed in rank:
             assert needed <= said <= (1.25 if job == "kept_shared" else 1.1) * needed
+
+
+@pytest.mark.parametrize("job", ["again", "again_turns"])
+def test_so_is_what_it_needs_where_layers_run_again(answers: dict[str, tuple[Any, ...]], job: str) -> None:
+    """Chunks in flight count as what they hold, and not as all that they save, which is two to three times as much."""
+    for rank in answers[job]:
+        for said, needed in rank:
+            assert needed <= said <= 1.25 * needed
 
 
 def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:

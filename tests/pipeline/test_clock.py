@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from lowtide.pipeline.clock import UNIT, Durations, computing, play
+from lowtide.pipeline.clock import UNIT, Durations, play
 from lowtide.pipeline.figures import paired_share, peak_live_chunks
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import Schedule, made_by
@@ -208,4 +208,4 @@ def test_durations_name_each_kind() -> None:
 
 def test_rows_without_transfers() -> None:
     schedule = made("dualpipev", 2, 4)
-    assert tuple(tuple(computing(row)) for row in with_transfers(schedule).actions) == schedule.actions
+    assert tuple(tuple(done.action for done in row) for row in with_transfers(schedule).computed) == schedule.actions

@@ -21,6 +21,7 @@ LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1
 MOST = 1 << 40
 
 
+@functools.cache
 def planned(preset: Preset, most_bytes: int = MOST, **memory: Any) -> tuple[Plan, str]:
     config = load_memory({"budget": most_bytes, **memory})
     return plan_preset(preset, most_bytes, functools.partial(plan_profile, decoder_profile(8), config, link=LINK))

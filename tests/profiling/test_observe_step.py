@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 
 import pytest
@@ -30,10 +31,15 @@ MODELS = (
 )  # fmt: skip
 
 
-def observed(name: str, model: nn.Module | None = None) -> Profile:
+@functools.cache
+def observed(name: str) -> Profile:
+    """Once for all tests that only read it."""
+    return observed_anew(name)
+
+
+def observed_anew(name: str) -> Profile:
     case = zoo.CASES[name]
-    model = case.build(0) if model is None else model
-    batch = case.batch(0)
+    model, batch = case.build(0), case.batch(0)
     torch.manual_seed(1)
     return observe(model, lambda: case.loss(model, batch))
 
@@ -269,7 +275,7 @@ def test_a_frozen_model_and_a_meta_model_are_explained() -> None:
 
 
 def test_two_observations_agree_in_everything_but_time() -> None:
-    first, second = observed("qwen3_moe"), observed("qwen3_moe")
+    first, second = observed_anew("qwen3_moe"), observed_anew("qwen3_moe")
     times = {"op_seconds": (), "nodes": ()}
     assert dataclasses.replace(first, **times) == dataclasses.replace(second, **times)
     for one, other in zip(first.nodes, second.nodes):

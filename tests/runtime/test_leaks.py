@@ -193,7 +193,7 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["virtual:0", "host"])
-@pytest.mark.parametrize("num_rounds", [10, pytest.param(50, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("num_rounds", [5, pytest.param(50, marks=pytest.mark.extended)])
 def test_nothing_is_left_of_many_tides(engine: str, num_rounds: int, tmp_path: Path) -> None:
     """Each leaves nothing at all, so a few of them would show what one leaves."""
     model = zoo.Stack(*(Block() for _ in range(3)))

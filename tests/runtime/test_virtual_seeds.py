@@ -32,9 +32,9 @@ LATE = {"swap": [{"match": "*", "prefetch": 0, "tier": "disk"}], "min_bytes": 0}
 TIGHT = {"swap": "all", "min_bytes": 0, "host_budget": 3000, "disk_budget": 2000}
 PLANS = (SWAP, BOTH, FAR, LATE, TIGHT)
 NUM_SCHEDULES = 2_000
-"""With those of `make test-extended`; `make test` runs a tenth of them."""
+"""With those of `make test-extended`; `make test` runs a twentieth of them."""
 SEEDS_A_TEST = NUM_SCHEDULES // (len(NAMES) * len(PLANS))
-NUM_FIRST = SEEDS_A_TEST // 10
+NUM_FIRST = SEEDS_A_TEST // 20
 
 
 def _life(case: zoo.Case, model: nn.Module) -> dict[str, torch.Tensor]:

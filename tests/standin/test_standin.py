@@ -1,17 +1,16 @@
-"""Runs the tests that need an accelerator on the stand-in device, each group in a process of its own.
+"""Runs the tests that need an accelerator on the stand-in device, each group in a process of its own, since a process
+that has the device has it for good.
 
 Run one of them alone: `LOWTIDE_STANDIN=1 python -m pytest -n0 tests/standin/on_device/test_apply.py`.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.standin import device
 
 ROOT = Path(__file__).parents[2]
@@ -20,14 +19,14 @@ ON_DEVICE = "tests/standin/on_device"
 
 def run_group(folder: Path, marks: str, *words: str, seconds: float) -> None:
     """Run the tests with these marks in a process that has the device. Fails with what they print."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marks, *words]
-    environment = {**os.environ, "LOWTIDE_STANDIN": "1", "XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)}
-    try:
-        end = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"not done after {seconds} s:\n{(error.stdout or b'')[-2000:].decode()}")
-    if end.returncode != 0:
-        pytest.fail(f"{' '.join(command[1:])} ended with {end.returncode}:\n{end.stdout[-8000:]}\n{end.stderr[-2000:]}")
+    command = ["-q", "-n0", "-p", "no:cacheprovider", "-m", marks, *words]
+    code = f"import os, sys, pytest; os.chdir({str(ROOT)!r}); sys.exit(pytest.main(sys.argv[1:]))"
+    has_device = {"LOWTIDE_STANDIN": "1", "XDG_CACHE_HOME": str(folder)}
+    status, out, err = processes.program(code, folder, *command, seconds=seconds, **has_device)
+    if status is None:
+        pytest.fail(f"not done after {seconds} s:\n{out[-2000:]}")
+    if status != 0:
+        pytest.fail(f"pytest {' '.join(command)} ended with {status}:\n{out[-8000:]}\n{err[-2000:]}")
 
 
 pytestmark = pytest.mark.skipif(device.why_not() is not None, reason=str(device.why_not()))

@@ -8,7 +8,8 @@ that are such a name, or a path to a private module of torch. Not seen: names pu
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@functools.cache
 def _names_of_torch() -> frozenset[str]:
     weight = torch.ones(1, requires_grad=True)
     samples = (weight, weight.untyped_storage(), (weight * 2).grad_fn, nn.GRU(1, 1), nn.BatchNorm1d(1), torch.ops)
@@ -50,10 +52,16 @@ def _names_of_torch() -> frozenset[str]:
     return frozenset(name for sample in samples for name in dir(sample) if _is_private(name))
 
 
-def _own_names(trees: dict[Path, ast.Module]) -> frozenset[str]:
+@functools.cache
+def _nodes(source: str) -> list[ast.AST]:
+    """Of the tree of a file; two tests read all files."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def _own_names(sources: Iterable[str]) -> frozenset[str]:
     """What lowtide defines: functions, classes, variables, fields, slots, and attributes that its classes give self."""
     names = set()
-    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+    for node in (node for source in sources for node in _nodes(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -74,9 +82,9 @@ def _private_module(path: str) -> bool:
 
 def foreign_names(source: str, own: frozenset[str], of_torch: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Line and name of each private name in `source` that is not lowtide's."""
-    tree = ast.parse(source)
-    skipped = {id(part) for node in ast.walk(tree) for part in _no_names(node)}
-    for node in ast.walk(tree):
+    nodes, no_operators = _nodes(source), of_torch - set(OPERATORS)
+    skipped = {id(part) for node in nodes for part in _no_names(node)}
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if _private_module(alias.name))
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _LIBRARIES:
@@ -89,7 +97,7 @@ def foreign_names(source: str, own: frozenset[str], of_torch: frozenset[str]) ->
                 yield node.lineno, name
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             name = node.value
-            yield from [(node.lineno, repr(name))] * (_private_module(name) or name in of_torch - set(OPERATORS))
+            yield from [(node.lineno, repr(name))] * (_private_module(name) or name in no_operators)
 
 
 def _no_names(node: ast.AST) -> Iterator[ast.AST]:
@@ -102,7 +110,7 @@ def _no_names(node: ast.AST) -> Iterator[ast.AST]:
 
 def test_no_private_name_of_torch_elsewhere() -> None:
     sources = {path: path.read_text() for path in _sources()}
-    own = _own_names({path: ast.parse(text) for path, text in sources.items()})
+    own = _own_names(sources.values())
     of_torch = _names_of_torch()
     found = [
         f"{path.relative_to(_PACKAGE)}:{line}: {name}"

@@ -197,14 +197,14 @@ def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
 
 
 @given(cases(), st.sampled_from([None, 40, 80, 120]))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_the_rules(case: Case, budget: int | None) -> None:
     step, fates, link = case
     check_rules(step, fates, run(step, fates, link, budget_bytes=budget, with_events=True))
 
 
 @given(cases(), st.sampled_from([None, 60, 100]), st.sampled_from([1.0, 0.3, 1.7]))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_rules_of_a_fixed_plan_on_another_link(case: Case, budget: int | None, factor: float) -> None:
     step, fates, link = case
     planned = run(step, fates, link, budget_bytes=budget)
@@ -237,7 +237,7 @@ def test_all_kept_is_the_plain_step(step: Step) -> None:
 
 
 @given(cases(), st.sampled_from([None, 60, 100]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_time_is_conserved(case: Case, budget: int | None) -> None:
     step, fates, link = case
     played = run(step, fates, link, budget_bytes=budget)
@@ -246,7 +246,7 @@ def test_time_is_conserved(case: Case, budget: int | None) -> None:
 
 
 @given(cases(), st.sampled_from([None, 60, 100]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_swapping_never_takes_more_memory_than_keeping(case: Case, budget: int | None) -> None:
     step, fates, link = case
     kept = [KEEP if fate is SWAP else fate for fate in fates]
@@ -255,7 +255,7 @@ def test_swapping_never_takes_more_memory_than_keeping(case: Case, budget: int |
 
 
 @given(cases(), st.integers(0, 40))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_what_waiting_can_fit_fits(case: Case, room: int) -> None:
     step, fates, link = case
     budget = peak(curve(step, fates))[0] + room
@@ -263,7 +263,7 @@ def test_what_waiting_can_fit_fits(case: Case, room: int) -> None:
 
 
 @given(cases(contention=False), st.sampled_from([None, 0, 20]), st.sampled_from([1.1, 2.0, 50.0]))
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_a_faster_link_is_never_slower(case: Case, room: int | None, factor: float) -> None:
     step, fates, link = case
     budget = None if room is None else peak(curve(step, fates))[0] + room
@@ -273,7 +273,7 @@ def test_a_faster_link_is_never_slower(case: Case, room: int | None, factor: flo
 
 
 @given(cases(), st.sampled_from([None, 60, 100]), st.sampled_from([1.0, 0.9, 0.5, 0.05]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_slower_link_than_planned_takes_time_and_no_memory(case: Case, budget: int | None, factor: float) -> None:
     step, fates, link = case
     planned = run(step, fates, link, budget_bytes=budget)
@@ -292,7 +292,7 @@ def test_copies_that_take_no_time_cost_none(case: Case) -> None:
 
 
 @given(cases(contention=False))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_fetching_late_costs_nothing(case: Case) -> None:
     """Memory aside, the chosen ticks are as good as fetching everything when backward starts."""
     step, fates, link = case

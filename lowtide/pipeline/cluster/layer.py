@@ -19,6 +19,7 @@ Not covered: uneven routing (each rank gets as many tokens as it sends), quantis
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lowtide.config.parallel import ParallelConfig
 from lowtide.pipeline.cluster.layout import Batch, Layout
@@ -47,9 +48,9 @@ class Op:
     """The same."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of one kind on one rank."""
+    """A layer of one kind on one rank. A search asks each of its sums thousands of times: they are remembered."""
 
     kind: str
     ops: tuple[Op, ...]
@@ -64,30 +65,41 @@ class Layer:
     """Of this rank, without routed experts."""
     expert_parameters: int
 
-    @property
+    @cached_property
     def forward_seconds(self) -> float:
         return sum(op.seconds for op in self.ops)
 
-    @property
+    @cached_property
     def input_seconds(self) -> float:
         return sum(op.input_seconds for op in self.ops)
 
-    @property
+    @cached_property
     def weight_seconds(self) -> float:
         return sum(op.weight_seconds for op in self.ops)
 
-    @property
+    @cached_property
     def collective_seconds(self) -> float:
         return sum(op.collective_seconds for op in self.ops)
 
-    @property
+    @cached_property
     def exchange_seconds(self) -> float:
         return sum(op.exchange_seconds for op in self.ops)
 
-    @property
+    @cached_property
     def saved_bytes(self) -> int:
         """Of one micro-batch, with everything kept."""
         return sum(self.nbytes.values())
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """The most that the backward of one operator reads."""
+        read = ((*op.reads, *(op.makes if op.saves_own else ())) for op in self.ops)
+        return max(sum(self.nbytes[name] for name in names) for names in read)
+
+    @cached_property
+    def anchored_bytes(self) -> int:
+        """Of what no recipe makes again."""
+        return sum(nbytes for name, nbytes in self.nbytes.items() if name not in self.recipes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

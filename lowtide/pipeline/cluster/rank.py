@@ -208,19 +208,9 @@ def least_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
     inputs = 0
     if Fate.SWAP not in task.fates:
         for stage, number in zip(task.stages, task.chunks, strict=True):
-            inputs += number * sum(_anchored_bytes(layers[kind]) for kind in stage.kinds)
-    read = max((_read_bytes(layers[kind]) for stage in task.stages for kind in stage.kinds), default=0)
+            inputs += number * sum(layers[kind].anchored_bytes for kind in stage.kinds)
+    read = max((layers[kind].read_bytes for stage in task.stages for kind in stage.kinds), default=0)
     return _base_bytes(task, layers) + max(inputs, read)
-
-
-def _read_bytes(layer: Layer) -> int:
-    """The most that the backward of one operator reads."""
-    return max(sum(layer.nbytes[name] for name in (*op.reads, *(op.makes if op.saves_own else ()))) for op in layer.ops)
-
-
-def _anchored_bytes(layer: Layer) -> int:
-    """Of what no recipe makes again."""
-    return sum(nbytes for name, nbytes in layer.nbytes.items() if name not in layer.recipes)
 
 
 def _base_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:

@@ -380,7 +380,9 @@ class Planner:
         columns = shape.vocabulary / layout.tensor
         head = hardware.op_seconds(2.0 * place.tokens * shape.hidden * columns, 0, "bfloat16")
         kinds = shape.kinds
-        costs = [_layer_times(layers[kind]).plain for kind in kinds]
+        of_kind = {kind: _layer_times(layer) for kind, layer in layers.items()}
+        plain = {kind: times.plain for kind, times in of_kind.items()}
+        costs = [plain[kind] for kind in kinds]
         counts = split_layers(costs, layout.num_stages, first=2 * embed, last=3 * head, wanted=place.config.layers)
         stages, times, start = [], [], 0
         for number, count in enumerate(counts):
@@ -395,7 +397,7 @@ class Planner:
                     head_bytes=self._loss_bytes(place.tokens * columns, layout) if is_last else 0,
                 )
             )
-            each = [_layer_times(layers[kind]) for kind in mine]
+            each = [of_kind[kind] for kind in mine]
             extra = (embed if is_first else 0.0) + (head if is_last else 0.0)
             times.append(
                 StageTimes(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 
 import psutil
@@ -14,6 +11,7 @@ import torch
 
 from lowtide.engines.tiers import host_buffers as malloc
 from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, configure_malloc
+from tests import processes
 
 MIB = 1 << 20
 
@@ -133,15 +131,13 @@ print(library.mallinfo2().hblks - num_mapped)
 
 
 @pytest.mark.parametrize(("said", "num_mapped"), [("1", 0), ("0", 1)])
-def test_a_host_engine_sets_malloc_unless_the_environment_says_no(said, num_mapped):
+def test_a_host_engine_sets_malloc_unless_the_environment_says_no(said, num_mapped, tmp_path):
     """Below the threshold a block of 30 MiB lies in the heap; malloc of itself maps it."""
     if malloc._glibc() is None:
         pytest.skip("not glibc")
-    environment = os.environ | {malloc.MALLOC_VARIABLE: said}
-    command = [sys.executable, "-c", _BY_APPLY]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) == num_mapped
+    status, out, err = processes.program(_BY_APPLY, tmp_path, **{malloc.MALLOC_VARIABLE: said})
+    assert status == 0, err
+    assert int(out) == num_mapped
 
 
 _FRAGMENTS = """
@@ -167,13 +163,12 @@ print((process.memory_info().rss - before) >> 20, trimmer.num_trims)
 
 
 @pytest.mark.parametrize("threshold_bytes", [malloc.MMAP_THRESHOLD_BYTES, 256 << 10])
-def test_freed_activations_leave_the_process(threshold_bytes):
+def test_freed_activations_leave_the_process(threshold_bytes, tmp_path):
     if malloc._glibc() is None:
         pytest.skip("not glibc")
-    command = [sys.executable, "-c", _FRAGMENTS, str(threshold_bytes)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert result.returncode == 0, result.stderr
-    resident_mib, _ = map(int, result.stdout.split())
+    status, out, err = processes.program(_FRAGMENTS, tmp_path, str(threshold_bytes))
+    assert status == 0, err
+    resident_mib, _ = map(int, out.split())
     assert resident_mib < 20 + 16 + 16  # 10 blocks are still in use; slack; the rest of torch
 
 
@@ -200,10 +195,9 @@ print(before - _resident_bytes() >> 20)
 """
 
 
-def test_it_forgets_a_peak_and_gives_back_what_was_kept_for_it():
+def test_it_forgets_a_peak_and_gives_back_what_was_kept_for_it(tmp_path):
     if malloc._glibc() is None:
         pytest.skip("not glibc")
-    command = [sys.executable, "-c", _BEGINS_ANEW]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= 60
+    status, out, err = processes.program(_BEGINS_ANEW, tmp_path)
+    assert status == 0, err
+    assert int(out) >= 60

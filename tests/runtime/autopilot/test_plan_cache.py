@@ -86,9 +86,9 @@ def text(length: int, num_rows: int = 2) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("build", [pytest.param(llama, marks=pytest.mark.extended), gpt2])
 def test_batches_of_random_lengths(build: Any) -> None:
-    """Dropout in the second model: its numbers come from the same places of the generator."""
+    """Dropout in gpt2: its numbers come from the same places of the generator."""
     draw = Random(7)
     batches = [text(draw.randint(12, MOST), draw.choice([1, 2, 2, 2])) for _ in range(40)]
     truth_model = build()

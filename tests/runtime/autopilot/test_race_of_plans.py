@@ -226,11 +226,17 @@ def test_prices_that_a_race_has_shown_give_one_more_plan() -> None:
         assert set(rivals) | {"fewest layers"} == set(source.plans)  # for the next race; the fewest are 'no swap' here
 
 
+@functools.cache
+def _racing_budget(num_layers: int, share: float) -> int:
+    """Bytes do not depend on times."""
+    return budget_of(net(num_layers=num_layers), (rows(),), share)
+
+
 def racing(
     engine: Any, *, num_layers: int = 4, share: float = 0.7, say: Any = None, **more: Any
 ) -> tuple[nn.Module, Autopilot]:
     model = net(num_layers=num_layers)
-    budget = budget_of(net(num_layers=num_layers), (rows(),), share)
+    budget = _racing_budget(num_layers, share)
     tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": MIN_BYTES, **more}, engine=engine, say=say)
     return model, tide
 

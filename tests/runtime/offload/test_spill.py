@@ -58,7 +58,7 @@ def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, memo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(zoo.CASES))
-@pytest.mark.parametrize("numbers", [range(2), pytest.param(range(2, 5), marks=pytest.mark.extended)], ids=["", "more"])
+@pytest.mark.parametrize("numbers", [range(1), pytest.param(range(1, 5), marks=pytest.mark.extended)], ids=["", "more"])
 def test_any_limit_on_any_machine_changes_no_bit(name: str, numbers: range) -> None:
     case = zoo.CASES[name]
     truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)

@@ -59,8 +59,15 @@ class Steps:
         return [*(p.detach().clone() for p in self.model.parameters()), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize(("build", "engine"), [(gemma2, "host"), (bert, "virtual:0")])
+@pytest.mark.parametrize(
+    ("build", "engine", "num_micro_batches"),
+    [
+        (gemma2, "host", 3),
+        (bert, "virtual:0", 1),
+        pytest.param(gemma2, "host", 1, marks=pytest.mark.extended),
+        pytest.param(bert, "virtual:0", 3, marks=pytest.mark.extended),
+    ],
+)
 def test_predicted_stands_beside_audited_and_they_are_close(
     build: Callable, engine: str, num_micro_batches: int
 ) -> None:

@@ -101,9 +101,9 @@ SOME = [
 ]
 
 
-def first_half(pairs: Sequence[tuple[str, str]]) -> list[Any]:
-    """Every other one; the rest for `make test-extended`."""
-    return [*pairs[::2], *(pytest.param(*pair, marks=pytest.mark.extended) for pair in pairs[1::2])]
+def every(step: int, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+    """Of so many one; the rest for `make test-extended`."""
+    return [pytest.param(*pair, marks=[pytest.mark.extended] if at % step else []) for at, pair in enumerate(pairs)]
 
 
 def _plans(case: zoo.Case) -> dict[str, dict]:
@@ -156,7 +156,7 @@ def test_out_of_memory_at_every_operator_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "plan"), [*first_half(SOME), *EVERYWHERE_EXTENDED])
+@pytest.mark.parametrize(("name", "plan"), [*every(3, SOME), *every(2, EVERYWHERE_EXTENDED)])
 def test_out_of_memory_at_a_sample_of_operators_changes_no_bit(name: str, plan: str) -> None:
     """All other pairs of a model and a plan: 4 operators of each."""
     _fail(zoo.CASES[name], _plans(zoo.CASES[name])[plan], num_places=NUM_SOME)
@@ -164,7 +164,7 @@ def test_out_of_memory_at_a_sample_of_operators_changes_no_bit(name: str, plan: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "plan"), first_half([(name, plan) for name in QUICK for plan in ("swap", "recompute", "mixed")])
+    ("name", "plan"), every(2, [(name, plan) for name in QUICK for plan in ("swap", "recompute", "mixed")])
 )
 def test_out_of_memory_in_the_observed_step_changes_no_bit(name: str, plan: str) -> None:
     _fail(zoo.CASES[name], _plans(zoo.CASES[name])[plan], num_places=NUM_SOME, observed=True)
