@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import COMPILED_CALL, MODULE_TABLES, TENSOR_HOOKS, set_versions, storage_key, version_of
-from lowtide.tensors.view import same_bytes
+from lowtide.tensors.view import same_bytes, write
 
 SMALL_BYTES = 2**20
 """Tensors up to this size are copied, and compared by value."""
@@ -366,7 +366,7 @@ class TensorState:
         may_differ = self._is_small or _version(tensor) != self._version
         if alias is not None and copy is not None and may_differ and not same_bytes(alias, copy):
             # Through `.data`: the bytes are those of the version that comes back, and a live graph may have saved it.
-            alias.data.copy_(copy)
+            write(alias.data, copy)
         if _version(tensor) != self._version and not self.is_lost(written):
             set_versions((tensor,), (self._version,))
         if tensor.is_leaf and tensor.requires_grad != self._flags:

@@ -57,7 +57,7 @@ from lowtide.tensors.private import (
 from lowtide.tensors.remembered import Array, Attributes, Empty, Items, State
 from lowtide.tensors.second_run import reached_iterator
 from lowtide.tensors.snapshot import take
-from lowtide.tensors.view import same_bytes
+from lowtide.tensors.view import same_bytes, write
 from lowtide.tensors.wrappers import inside
 
 _SMALL_BYTES = 2**16
@@ -384,7 +384,7 @@ class RunState:
         for index, copy in self._copies.items():
             with disable_current_modes(), torch.no_grad():
                 tensor = self._found.tensors[index]
-                tensor.detach().data.copy_(copy)
+                write(tensor.detach().data, copy)
                 set_versions((tensor,), (self._marks[index][0],))
 
     @contextlib.contextmanager
@@ -454,12 +454,12 @@ def _written_back(tensor: torch.Tensor, then: torch.Tensor) -> Iterator[None]:
     """Inside, `tensor` holds the bytes of `then`; what is written to it is forgotten, and no version tells of it."""
     with disable_current_modes(), torch.no_grad():
         alias, version, now = tensor.detach(), version_of(tensor), tensor.detach().clone()
-        alias.data.copy_(then)
+        write(alias.data, then)
     try:
         yield
     finally:
         with disable_current_modes(), torch.no_grad():
-            alias.data.copy_(now)
+            write(alias.data, now)
             set_versions((tensor,), (version,))
 
 

@@ -80,10 +80,24 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """`tensor.copy_(values)`, also of an expanded tensor, which torch refuses to write to: of elements that are one in
+    memory, the first is written."""
+    for dim, (size, step) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        if step == 0 and size > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal to the bit, NaN and the sign of zero included. They may be on two devices."""
     if one.size() != other.size() or one.dtype != other.dtype:
         return False
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta  # no bytes
+    if one.is_quantized:  # its bytes have no view, and its scale is beside them
+        here = one.detach().to(other.device)
+        return torch.equal(here.int_repr(), other.int_repr()) and torch.equal(here.dequantize(), other.dequantize())
     first, second = (
         tensor.detach().to(other.device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for tensor in (one, other)

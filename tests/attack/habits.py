@@ -188,7 +188,9 @@ def failing(run: Run, step: int) -> None:
     def fail(module: nn.Module, args: Any) -> None:
         raise PlannedFailure
 
-    if step % 2:
+    # Maybe before there is a plan, and maybe with a shape that has none.
+    is_first = run.random("fails early", step).random() < 0.5
+    if step % 2 or (step == 0 and is_first):
         handle = run.some_module("fails").register_forward_pre_hook(fail)
         with contextlib.suppress(PlannedFailure):
             run.forward(step, 1)

@@ -26,7 +26,8 @@ another thread is in the middle of a forward pass.
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
 Not covered: what the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it
 is measured and the plan corrected, on the host it must fit beside the budget. A backward pass of another thread that is
-under way while a new shape is observed: its gradients may be lost.
+under way while a new shape is observed: its gradients may be lost. A model that fails in the observed forward pass
+under several ranks: the error is raised, and what that forward drew or wrote is put back.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.unseen import Unseen
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.ranks import ALONE, any_rank, gather
+from lowtide.tensors.ranks import ALONE, any_rank, gather, has_company
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
@@ -482,7 +483,7 @@ class Autopilot:
             is_joint = not self._shapes or self._planning.consensus.is_together
             shape = self._planning.first(profile, self._shapes, is_joint=is_joint)
         except BaseException as error:
-            self._witness = None
+            witness, self._witness = self._witness, None
             if self.phase is Phase.REMOVED:
                 raise
             # A bad batch is no reason to go on without a plan; that no plan fits the first one is.
@@ -491,12 +492,28 @@ class Autopilot:
             else:
                 self._enter(Phase.REFUSED)
                 self._leave()
+            if witness is not None and witness.error is error:
+                self._fail_for_real(witness.error, args, kwargs)
             raise
         if self.phase is Phase.REMOVED:  # by a hook of the user's, or in another thread: this forward is a plain one
             self._witness = None
             return
         self._shapes.add(key, shape)
         self._use(key, why=why, seconds=time.perf_counter() - start)
+
+    def _fail_for_real(self, error: Exception, args: tuple, kwargs: dict) -> None:
+        """The model raised `error` while it was observed, and nothing of that forward is left. A loop may leave such a
+        batch out and go on: then random numbers were drawn and statistics moved until the error. So the forward runs
+        once more, without a plan, and raises the error itself. Returns where it does not."""
+        is_ours = isinstance(error, ConfigError) or str(error).startswith("lowtide:")
+        if is_ours or is_out_of_memory(error) or self._entry is not None or has_company(self._group):
+            return
+        try:
+            self._patch.original(*args, **kwargs)
+        except Exception as again:
+            if is_out_of_memory(again):
+                return
+            raise again from None
 
     def _measured_link(self) -> Link | None:
         link = self.source.measure_link()

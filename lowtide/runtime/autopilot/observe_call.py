@@ -61,14 +61,19 @@ def observe_call(
     gives back what the backward starts from. Absent: it calls, and starts from the model's loss or from all of it.
 
     `is_inside`: the call is under way, so the model's own hooks have had its inputs already, and run only once.
-    `witness` is shown what the forward gives. Tangents of the inputs (forward mode) are left out.
+    `witness` is shown what the forward gives or raises. Tangents of the inputs (forward mode) are left out.
     """
     has_cache = torch.is_autocast_cache_enabled()
     if is_forward_mode():  # else the user's own containers, which the model may write to
         args, kwargs = tree_map_only(torch.Tensor, _without_tangent, (args, kwargs))
 
     def call() -> Any:
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except Exception as error:
+            if witness is not None:
+                witness.error = error
+            raise
 
     def pick(output: Any) -> Any:
         if use is not None:
@@ -111,6 +116,8 @@ class Witness:
     def __init__(self, model: str) -> None:
         self._model = model
         self._then: list[torch.Tensor] | None = None
+        self.error: Exception | None = None
+        """What the observed forward raised."""
 
     def note(self, output: Any) -> None:
         """Remember the output of the observed forward."""

@@ -13,7 +13,7 @@ always run again.
 Cost: a dispatch mode, some 10 us an operator of a region, as torch's contexts; some 30 us an offloaded output. In
 backward the sites of the region before are fetched while a region runs.
 Not covered: compiled regions, where torch's compiler reads the policy itself; outputs that are tensor subclasses
-(they are saved); generators of one's own, which `checkpoint` does not put back either.
+and conjugate or negative views (they are saved); generators of one's own, which `checkpoint` does not put back either.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class SelectiveOffload:
         """Whether this output is to leave the device, and can."""
         if said not in _OFFLOADS or not is_plain(tensor) or tensor.device.type != self.engine.device_type:
             return False
+        if tensor.is_conj() or tensor.is_neg():
+            return False  # its storage has other numbers than it shows
         if self.engine.device.index is not None and tensor.device.index != self.engine.device.index:
             return False
         least = self.min_bytes if said is CheckpointPolicy.PREFER_CPU_OFFLOAD else 1

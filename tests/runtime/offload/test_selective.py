@@ -382,3 +382,25 @@ def test_views_of_parameters_stay_where_they_are() -> None:
     with lowtide.selective_offload(_marks({aten.t.default: OFFLOAD}), net, engine="virtual:1") as offload:
         assert _same(_step(net, x, offload), plain)
         assert offload.stats.saved_bytes == 0
+
+
+def test_conjugates_and_negatives_that_are_held_keep_their_bit() -> None:
+    """Their storage has other numbers than they show."""
+    views = (aten._conj.default, aten._neg_view.default, aten.select.int, aten.view_as_real.default)
+
+    def function(x: Tensor) -> Tensor:
+        z = torch.complex(x, x * 2).conj()
+        return z.imag.sin() * z.real.cos() + (z * z).imag
+
+    def run(context_fn: Any) -> list[Tensor]:
+        leaf = torch.linspace(-1, 1, 64).requires_grad_()
+        how = {} if context_fn is None else {"context_fn": context_fn}
+        y = checkpoint(function, leaf, use_reentrant=False, **how)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return [y.detach(), leaf.grad]
+
+    for marked in (views[:1], views[1:2], views):
+        policy = _marks(dict.fromkeys(marked, OFFLOAD))
+        with lowtide.selective_offload(policy, nn.Linear(1, 1), engine="virtual:1", min_bytes=0) as offload:
+            assert _same(run(offload), run(None))
