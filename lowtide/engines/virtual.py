@@ -76,12 +76,12 @@ class _Use:
 
 
 class _LaneState:
-    __slots__ = ("compute_tick", "done", "known", "queue", "total")
+    __slots__ = ("compute_tick", "known", "queue", "total")
 
     def __init__(self) -> None:
         self.known = (0, 0)
-        self.queue: deque[_Entry] = deque()
-        self.done = 0
+        # With the number of each entry. What is first is not done; a Ctrl-C at any moment loses none, as on a device.
+        self.queue: deque[tuple[int, _Entry]] = deque()
         self.total = 0
         # The newest compute time that work enqueued from now on is ordered after.
         self.compute_tick = -1
@@ -257,7 +257,7 @@ class VirtualEngine:
     # -- the adversary ---------------------------------------------------------------------------------------------
 
     def _enqueue(self, state: _LaneState, entry: _Entry) -> None:
-        state.queue.append(entry)
+        state.queue.append((state.total + 1, entry))
         state.total += 1
         state.known = _later(state.known, self._seen)
 
@@ -275,21 +275,22 @@ class VirtualEngine:
         uses.append(use)
 
     def _is_done(self, event: VirtualEvent) -> bool:
-        return event.lane is Lane.COMPUTE or self._lanes[event.lane].done >= event.index
+        if event.lane is Lane.COMPUTE:
+            return True
+        queue = self._lanes[event.lane].queue
+        return not queue or queue[0][0] > event.index
 
     def _force(self, event: VirtualEvent) -> None:
-        if event.lane is Lane.COMPUTE:
-            return
-        state = self._lanes[event.lane]
-        while state.done < event.index:
-            entry = state.queue.popleft()
-            state.done += 1
+        while not self._is_done(event):
+            queue = self._lanes[event.lane].queue
+            entry = queue[0][1]
             if entry.wait_for is not None:
                 self._force(entry.wait_for)
             else:
                 # A copy engine does its work beside the program: no mode of the program's sees it.
                 with disable_current_modes():
                     self._copy(entry)
+            queue.popleft()
 
     def _copy(self, entry: _Entry) -> None:
         assert entry.slot is not None and entry.storage is not None
