@@ -120,7 +120,7 @@ def test_the_published_setting_for_real_at_a_tiny_size(tmp_path: Path) -> None:
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_scaling(tmp_path: Path) -> None:
     record = answer(scaling, tmp_path, "--devices", "16", "2048")
     assert record.kind == "computed"

@@ -36,7 +36,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "kept_turns": ("kept", {"names": ["dualpipev", "interleaved_overlap"], "about": OWN}),
         "kept_shared": ("kept", {"names": ["one_stage_overlap"], "about": SHARED}),
         "again_turns": ("kept", {"names": ["dualpipev"], "about": OWN, "recompute": ["layers.*"]}),
-        "again": ("kept", {"names": ["1f1b", "interleaved"], "recompute": ["layers.*"]}),
+        "again": ("kept", {"names": ["interleaved"], "recompute": ["layers.*"]}),
         "refused": ("refused", {}),
         "raises": ("raises", {}),
     }
