@@ -193,7 +193,7 @@ def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None
     write("one_stage", sections=one, **both)
     limits = {"budget": "600KB", "min_bytes": 0, "optimizer": "auto"}
     write("one_budget", sections=one | {"memory": limits}, engine="virtual:4", **both)
-    limits |= {"budget": "480KB", "optimizer": "swap"}
+    limits |= {"budget": "480KB", "optimizer": "keep"}
     write("four_budget", sections=overlap | {"memory": limits}, engine="virtual:5", **both)
     code = """
     import os, sys
