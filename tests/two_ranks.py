@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import os
+import random
 import socket
 import traceback
 from pathlib import Path
@@ -68,12 +69,7 @@ def _rank(rank: int, *, num_ranks: int, folder: str, module: str, jobs: list[Job
 def start(code: str, folder: Path, num_ranks: int = 2) -> list[Process]:
     """A program, once for each rank, in `folder`, with the environment that torch.distributed reads; `finish` tells
     what it said. `MORE_PORTS` has six ports for groups that follow one another."""
-    with contextlib.ExitStack() as stack:
-        # All are asked for before the first is given back, so they differ.
-        sockets = [stack.enter_context(socket.socket()) for _ in range(7)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        port, *more_ports = [str(each.getsockname()[1]) for each in sockets]
+    port, *more_ports = map(str, _free_ports(7))
     group = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -84,6 +80,20 @@ def start(code: str, folder: Path, num_ranks: int = 2) -> list[Process]:
         processes.start(code, folder, name=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **group)
         for rank in range(num_ranks)
     ]
+
+
+def _free_ports(number: int) -> list[int]:
+    """Below those that a system gives out by itself: the ranks' own connections would take one before its turn."""
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for port in random.SystemRandom().sample(range(10_000, 30_000), 200):
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == number:
+                return found
+    raise AssertionError("no free ports")
 
 
 def finish(ranks: list[Process], folder: Path, seconds: float = 120) -> list[processes.End]:
