@@ -40,7 +40,6 @@ class Program:
         self._num_inputs = len(recipe.inputs)
         self._num_registers = compiler.num_registers
         self._result = compiler.result
-        """All ranks of a group must run it."""
 
     def run(self, inputs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """A tensor on the storage that the recipe makes. Inputs have the geometry of the recipe's, in its order."""
