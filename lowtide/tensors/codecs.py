@@ -67,7 +67,8 @@ class Decoder(NamedTuple):
     """Of the storage."""
     numbers: tuple[int, ...] = ()
     """Two values: the bit patterns of a zero and of a one, as integers of the element's width. Zeros: how many elements
-    of each piece are not zero."""
+    of each piece are not zero. Integers that nobody looked at: the least there is. What did not fit may have become
+    negative; a kernel that reads it before the misfit is told must not leave its tensor."""
 
     def run(self, inputs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """A flat tensor of `dtype` over a new storage. `inputs`: the smaller form, and nothing else."""
@@ -86,6 +87,8 @@ class Decoder(NamedTuple):
                 self._scatter(data, integers)
             else:
                 out.copy_(data)
+                if self.numbers:
+                    out.clamp_(min=self.numbers[0])
             return out
 
     def _choose(self, packed: torch.Tensor, out: torch.Tensor) -> None:
@@ -255,7 +258,7 @@ def _narrowed_unseen(elements: torch.Tensor, kind: str) -> Encoded:
     limits = torch.iinfo(_NARROW[kind])
     least, most = elements.aminmax()
     misfit = least.lt(limits.min).logical_or_(most.gt(limits.max)).to(torch.int32)
-    return Encoded(elements.to(_NARROW[kind]), Decoder(kind, elements.dtype, len(elements)), misfit)
+    return Encoded(elements.to(_NARROW[kind]), Decoder(kind, elements.dtype, len(elements), (0,)), misfit)
 
 
 def _halves(elements: torch.Tensor, half: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from lowtide.core.codec import Codec
 from lowtide.core.decisions import Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
@@ -93,3 +94,17 @@ def test_one_plan_that_was_disturbed_does_not_decide() -> None:
     times = [(plan, PLAIN + share * copy_seconds(plan, LINK)) for plan in (MOVING, extra)]
     found = learned_link([*times, (plan_of(3 * 10**8), 50.0), (STILL, PLAIN + RECOMPUTE), (plan_of(), 40.0)], LINK)
     assert found is not None and found.compute_share == pytest.approx(share)
+
+
+def test_a_smaller_form_is_copied_in_fewer_bytes_and_takes_time_of_its_own() -> None:
+    codec = Codec(kind="bits", nbytes=10**7, work_bytes=0, seconds=0.1)
+    sites = [dataclasses.replace(site, codec=codec if site.fate is Fate.SWAP else None) for site in MOVING.sites]
+    assert MOVING.predicted is not None
+    coded = dataclasses.replace(
+        MOVING.with_sites(sites), predicted=dataclasses.replace(MOVING.predicted, codec_seconds=0.2)
+    )
+    assert copy_seconds(coded, LINK) == pytest.approx(0.06 + 4e-3)
+    moving = PLAIN + 0.2 + 2.0 * copy_seconds(coded, LINK)
+    found = learned_link([(coded, moving), (STILL, PLAIN + RECOMPUTE)], LINK)
+    assert found is not None
+    assert found.compute_share == pytest.approx(2.0)

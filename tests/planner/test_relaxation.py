@@ -112,6 +112,18 @@ def test_an_anchor_is_held_for_what_is_made_from_it() -> None:
     assert found.bound_seconds == pytest.approx(8.25, abs=1e-4)
 
 
+def test_a_smaller_form_is_held_for_what_is_made_from_it() -> None:
+    """It takes more than the budget leaves, and nothing else is possible. Of a smaller one a share is enough."""
+    for nbytes, seconds in ((20, math.inf), (10, 8 + 0.25 * 85 / 90)):
+        big = _item("big", 100, 1, 6, form=2, fates=(Fate.KEEP, Fate.RECOMPUTE))
+        late = _item("late", 100, 3, 4, fates=(Fate.KEEP,))
+        form = _item("form", nbytes, 1, 0, dies=1, reads=(), release=0, fates=ALL[:1], form_of=0, decode_seconds=0.25)
+        program = Program(_step(big, late, form), Link(out_bytes_per_second=1, in_bytes_per_second=1), 115)
+        found = program.solve(range(8))
+        assert found is not None
+        assert found.bound_seconds == pytest.approx(seconds, abs=1e-4)
+
+
 _INSTANT = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 
 

@@ -13,12 +13,13 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.errors import BudgetError
+from lowtide.planner.local_search import Evaluator, improve
 from lowtide.planner.plan_profile import plan_profile, problem_of
 from lowtide.planner.problem import send_ops
 from lowtide.planner.smaller import form_of
 from lowtide.report.memory_curve import memory_curve
 from lowtide.timeline.events import run
-from lowtide.timeline.memory import curve, plain_curve
+from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link
 from tests.profiles import MIB, SECONDS, decoder_profile
 
@@ -170,9 +171,58 @@ def test_a_codec_is_weighed_beside_a_recipe(
 
 
 def test_rules_without_recipes_leave_codecs() -> None:
-    stored = planned(both(CODEC), 40, {"recompute": "none", "swap": "none"})
+    """Even where the recipe would be cheaper."""
+    dear = dataclasses.replace(CODEC, seconds=0.1)
+    stored = planned(both(dear, 1e-6), 40, {"recompute": "none", "swap": "none"})
     assert [site.name for site in stored.sites if site.codec is not None]
     assert all(site.recipe is None for site in stored.sites)
+
+
+def test_a_site_that_is_stored_smaller_holds_no_anchor_and_needs_no_proof() -> None:
+    """`norm.mul` has a recipe that starts from an anchor; from its form it needs neither."""
+    profile = decoder_profile(2)
+    nodes = (
+        dataclasses.replace(node, codec=CODEC if node.name.endswith("norm.mul") else None) for node in profile.nodes
+    )
+    profile = dataclasses.replace(profile, nodes=tuple(nodes), device="cpu")
+    only_norms = {**WAYS, "keep": ["layers.*.mlp"]}
+    for seconds, is_stored in ((1e-6, True), (1.0, False)):
+        codec = dataclasses.replace(CODEC, seconds=seconds)
+        nodes = (dataclasses.replace(node, codec=codec if node.codec else None) for node in profile.nodes)
+        config = load_memory({"budget": "1GiB", **only_norms})
+        plan = plan_profile(
+            dataclasses.replace(profile, nodes=tuple(nodes)),
+            config,
+            link=SLOW,
+            budget_bytes=plain_bytes(profile) - 10 * MIB,
+            log_seconds=1e-9,
+        )
+        assert any(site.codec is not None for site in plan.sites) == is_stored
+        assert any(site.anchor is not None for site in plan.sites) != is_stored
+        assert plan.predicted is not None
+        assert (plan.predicted.check_seconds == 0.0) == is_stored
+
+
+def test_a_search_goes_over_from_a_recipe_to_the_form_and_back() -> None:
+    config = load_memory({"budget": "1GiB", **WAYS, "keep": ["layers.*.norm.mul", "layers.*.mlp.silu"]})
+    for seconds, wanted in ((1e-6, Fate.KEEP), (1e-2, Fate.RECOMPUTE)):
+        problem = problem_of(both(dataclasses.replace(CODEC, seconds=seconds)), config)
+        places = {item.name: index for index, item in enumerate(problem.step.items)}
+        fates = [Fate.KEEP] * len(places)
+        other = Fate.RECOMPUTE if wanted is Fate.KEEP else Fate.KEEP
+        for layer in range(2):
+            fates[places[MUL.format(layer)]] = Fate.RECOMPUTE
+            fates[places[form_of(MUL.format(layer))]] = other
+        evaluator = Evaluator(StepArrays.of(problem.step), SLOW, plain_bytes(both(CODEC)) - 60 * MIB)
+        start = evaluator.play(fates)
+        assert start.fits
+        found = improve(evaluator, start, max_plays=100)
+        made = [
+            place for name, place in places.items() if found.fates[place] is Fate.RECOMPUTE and "smaller" not in name
+        ]
+        assert made
+        forms = [problem.step.items[place].form for place in made]
+        assert {found.fates[form] for form in forms if form is not None} == {wanted}
 
 
 def test_what_a_recipe_starts_from_need_not_stay_for_a_site_that_is_stored_smaller() -> None:

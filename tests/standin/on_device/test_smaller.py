@@ -13,7 +13,7 @@ import lowtide
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.profiling.smaller import measured_codec
-from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
+from lowtide.runtime.recompute.fingerprint import RecipeMismatchError, _places_of
 from lowtide.tensors.codecs import encode
 from tests import zoo
 from tests.solved import plan_with
@@ -96,6 +96,40 @@ def test_indices_beyond_the_type_are_refused_before_gradients_are_used() -> None
         assert len(tide.failed_recipes) == 3
 
 
+class Largest(nn.Module):
+    """The largest of each row: one index a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).max(dim=1)[0].square().sum()
+
+
+def test_one_index_of_thousands_is_seen() -> None:
+    """64 words are compared anyway; this one is in none of them."""
+    model = Largest().to(DEVICE)
+    x = torch.zeros(4096, 200)
+    x[:, 3] = 1.0
+    profile = lowtide.observe(model, (x.to(DEVICE),))
+    plan = plan_with(profile, {})
+    codecs = {node.name: node.codec for node in profile.sites}
+    plan = plan.with_sites(dataclasses.replace(site, codec=codecs[site.name]) for site in plan.sites)
+    assert [site.codec.kind for site in plan.sites if site.codec is not None] == ["uint8"]
+    wide = F.pad(x, (0, 200))
+    taken = set((_places_of(8192) // 2).tolist())
+    wide[next(row for row in range(4096) if row not in taken), 300] = 2.0
+    wide = wide.to(DEVICE)
+    want = step(model, wide)
+    with lowtide.apply(model, plan) as tide:
+        assert same(step(model, x.to(DEVICE)), step(model, x.to(DEVICE)))
+        with pytest.raises(RecipeMismatchError):
+            step(model, wide)
+        assert same(step(model, wide), want)
+        assert len(tide.failed_recipes) == 1
+
+
 def test_more_indices_than_planned_stay_whole() -> None:
     model, plan = made()
     large = images(8, 1, count=9)
@@ -124,3 +158,4 @@ def test_nothing_else_is_narrowed_on_a_device() -> None:
             assert int(encoded.misfit) == is_misfit
             decoded = encoded.decoder.run([encoded.data], DEVICE)
             assert torch.equal(decoded.cpu(), tokens.cpu()) != bool(is_misfit)
+            assert 0 <= int(decoded.min()) <= int(decoded.max()) <= most, "out of bounds before it is told"
