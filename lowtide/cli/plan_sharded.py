@@ -10,11 +10,13 @@ more of it than a plain step does, and that counts only in what is said afterwar
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
+from lowtide.planner.optimizer_kinds import Weight, shard_of
 from lowtide.train.run_file import RunConfig
 from lowtide.units import format_seconds
 
@@ -63,6 +65,10 @@ class Rank:
     sharding: Sharding
     cluster: Cluster
     hardware: Hardware
+
+    def shards_of(self, weights: Sequence[Weight]) -> list[Weight]:
+        """What is here of the parameters of the whole model."""
+        return [shard_of(weight, self.sharding.ranks) for weight in weights]
 
     def network(self, plan: Plan) -> Network:
         """The network of the step that the plan makes."""
