@@ -3,8 +3,8 @@
 What: the traced step of the whole model becomes that of one rank (pipeline/fully_sharded.py), is planned as a step of
 one device is, and the plan's step is played with its gathers and reductions on a network lane.
 Not covered: profiles of real steps (they have their collectives in them); recipes that would read a parameter while it
-is in shards, which the runtime refuses; and plans that know the network while they are made: layers that run again hide
-more of it than a plain step does, and that counts only in what is said afterwards.
+is in shards, which the runtime refuses; and the network while the plan is made. Layers that run again hide more of the
+network than a plain step does; the printed step counts that, the choice of the plan does not.
 """
 
 from __future__ import annotations

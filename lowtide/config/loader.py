@@ -1,6 +1,6 @@
 """Settings into frozen dataclasses, strictly: every mistake is one line that says where, what, and how to fix it.
 
-What: `load_yaml` and `load_mapping` build any frozen dataclass by the types its fields declare: `bool`, `int`,
+What: `load_yaml` and `load_mapping` build any frozen dataclass by the types that its fields declare: `bool`, `int`,
 `float`, `str`, `Path`, `Literal`, enums, sizes (`ByteSize`), nested dataclasses, `tuple[T, ...]`, `tuple[A, B]`,
 `dict[str, T]`, `Any`, and unions of these.
 Why: types come from the declaration, not from the look of the text, so `1e-4` is a number where a number is declared
