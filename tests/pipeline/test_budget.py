@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.errors import ConfigError
 from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
@@ -173,3 +174,22 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
         with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
             assert (plans.optimizer_swap is not None) == moves
             assert plans.found.peak_bytes <= budget
+
+
+def test_the_fastest_preset_is_a_budget_of_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stage, said = nn.Linear(16, 16), []
+    pipeline = Pipeline(
+        make_schedule("gpipe", num_ranks=1, num_micro_batches=1), {0: stage}, loss=nn.functional.mse_loss
+    )
+    batch = [torch.ones(2, 16)]
+    given: Any = {"engine": "virtual:0", "say": said.append}
+    with fit_stages(pipeline, batch, batch, memory={"preset": "fastest"}, **given):
+        pipeline.step(batch, batch)
+    assert said[0].startswith("lowtide: rank 0: preset fastest, within budget auto = ")
+    with pytest.raises(ConfigError) as caught:
+        fit_stages(pipeline, batch, batch, memory={"preset": "smallest"}, **given)
+    assert str(caught.value) == (
+        "memory.preset: cannot be smallest beside a pipeline yet; write preset: fastest, or a budget such as 20GiB "
+        "or 90%"
+    )
