@@ -118,17 +118,13 @@ def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_line_fits_a_terminal_of_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No word is cut and no figure is lost."""
-    write(RUN + "  swap: [layers.0.mlp]\n")
-    asked = ("--budget", "1.2MiB", "--curve", "--optimizer", "auto")
-    assert plan(*asked) == 0
-    whole = capsys.readouterr().out
+    """No word is cut: what the plan has as JSON stands there, in the units of the text."""
+    saved = Plan.from_json(json.dumps(document(capsys, "--budget", "1.2MiB")["plan"]))
     monkeypatch.setattr("lowtide.cli.plan.width_of_stdout", lambda: 80)
-    assert plan(*asked) == 0
+    assert plan("--budget", "1.2MiB", "--curve") == 0
     narrow = capsys.readouterr().out
-    assert max(map(len, whole.splitlines())) > 100 and max(map(len, narrow.splitlines())) <= 80
-    words = [word for word in set(whole.split()) if set(word) - set("#.-+|")]
-    assert {word for word in words if word not in narrow.split()} <= {"why"}  # its column has no head of its own there
+    assert max(map(len, str(saved).splitlines())) > 100 and max(map(len, narrow.splitlines())) <= 80
+    assert {word for word in str(saved).split() if word not in narrow.split()} <= {"why"}  # no head of its own there
 
 
 def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]) -> None:

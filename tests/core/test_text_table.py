@@ -53,6 +53,19 @@ def test_a_narrow_table(width: int, lines: list[str]) -> None:
     assert align(CELLS, numeric=NUMERIC, width=width) == lines
 
 
+def test_numbers_stay_whole_and_columns_come_closer_before_a_row_is_broken() -> None:
+    cells = [("", "the budget", "the peak"), ("aa bb cc", "12345.6 GiB", "100.0 %")]
+    assert align(cells, numeric=(1, 2), width=24) == [
+        "     the budget      the",
+        "                    peak",
+        "aa  12345.6 GiB  100.0 %",
+        "bb",
+        "cc",
+    ]
+    assert align(cells, numeric=(1, 2), width=22)[2] == "aa 12345.6 GiB 100.0 %"
+    assert align(cells, numeric=(1, 2), width=21)[0] == "aa bb cc: the budget"
+
+
 def test_prose_hangs_below_its_line() -> None:
     assert wrapped(["short", "  one two three four"], 14) == ["short", "  one two", "      three", "      four"]
     assert wrapped(["a" * 20], 10) == ["a" * 20]
