@@ -2,15 +2,17 @@
 
 What: `align` makes lines of a table from its cells; `wrapped` breaks lines of prose. Without a width both leave every
 line as long as it is, so that a pipe or a file has one line for each row.
-How: a table that is wider than the width first breaks its head, then cells of text, the widest column first. A last
-column of text that would become narrower than `_LEAST_TEXT` goes under its row instead, indented. Numbers are never
-broken. What does not fit even so becomes one paragraph for each row.
+How: a table that is wider than the width first breaks its head and the last column, if that is text. If the last column
+would become narrower than `_LEAST_TEXT`, it goes under its row instead, indented, and other columns of text are broken
+where that is needed, the widest first. Then columns come closer. Numbers are never broken. What does not fit even so
+becomes one paragraph for each row.
 Cost: linear in the cells, with a small factor. Not covered: words longer than the width, which stay whole; characters
 that are two columns wide.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -20,6 +22,9 @@ _GAPS = (2, 1)
 """Blanks between columns; the second where a table does not fit with the first."""
 _LEAST_TEXT = 24
 _INDENT = "    "
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|ms|µs|s|%)(?![^\s;:,.)]))")
+"""The blank between a number and its unit: no line is broken there."""
+_NO_BREAK = "\0"
 
 
 def align(cells: Cells, *, numeric: tuple[int, ...], width: int | None = None) -> list[str]:
@@ -30,12 +35,12 @@ def align(cells: Cells, *, numeric: tuple[int, ...], width: int | None = None) -
     natural = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if width is None or _total(natural, _GAPS[0]) <= width:
         return _lines(cells, natural, numeric, _GAPS[0])
-    if (widths := _fitted(cells, numeric, width, _GAPS[0], _LEAST_TEXT)) is not None:
+    if (widths := _fitted(cells, numeric, width, _GAPS[0], is_first=True)) is not None:
         return _lines(cells, widths, numeric, _GAPS[0])
     has_notes = len(cells[0]) - 1 not in numeric
     body = [row[:-1] for row in cells] if has_notes else cells
     for gap in _GAPS:
-        if (widths := _fitted(body, numeric, width, gap, 0)) is not None:
+        if (widths := _fitted(body, numeric, width, gap)) is not None:
             notes = [row[-1] if has_notes else "" for row in cells[1:]]
             lines = _lines(body[:1], widths, numeric, gap)
             for row, note in zip(body[1:], notes, strict=True):
@@ -59,29 +64,35 @@ def wrapped(lines: Iterable[str], width: int | None, *, indent: str | None = Non
 
 
 def _words(text: str, width: int, *, first: str = "", later: str = "") -> list[str]:
-    return textwrap.wrap(
-        text.strip(),
+    lines = textwrap.wrap(
+        _UNIT.sub(_NO_BREAK, text.strip()),
         max(width, 1),
         initial_indent=first,
         subsequent_indent=later,
         break_long_words=False,
         break_on_hyphens=False,
-    ) or [""]
+    )
+    return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
 
 
 def _total(widths: Sequence[int], gap: int) -> int:
     return sum(widths) + gap * (len(widths) - 1)
 
 
-def _fitted(cells: Cells, numeric: tuple[int, ...], width: int, gap: int, least_text: int) -> list[int] | None:
-    """Widths of columns whose sum is at most `width`; None where words and numbers are too long for it. The last
-    column, if it is text, keeps `least_text` characters."""
+def _fitted(
+    cells: Cells, numeric: tuple[int, ...], width: int, gap: int, *, is_first: bool = False
+) -> list[int] | None:
+    """Widths of columns whose sum is at most `width`; None where words and numbers are too long for it. In the first
+    attempt only the last column is broken, and keeps `_LEAST_TEXT` characters."""
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     least = [_least(column, number in numeric) for number, column in enumerate(columns)]
     last = len(columns) - 1
-    if last not in numeric:
-        least[last] = max(least[last], min(least_text, widths[last]))
+    if is_first:
+        texts = [column for column in range(last) if column not in numeric]
+        least = [wide if column in texts else low for column, (low, wide) in enumerate(zip(least, widths, strict=True))]
+        if last not in numeric:
+            least[last] = max(least[last], min(_LEAST_TEXT, widths[last]))
     if _total(least, gap) > width:
         return None
     for column in sorted(numeric, key=lambda column: least[column] - widths[column]):

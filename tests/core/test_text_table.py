@@ -68,6 +68,11 @@ def test_numbers_stay_whole_and_columns_come_closer_before_a_row_is_broken() -> 
 
 def test_prose_hangs_below_its_line() -> None:
     assert wrapped(["short", "  one two three four"], 14) == ["short", "  one two", "      three", "      four"]
+    assert wrapped(["stalls 11.9 ms, gap 0.3 %; peak 120.0 GiB"], 20) == [
+        "stalls 11.9 ms, gap",
+        "    0.3 %; peak",
+        "    120.0 GiB",
+    ]
     assert wrapped(["a" * 20], 10) == ["a" * 20]
     assert wrapped(["  one two three four"], None) == ["  one two three four"]
 
