@@ -289,7 +289,8 @@ class Autopilot:
         if self._is_audited:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
         before = self._num_forwards
-        self._audit = Audit(self.model, self._optimizer, self.engine.device_type, scheduler=scheduler, done=done)
+        of = (self.model, self._optimizer, self.engine.device_type)
+        self._audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
         return self._audit
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
