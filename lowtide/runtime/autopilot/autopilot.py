@@ -54,6 +54,7 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.first_step import FirstStep
@@ -564,13 +565,16 @@ class Autopilot:
                 self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
             return
         before = self._planning.facts
-        failed = {name: why for name, why in failed.items() if name not in before.unsteady}
+        # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
+        smaller = {site.name for site in self.tide.plan.sites if site.codec is not None} if self.tide and failed else ()
+        lost = {name: form_of(name) if name in smaller else name for name in failed}
+        failed = {name: why for name, why in failed.items() if lost[name] not in before.unsteady}
         refused = {name: why for name, why in refused.items() if name not in before.refused}
         key = self._state.key
         if key is None or not (failed or refused):
             return
         start = time.perf_counter()
-        unsteady, layers = before.unsteady | failed.keys(), before.refused | refused.keys()
+        unsteady, layers = before.unsteady | {lost[name] for name in failed}, before.refused | refused.keys()
         self._planning.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
