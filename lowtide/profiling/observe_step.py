@@ -41,7 +41,14 @@ from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.tensors.private import gradient_hooks, num_compiled_graphs, tree_leaves
+from lowtide.tensors.private import (
+    TENSOR_HOOKS,
+    gradient_hooks,
+    joint_gradient_hooks,
+    num_compiled_graphs,
+    parametrized_weights,
+    tree_leaves,
+)
 from lowtide.tensors.snapshot import Snapshot, take
 
 _DID_NOT_FIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
@@ -203,7 +210,7 @@ def record_step(
         with recorder.saves.hooks():
             roots = _forward(model, batch, loss, needs_scalar)
         recorder.begin_backward(roots, model)
-        with _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
+        with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
@@ -281,6 +288,22 @@ def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulate
 
 
 @contextlib.contextmanager
+def _joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks on several leaves at once work under `.backward()` only."""
+    hooks = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
+    before = [dict(found) for found, _ in hooks]
+    for found, keys in hooks:
+        for key in keys:
+            del found[key]
+    try:
+        yield
+    finally:
+        for (found, _), then in zip(hooks, before, strict=True):
+            found.clear()  # for the order of those that stayed
+            found.update(then)
+
+
+@contextlib.contextmanager
 def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
     if any(gradient_hooks(tensor) for tensor in tensors):
         raise ConfigError(
@@ -298,6 +321,19 @@ def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _parametrized_weights_set_aside() -> Iterator[None]:
+    """What `parametrize.cached()` remembers has graphs, and a backward pass frees them."""
+    found = parametrized_weights()
+    before = dict(found)
+    found.clear()
+    try:
+        yield
+    finally:
+        found.clear()
+        found.update(before)
+
+
+@contextlib.contextmanager
 def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[Snapshot]:
     """What `model` and `inputs` reach, random states, gradients and torch's own settings are afterwards as before.
 
@@ -311,6 +347,7 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
     try:
         with (
             Modes().again(),
+            _parametrized_weights_set_aside(),
             torch.set_grad_enabled(torch.is_grad_enabled()),
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         ):

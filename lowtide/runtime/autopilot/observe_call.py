@@ -119,6 +119,11 @@ class Witness:
         self.error: Exception | None = None
         """What the observed forward raised."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the observed forward gave something."""
+        return self._then is not None
+
     def note(self, output: Any) -> None:
         """Remember the output of the observed forward."""
         self._then = _samples(output)
