@@ -39,6 +39,7 @@ from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
+from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
@@ -292,15 +293,19 @@ def _joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
     """Hooks on several leaves at once work under `.backward()` only."""
     hooks = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
     before = [dict(found) for found, _ in hooks]
-    for found, keys in hooks:
-        for key in keys:
-            del found[key]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for (found, _), then in zip(hooks, before, strict=True):
             found.clear()  # for the order of those that stayed
             found.update(then)
+
+    try:
+        for found, keys in hooks:
+            for key in keys:
+                del found[key]
+        yield
+    finally:
+        to_the_end(put_back)
 
 
 @contextlib.contextmanager
@@ -311,13 +316,17 @@ def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
             "observed step would set off; use use_reentrant=False"
         )
     before = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for tensor, grad in zip(tensors, before):
             tensor.grad = grad
+
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        to_the_end(put_back)
 
 
 @contextlib.contextmanager
@@ -325,12 +334,16 @@ def _parametrized_weights_set_aside() -> Iterator[None]:
     """What `parametrize.cached()` remembers has graphs, and a backward pass frees them."""
     found = parametrized_weights()
     before = dict(found)
-    found.clear()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         found.clear()
         found.update(before)
+
+    try:
+        found.clear()
+        yield
+    finally:
+        to_the_end(put_back)
 
 
 @contextlib.contextmanager
@@ -344,6 +357,15 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
     devices = {parameter.device for parameter in parameters} | {device}
     before = take(model, beside=(inputs, [grad for grad in grads if grad is not None]), code=True, devices=devices)
     filters = list(warnings.filters)
+
+    def put_back() -> None:
+        before.restore()
+        for parameter, grad in zip(parameters, grads):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if warnings.filters != filters:
+            warnings.filters[:] = filters  # type: ignore[index]
+
     try:
         with (
             Modes().again(),
@@ -353,13 +375,10 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
         ):
             yield before
     finally:
-        lost = before.lost()
-        before.restore()
-        for parameter, grad in zip(parameters, grads):
-            if parameter.grad is not grad:
-                parameter.grad = grad
-        if warnings.filters != filters:
-            warnings.filters[:] = filters  # type: ignore[index]
+        try:
+            lost = before.lost()
+        finally:
+            to_the_end(put_back)
     if lost:
         raise ConfigError(
             f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "
