@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from lowtide.tensors.versions import missing
 
@@ -191,6 +192,24 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def gradient_hooks(tensor: torch.Tensor) -> Any:
     """The hooks that run when a gradient was accumulated in `tensor`: a mapping, or None."""
     return getattr(tensor, TENSOR_HOOKS[1], None)
+
+
+def joint_gradient_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The keys of those hooks of a leaf that `register_multi_grad_hook` has added to it and to other tensors. No public
+    way to tell them."""
+    hooks = getattr(tensor, TENSOR_HOOKS[0], None) or {}
+    names = {key: f"{hook.__module__}.{getattr(hook, '__qualname__', '')}" for key, hook in hooks.items()}
+    return [key for key, name in names.items() if name.startswith("torch.autograd.graph.register_multi_grad_hook.")]
+
+
+find("torch.nn.utils.parametrize._cache")
+
+
+def parametrized_weights() -> dict[Any, Any]:
+    """What `torch.nn.utils.parametrize.cached()` remembers now: weights that were computed inside of it, with their
+    graphs. No public way to ask."""
+    found: dict[Any, Any] = parametrize._cache
+    return found
 
 
 # -- modes, dispatch, derivatives --------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ SWAP = [
         "runtime/offload/scheduler.py",
         "if site is None or site.version != version or site.part != part or site.weak.expired():",
         "if site is None or site.version != version or site.weak.expired():",
-        ("test_first_forward_budget.py::test_parts_of_a_storage_that_are_written_one_by_one",),
+        (f"{_SWAP}::test_a_part_with_a_counter_of_its_own_is_no_site_of_another_part",),
         "parts of one storage with counters of their own are taken for one another",
     ),
     Mutant(
