@@ -278,7 +278,7 @@ def _what_is_in_the_way(
     nameless = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
     where = arrays.step.ticks[tick].name or nameless
     base_bytes = int(arrays.base[tick])
-    there = (arrays.born <= tick) & (tick < arrays.dies) | (lifetimes.need <= tick) & (tick < lifetimes.release)
+    there = (arrays.born <= tick) & (tick < lifetimes.dies) | (lifetimes.need <= tick) & (tick < lifetimes.release)
     there |= lifetimes.is_held & (arrays.born <= tick) & (tick < lifetimes.release)
     largest = ""
     if there.any():
@@ -295,5 +295,6 @@ def _what_is_in_the_way(
 def _unrestricted(item: Item) -> Item:
     if len(item.fates) > 1 and Fate.KEEP not in item.fates:
         return item  # state of an optimizer that is to move
-    has_recipe = bool(item.inputs) or item.recipe_seconds > 0
+    is_form = item.form_of is not None
+    has_recipe = Fate.RECOMPUTE in item.fates if is_form else bool(item.sources) or item.recipe_seconds > 0
     return dataclasses.replace(item, fates=(Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if has_recipe else [])))

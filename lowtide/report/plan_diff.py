@@ -40,7 +40,7 @@ class Change:
     """Sites of one name in a run of layers that have another fate in the second plan."""
 
     before: str
-    """'keep', 'swap', 'recompute', 'anchor'; 'absent': this plan does not know them."""
+    """'keep', 'swap', 'recompute', 'anchor', 'keep as bits'; 'absent': this plan does not know them."""
     after: str
     where: str
     """`layers 0-3: mlp.act_fn.silu`, or the whole name outside of layers."""
@@ -106,7 +106,9 @@ def _fate(site: SiteDecision | None) -> str:
         return "absent"
     if site.anchor is not None and site.fate is Fate.KEEP:
         return "anchor"  # held because a recipe starts from it
-    return f"{site.fate.value} ({site.tier.value})" if site.tier is not None else site.fate.value
+    where = f" ({site.tier.value})" if site.tier is not None else ""
+    smaller = f" as {site.codec.kind}" if site.codec is not None else ""
+    return f"{site.fate.value}{where}{smaller}"
 
 
 def _rules(plan: Plan) -> list[str]:
