@@ -204,7 +204,7 @@ def test_names_of_files() -> None:
         (f"model: {{model_type: llama, hidden_size: {MANY}}}\n" + TRAIN, "run.yaml:1:41: expected an integer for "
          "'model.hidden_size', not a number of 5000 digits; the most is 18"),
         ("model: {path: " + "x" * 300 + "}\n" + TRAIN, f"run.yaml:1:15: 'model.path': {'x' * 300} is not a folder on this "
-         "machine"),
+         "machine; check the path (nothing is downloaded)"),
         (MODEL + 'train: {steps: 1, output_dir: "a\\0b"}', "run.yaml:2:31: expected text without control characters for "
          r"'train.output_dir', not 'a\x00b'"),
         (MODEL + 'train: {steps: 1, output_dir: "\\ud800"}', "run.yaml:2:31: expected text without control characters for "
