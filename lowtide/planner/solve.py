@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.core.fate import Fate
+from lowtide.core.plan_table import percent
 from lowtide.errors import BudgetError
 from lowtide.planner.greedy import closed_form
 from lowtide.planner.local_search import SMALL, Evaluator, Fates, Outcome, improve, repair, roundings
@@ -254,7 +255,7 @@ def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, ti
             continue
         way = what.format(host=format_bytes(printed_up(best.timeline.slower_bytes)))
         slower = best.seconds / max(arrays.step.compute_seconds, 1e-12) - 1
-        sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {slower:.1%} over keeping everything")
+        sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {percent(slower)} over keeping everything")
     return BudgetError(
         _what_is_in_the_way(arrays, budget_bytes, host_bytes, floor_bytes, floor_fates),
         floor_bytes=floor_bytes,

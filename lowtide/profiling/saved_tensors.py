@@ -114,6 +114,7 @@ class SavedTensorRecorder:
         """Saved-tensor hooks for the forward of the step."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
 
+    @never_compiled
     def _pack(self, saved: torch.Tensor) -> Any:
         with self._recorder.silently():
             tensor = arrived(saved)
@@ -223,6 +224,7 @@ class SavedTensorRecorder:
         return storage
 
 
+@never_compiled
 def _open(handle: Any) -> torch.Tensor:
     return handle.open() if isinstance(handle, _Handle) else handle
 

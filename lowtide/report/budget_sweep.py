@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import align, percent
+from lowtide.core.plan_table import percent
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import align
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
@@ -75,7 +76,7 @@ def budget_sweep(
     return tuple(sorted(rungs, key=lambda swept: -swept.budget_bytes))
 
 
-def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
+def sweep_lines(rungs: tuple[SweptBudget, ...], width: int | None = None) -> list[str]:
     """Lines of text: a head, and one line for each budget. 'codecs' is what storing smaller costs, 'optimizer' what its
     state costs on its way, each where there is any."""
     cells: list[tuple[str, ...]] = [
@@ -105,4 +106,4 @@ def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
         absent.add("optimizer")
     columns = [place for place, name in enumerate(cells[0]) if name not in absent]
     cells = [tuple(row[place] for place in columns) for row in cells]
-    return align(cells, numeric=tuple(range(len(columns) - 1)))
+    return align(cells, numeric=tuple(range(len(columns) - 1)), width=width)

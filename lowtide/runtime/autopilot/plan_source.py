@@ -1,9 +1,10 @@
 """Where an autopilot's plans come from: a budget, for which each is solved; or whatever else keeps the protocol.
 
-What: `PlanSource` is what the autopilot asks of it. `BudgetSource` measures the link once, gives profile, link and
-budget to the solver, and sets the guard (runtime/offload/spill.py) with each plan: to what the plan itself holds at
-most in forward, and what it leaves of the budget. A step as planned never touches it; one that saves more than planned
-is spilled before the budget is passed. Files of MindSpore Transformers are another source (mindformers/follow.py).
+What: `PlanSource` is the protocol. `BudgetSource` measures the link once, and gives profile, link and budget to the
+solver. With each plan it sets the limit of the guard (runtime/offload/spill.py): the most that the plan holds in
+forward, and what it leaves of the budget. A step as planned never reaches the limit; in a step that saves more, the
+guard swaps activations before the budget is passed. Files of MindSpore Transformers are another source
+(mindformers/follow.py).
 Cost: measuring the link takes a second, once for a machine; the solver takes another for each plan.
 Not covered: when a plan is made, and that ranks agree on it; that is the autopilot's own.
 """
