@@ -17,7 +17,9 @@ from lowtide.planner.local_search import Evaluator, improve
 from lowtide.planner.plan_profile import plan_profile, problem_of
 from lowtide.planner.problem import send_ops
 from lowtide.planner.smaller import form_of
+from lowtide.report.budget_sweep import SweptBudget, sweep_lines
 from lowtide.report.memory_curve import memory_curve
+from lowtide.report.plan_diff import plan_diff
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link
@@ -253,6 +255,18 @@ def test_a_site_that_something_else_holds_until_backward_has_no_codec() -> None:
     )
     held = dataclasses.replace(profile, nodes=tuple(nodes))
     assert all(" smaller" not in item.name for item in problem_of(held, NO_RECIPES).step.items)
+
+
+def test_the_ladder_and_a_comparison_show_codecs() -> None:
+    plan, plain = planned(coded(), 20), planned(coded(), 0)
+    assert plan.predicted is not None and plain.predicted is not None
+    rungs = [SweptBudget(budget_bytes=MIB, predicted=found) for found in (plan.predicted, plain.predicted)]
+    head, first, second = sweep_lines(tuple(rungs))
+    assert head.split()[-2:] == ["codecs", "gap"]
+    assert (" 20 µs " in first, " 20 µs " in second) == (True, False)
+    assert "codecs" not in sweep_lines(tuple(rungs[1:]))[0]
+    (change,) = {(change.before, change.after) for change in plan_diff(plain, plan).changes}
+    assert change == ("keep", "keep as bits")
 
 
 def test_a_plan_with_codecs_as_text() -> None:
