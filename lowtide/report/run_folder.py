@@ -65,7 +65,7 @@ def report_of_folder(folder: Path) -> Report:
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
-        tables=tuple(_tables(plan, ranks)) + (() if story is None else tuple(tables_of(story))),
+        tables=tuple(_tables(plan, ranks, measured)) + (() if story is None else tuple(tables_of(story))),
         history=history,
         measured=measured,
         ranks=ranks,
@@ -121,9 +121,9 @@ def _moved(row: dict[str, Any]) -> Tile | None:
     return saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
 
 
-def _tables(plan: Plan | None, ranks: tuple[RankStep, ...]) -> Iterator[Table]:
+def _tables(plan: Plan | None, ranks: tuple[RankStep, ...], measured: Measured) -> Iterator[Table]:
     if ranks:
-        yield rank_table(ranks)
+        yield rank_table(ranks, is_without_temporaries=measured.is_without_temporaries)
     if plan is not None and plan.account:
         yield account_table(plan)
 
