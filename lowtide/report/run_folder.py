@@ -49,8 +49,9 @@ def report_of_folder(folder: Path) -> Report:
     )
     plan, played = _plan_and_step(folder)
     ranks = tuple(_ranks(folder))
-    peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
     recorded = (rows[-1] if rows else {}).get("plan") or {}
+    same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
+    peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
     state = _read(folder, RUN, run_state.from_json)
     measured = Measured(
         peak_bytes=max(peaks, default=None),
@@ -136,8 +137,9 @@ def _failure(
     if not said:
         return ()
     known = []
-    if measured.peak_bytes is not None:
-        known.append(f"the highest peak until then was {format_bytes(measured.peak_bytes)}")
+    peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
+    if peaks:
+        known.append(f"the highest peak until then was {format_bytes(max(peaks))}")
     if plan is not None and plan.predicted is not None:
         budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
         known.append(f"the plan had said {format_bytes(plan.predicted.peak_bytes)}{budget}")
