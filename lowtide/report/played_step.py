@@ -228,9 +228,10 @@ def _presences(step: Step, fates: Sequence[Fate], timeline: Timeline, num_items:
     found = []
     for index, (item, fate) in enumerate(zip(step.items, fates, strict=True)):
         need, release = int(lives.need[index]), int(lives.release[index])
-        spans = [(item.born, item.dies)]
+        dies = int(lives.dies[index])
+        spans = [(item.born, dies)]
         if lives.is_held[index]:
-            spans = [(item.born, max(item.dies, release))]
+            spans = [(item.born, max(dies, release))]
         elif lives.is_made[index]:
             spans.append((need, release))
         elif lives.is_swapped[index]:
