@@ -21,9 +21,11 @@ Not covered: DeepSpeed and Megatron integrations, which bring models and optimiz
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lowtide import ConfigError
@@ -49,7 +51,9 @@ class TideCallback(TrainerCallback):
         engine: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.attached = Attached(wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say))
+        self.attached = Attached(
+            wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
+        )
         self._logs_to_all = False
         """It comes before Trainer's reporters, and gives them its figures."""
         self._checkpoints_again: Callable[[], None] | None = None
@@ -128,3 +132,8 @@ class TideCallback(TrainerCallback):
                 f"lowtide: the model's own {word} checkpointing is off while lowtide plans; write "
                 f"{word}_checkpointing=False to do without this line"
             )
+
+
+def _above_the_bar(line: str) -> None:
+    """On stderr, where Trainer draws its progress: a line of its own, not the end of the bar."""
+    tqdm.write(line, file=sys.stderr)

@@ -52,7 +52,7 @@ table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .25rem 
 pre { background: var(--card); border-radius: .5rem; padding: .8rem; overflow-x: auto; font-size: .8rem; }
 .wide { overflow-x: auto; }
 .failure { border-left: .3rem solid var(--bad); background: var(--card); border-radius: .3rem; padding: .6rem .9rem;
-       margin: 1rem 0; overflow-wrap: anywhere; } .failure b { color: var(--bad); }
+       margin: 1rem 0; overflow-wrap: anywhere; white-space: pre-line; } .failure b { color: var(--bad); }
 """
 
 
@@ -73,6 +73,7 @@ def page(report: Report) -> str:
         parts += _section(
             "Memory over one step",
             "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
+            + _second_runs(report)
             + _measured_line(report),
             [memory_picture(report.played, theme, report.measured) for theme in (LIGHT, DARK)],
         )
@@ -124,6 +125,14 @@ def _failure(report: Report) -> str:
 def _of_run(report: Report) -> str:
     whose = "of the first rank" if report.ranks else "of this rank"
     return f"Measured, {whose}: every step that was done."
+
+
+def _second_runs(report: Report) -> str:
+    assert report.played is not None and report.plan is not None
+    layers = {f"recompute {layer}" for layer in report.plan.layers}
+    if layers.isdisjoint(event.name for event in report.played.events):
+        return ""
+    return " What a layer makes while it runs again counts as temporaries."
 
 
 def _measured_line(report: Report) -> str:

@@ -121,7 +121,10 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
     """`plan`, which was solved for `profile` under the rules of `config`."""
     layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
     problem = problem_of(profile, config, has_gradients=has_gradients, layers=layers)
-    plain, fates, num_ticks = plain_curve(problem.step).tolist(), _fates(plan, problem), len(problem.step.ticks)
+    again = _second_runs(problem)
+    plain_problem = problem_of(profile, config, has_gradients=has_gradients, layers=()) if again.any() else problem
+    seconds, plain = _plain_ticks(problem, plain_problem, again)
+    fates, num_ticks = _fates(plan, problem), len(problem.step.ticks)
     num_items = len(fates)
     if plan.optimizer is not None and plan.optimizer.moved_bytes:
         shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
@@ -130,9 +133,9 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
         fates += placed_fates(plan.optimizer, profile.state, shares)
     timeline = run(problem.step, fates, link, budget_bytes=plan.budget_bytes, with_events=True)
     curve = Curve(
-        seconds=tuple(tick.seconds for tick in problem.step.ticks[:num_ticks]),
+        seconds=seconds,
         num_forward_ticks=problem.step.num_forward_ticks,
-        plain_bytes=tuple(plain),
+        plain_bytes=plain,
         planned_bytes=timeline.curve[:num_ticks],
         budget_bytes=plan.budget_bytes,
     )
@@ -144,7 +147,7 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
         starts=starts,
         bytes_by_owner=_by_owner(problem.step, timeline, presences, num_ticks),
         step_seconds=timeline.step_seconds,
-        events=events,
+        events=_named_again(events, problem, again, profile.layers),
         blocks=_shown(presences, num_ticks),
         layers=tuple(_layer_times(problem, profile.layers, starts)),
     )
@@ -154,6 +157,39 @@ def _fates(plan: Plan, problem: Problem) -> list[Fate]:
     """The fate of each item. An anchor that the plan does not name is not needed, so its fate does not matter."""
     fate_of = fates_of(plan.sites)
     return [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
+
+
+def _second_runs(problem: Problem) -> np.ndarray:
+    """For each operator whether it is of a layer that runs again: in the backward pass, and none of it."""
+    num_forward = problem.profile.num_forward_ops
+    names = problem.profile.op_names
+    return np.array([op >= num_forward and not name.endswith(":backward") for op, name in enumerate(names)], bool)
+
+
+def _plain_ticks(
+    problem: Problem, plain_problem: Problem, again: np.ndarray
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Seconds and bytes of each tick of `problem` when everything is kept: what runs again takes no time then, and the
+    bytes are those of the operator before it."""
+    by_tick, first = plain_curve(plain_problem.step), list(problem.starts[:-1])
+    by_op = np.repeat(by_tick[:-1], np.diff(plain_problem.starts))
+    assert len(by_op) == np.count_nonzero(~again), "a step that runs layers again has the operators of the plain one"
+    plain = np.maximum.reduceat(by_op[np.cumsum(~again) - 1], first)
+    seconds = np.add.reduceat(np.where(again, 0.0, problem.profile.op_seconds), first)
+    return (*seconds.tolist(), 0.0), (*plain.tolist(), int(by_tick[-1]))
+
+
+def _named_again(
+    events: Sequence[Event], problem: Problem, again: np.ndarray, layers: Sequence[str]
+) -> tuple[Event, ...]:
+    """What compute does, with second runs by the name of their layer."""
+    names = {}
+    for tick, op in enumerate(problem.starts[:-1]):
+        if again[op]:
+            path = problem.profile.op_names[op]
+            layer = next((layer for layer in layers if path.startswith(f"{layer}.")), path)
+            names[f"backward {tick - problem.step.num_forward_ticks}"] = f"recompute {layer}"
+    return tuple(dataclasses.replace(event, name=names.get(event.name, event.name)) for event in events)
 
 
 def _starts(events: Sequence[Event], curve: Curve) -> tuple[float, ...]:

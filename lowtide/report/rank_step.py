@@ -80,8 +80,8 @@ def from_json(text: str) -> RankStep:
         raise ConfigError("not a rank's step that lowtide wrote") from None
 
 
-def rank_table(ranks: tuple[RankStep, ...]) -> Table:
-    """A row for each rank."""
+def rank_table(ranks: tuple[RankStep, ...], *, is_without_temporaries: bool = False) -> Table:
+    """A row for each rank. `is_without_temporaries`: as in `Measured`."""
     rows: list[tuple[str, ...]] = [
         ("rank", "holds", "computes", "waits", "peak, measured", "peak, predicted", "budget")
     ]
@@ -100,6 +100,8 @@ def rank_table(ranks: tuple[RankStep, ...]) -> Table:
         )
     last = max(each.step for each in ranks)
     caption = f"Times are of the passes of step {last}; peaks are the highest of all steps."
+    if is_without_temporaries:
+        caption += " Predicted peaks have temporaries, measured ones do not: on the CPU nobody counts them."
     return Table(title="Ranks", caption=caption, rows=tuple(rows))
 
 

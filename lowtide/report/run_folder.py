@@ -49,8 +49,9 @@ def report_of_folder(folder: Path) -> Report:
     )
     plan, played = _plan_and_step(folder)
     ranks = tuple(_ranks(folder))
-    peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
     recorded = (rows[-1] if rows else {}).get("plan") or {}
+    same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
+    peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
     state = _read(folder, RUN, run_state.from_json)
     measured = Measured(
         peak_bytes=max(peaks, default=None),
@@ -65,7 +66,7 @@ def report_of_folder(folder: Path) -> Report:
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
-        tables=tuple(_tables(plan, ranks)) + (() if story is None else tuple(tables_of(story))),
+        tables=tuple(_tables(plan, ranks, measured)) + (() if story is None else tuple(tables_of(story))),
         history=history,
         measured=measured,
         ranks=ranks,
@@ -121,9 +122,9 @@ def _moved(row: dict[str, Any]) -> Tile | None:
     return saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
 
 
-def _tables(plan: Plan | None, ranks: tuple[RankStep, ...]) -> Iterator[Table]:
+def _tables(plan: Plan | None, ranks: tuple[RankStep, ...], measured: Measured) -> Iterator[Table]:
     if ranks:
-        yield rank_table(ranks)
+        yield rank_table(ranks, is_without_temporaries=measured.is_without_temporaries)
     if plan is not None and plan.account:
         yield account_table(plan)
 
@@ -136,8 +137,9 @@ def _failure(
     if not said:
         return ()
     known = []
-    if measured.peak_bytes is not None:
-        known.append(f"the highest peak until then was {format_bytes(measured.peak_bytes)}")
+    peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
+    if peaks:
+        known.append(f"the highest peak until then was {format_bytes(max(peaks))}")
     if plan is not None and plan.predicted is not None:
         budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
         known.append(f"the plan had said {format_bytes(plan.predicted.peak_bytes)}{budget}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.adapters.lightning import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
+from tests.adapters.saving import saved_share
 
 if TYPE_CHECKING:
     from tests.lightning_modules import Lit
@@ -112,6 +113,8 @@ def test_ten_steps_with_the_callback(habit: str, tmp_path: Path) -> None:
         assert patched_module(lit.body) is None
         assert callback.stats.num_forwards
         assert bool(callback.stats.swapped_bytes) == (callback.tide.plan.rules.rules != ())
+        if callback.tide.plan.is_solved:
+            assert saved_share(callback.tide) == 0  # a budget in which everything fits
 
 
 def test_figures_reach_the_logger(tmp_path: Path) -> None:

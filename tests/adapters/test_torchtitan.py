@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.adapters.torchtitan import TideInPlace, with_lowtide
 from lowtide.runtime.session.forward_patch import patched_module
+from tests.adapters.saving import saved_share
 
 ALONE = SimpleNamespace(pp_enabled=False)
 
@@ -118,6 +119,8 @@ def test_bits_are_those_without_lowtide(name: str) -> None:
     assert ours == losses
     assert all(torch.equal(one, other) for one, other in zip(own, weights, strict=True))
     assert bool(place.stats.swapped_bytes) == (name != "roomy")
+    if name != "rules":
+        assert (saved_share(place.tide) > 0) == (name == "tight")
     assert place.tide is lowtide.current(model)
     place.remove()
     assert patched_module(model) is None
@@ -232,6 +235,8 @@ def test_the_debug_model_of_the_library(tmp_path: Path) -> None:
                 assert ours[0] == other[0]
                 assert all(torch.equal(ours[1][key], other[1][key]) for key in other[1])
             assert bool(ours[2].stats.swapped_bytes) == (name != "roomy")
+            if name == "tight":
+                assert saved_share(ours[2].tide) > 0.1
             if name == "roomy":
                 predicted = ours[2].tide.plan.predicted
                 between = (predicted.floor_bytes + predicted.plain_peak_bytes) // 2

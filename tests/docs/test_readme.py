@@ -98,8 +98,10 @@ def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning runs; that `train` and `report` do, on such a file, tests/report/test_run_folder.py shows."""
     from lowtide.cli.main import main
+    from lowtide.train.run_file import load_run
 
     commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -107,9 +109,9 @@ def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.Mo
     plan, train, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
     monkeypatch.chdir(ROOT)
     assert main(plan) == 0
-    assert main([*train, "--steps", "2", "--output-dir", str(tmp_path)]) == 0
-    assert report == ["report", "runs/llama_budget"]  # where `train` writes by itself
-    assert main(["report", str(tmp_path)]) == 0
+    run = load_run(train[1])
+    assert (train[0], report[0], Path(report[1])) == ("train", "report", run.output_dir)
+    assert run.memory is not None and run.memory.has_budget
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -256,3 +256,16 @@ def test_a_browser_draws_it(profile: Profile, theme: str, tmp_path: Path) -> Non
     colours = {tuple((pixel * 255).round().astype(int)) for pixel in pixels[::7, ::7, :3].reshape(-1, 3)}
     kept = (47, 111, 176) if theme == "light" else (91, 155, 216)
     assert kept in colours
+
+
+def test_beside_layers_that_run_again_stands_the_step_that_keeps_everything(profile: Profile) -> None:
+    config = load_memory({"budget": "1GiB", "min_bytes": 0, "recompute": ["1", "2"]})
+    plan = plan_profile(profile, config, link=LINK)
+    report = report_of_plan(plan, profile, config, link=LINK)
+    played = report.played
+    assert played is not None and plan.predicted is not None
+    assert max(played.curve.plain_bytes) == plan.predicted.plain_peak_bytes > max(played.curve.planned_bytes)
+    assert sum(played.curve.seconds) == pytest.approx(plan.predicted.plain_seconds, rel=1e-9)
+    again = {event.name for event in played.events if event.name.startswith("recompute ")}
+    assert again == {"recompute 1", "recompute 2"}
+    assert " What a layer makes while it runs again counts as temporaries." in unescape(page(report))

@@ -284,3 +284,25 @@ def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["steps"][0]["loss"] is None
+
+
+def test_the_measured_peak_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
+    """Plans that were corrected, or have lost a race, may have needed more. What failed is told the highest of all."""
+    tide = {"saved_bytes": 800, "kept_bytes": 200, "aliased_bytes": 40, "num_forwards": 2}
+    lines = [
+        {"step": step, "loss": 1.0, "step_seconds": 0.5, "peak_bytes": peak, "plan": {"digest": digest}, "tide": tide}
+        for step, peak, digest in ((1, 900 << 20, "a"), (2, 500 << 20, "b"), (3, 400 << 20, "b"))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    state = dataclasses.replace(HERE, state="failed", why="one\n  - two", step=4)
+    (tmp_path / "run.json").write_text(run_state.to_json(state), encoding="utf-8")
+    report = report_of_folder(tmp_path)
+    assert report.measured.peak_bytes == 500 << 20
+    assert report.failure[1:] == ("one\n  - two", "The highest peak until then was 900.0 MiB.")
+    assert "white-space: pre-line" in page(report)
+    peak, saved = (tile for tile in report.tiles if tile.what in ("peak, measured", "saved by the plans"))
+    assert (peak.value, peak.beside) == ("500.0 MiB", "temporaries not counted")
+    assert saved.beside == "70 % of the <0.001 MiB that a forward pass saves"
+    old = json.loads(run_state.to_json(state))
+    del old["device"]  # as 0.1.0 wrote it
+    assert run_state.from_json(json.dumps(old)).device == ""
