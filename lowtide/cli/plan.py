@@ -27,13 +27,14 @@ from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.errors import ConfigError
-from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, optimizer_forecast
+from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
 from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lowtide.cli.plan_sharded import Network
+    from lowtide.core.decisions import AccountLine
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.report.budget_sweep import SweptBudget
@@ -111,17 +112,35 @@ def run(args: argparse.Namespace) -> int:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
-        forecast = _forecast(settings, args, plan, profile) if rank is None else ()
+        others, more = (
+            _forecasts(settings, args, memory, plan=plan, profile=profile, link=link) if rank is None else ([], {})
+        )
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
         came_from = {"budget_came_from": lines} if lines else {}
-        more = {"optimizers": [dataclasses.asdict(kind) for kind in forecast]} if forecast else {}
         print(json.dumps(_document(plan, profile, rungs, curve, network) | came_from | more))
     else:
-        others = ["", *forecast_lines(forecast, profile.state)] if forecast else []
         print("\n".join([*lines, *_lines(plan, profile, rungs, curve, network), *others, "", _WORDS]))
     return 0
+
+
+def _forecasts(
+    settings: RunConfig, args: argparse.Namespace, memory: MemoryConfig, *, plan: Plan, profile: Profile, link: Link
+) -> tuple[list[str], dict[str, Any]]:
+    """As lines and as JSON: what other optimizers would need, and gradients that are freed as they are used."""
+    lines: list[str] = []
+    document: dict[str, Any] = {}
+    kinds = _forecast(settings, args, plan, profile)
+    if kinds:
+        lines += ["", *forecast_lines(kinds, profile.state)]
+        document["optimizers"] = [dataclasses.asdict(kind) for kind in kinds]
+    account = _account_in_backward(settings, memory, profile, link)
+    if account:
+        backward_seconds = sum(profile.op_seconds[profile.num_forward_ops :])
+        lines += ["", *in_backward_lines(account, profile.state, link, backward_seconds)]
+        document["in_backward"] = [dataclasses.asdict(line) for line in account]
+    return lines, document
 
 
 def _forecast(
@@ -134,6 +153,19 @@ def _forecast(
 
     assert plan.predicted is not None
     return optimizer_forecast(plan.predicted, profile.state, weights_of_run(settings, profile.layers))
+
+
+def _account_in_backward(
+    settings: RunConfig, memory: MemoryConfig, profile: Profile, link: Link
+) -> tuple[AccountLine, ...]:
+    """Of the step with its gradients freed as they are used; empty where accumulation forbids it, and without state."""
+    moved_bytes, host_bytes = profile.state.optimizer_movable, memory.host_budget
+    if settings.train.grad_accumulation > 1 or not moved_bytes or (host_bytes is not None and host_bytes < moved_bytes):
+        return ()
+    from lowtide.planner.in_backward import account_in_backward
+
+    left = None if host_bytes is None else host_bytes - moved_bytes
+    return account_in_backward(profile, dataclasses.replace(memory, host_budget=left), link)
 
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
