@@ -18,19 +18,23 @@ Rules: copies of activations have deadlines and go first; both directions run at
 (plain's optimizer takes that time too, so nothing is added); a copy beside compute slows it by `compute_share`, as all
 copies do; the next forward begins when the last update is done, and waits where memory needs a place that has not been
 left yet. The step repeats: what is sent back in "the next forward" meets the copies of the forward that was played.
+A gradient goes with its bucket's update. That forward has no gradients of micro-batches before it; with `deferred` it
+has those of buckets that are not updated yet, and the buckets themselves, and waits where memory has no room for them.
+How many places `deferred` takes is tried: more of them hide more fetches, and leave activations less memory.
 
 The planner places state by a model of its own (lowtide/planner/state_items.py), which changes the plan of the
 activations too; this one takes the plan as it is, knows all four modes and single buckets, and so stands beside it.
 Why a played step, and no formula: a formula (optimizer-state swap: exposed = s P / (N BW) - what is hidden) knows
 neither when backward frees memory nor when the lanes are busy with activations. In an empty step both agree.
-Cost: some microseconds for each bucket. Not covered: memory in `deferred` (gradients and buckets in the next forward)
-and in `in_backward` (slots in backward, gradients that go early), host memory that is slower than the link, and what it
-takes the host to issue the copies.
+Cost: some microseconds for each bucket, twelve times as much for `deferred`. Not covered: memory of `in_backward`, of
+which the caller counts slots and gradients in the step (planner/in_backward.py); host memory that is slower than the
+link, and what it takes the host to issue the copies.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +46,9 @@ from lowtide.timeline.step import Link, Step
 
 Span = tuple[float, float]
 
+_TRIED = 12
+"""Numbers of places that are tried for updates in the next forward."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTraffic:
@@ -52,6 +59,10 @@ class StateTraffic:
     num_slots: int
     """Places for buckets that the step of the optimizer has at least; its tick counts them already."""
     overlap: Overlap
+    gradient_bytes: int = 0
+    """Of its parameters, when the step of the optimizer begins."""
+    earlier_bytes: int = 0
+    """Of gradients of earlier micro-batches, which the played curve has in each tick."""
 
     @property
     def buckets(self) -> list[int]:
@@ -86,11 +97,21 @@ def play_traffic(
 ) -> TrafficCost:
     """The cost of `traffic` beside `timeline`, which was played with events. The last tick is the optimizer's."""
     assert traffic.moved_bytes > 0
+    if traffic.overlap == "deferred":
+        most = _Frame(step, timeline, link, traffic, budget_bytes).num_places
+        numbers = {max(most * part // _TRIED, min(traffic.num_slots, most)) for part in range(1, _TRIED + 1)}
+        tried = (
+            _deferred(_Frame(step, timeline, link, traffic, budget_bytes, num_places=number))
+            for number in sorted(numbers, reverse=True)
+        )
+        in_the_step = dataclasses.replace(traffic, overlap="backward")  # it may also put off nothing
+        return min(
+            *tried,
+            play_traffic(step, timeline, link, in_the_step, budget_bytes),
+            key=lambda cost: cost.seconds,
+        )
     frame = _Frame(step, timeline, link, traffic, budget_bytes)
     at_end = [frame.end] * len(frame.sizes)
-    if traffic.overlap == "deferred":
-        late = frame.travel(release=frame.places_in_backward(), ready=at_end, due=frame.forward_dues())
-        return frame.cost(late, 0.0)
     if traffic.overlap == "in_backward":
         late = frame.travel(release=[frame.turn] * len(at_end), ready=frame.gradient_times(), due=at_end)
     else:
@@ -99,11 +120,24 @@ def play_traffic(
     return frame.cost(late, frame.drain(late))
 
 
+def _deferred(frame: _Frame) -> TrafficCost:
+    at_end = [frame.end] * len(frame.sizes)
+    late = frame.travel(release=frame.places_in_backward(), ready=at_end, due=frame.forward_dues())
+    return frame.cost(late, frame.wait_for_room())
+
+
 class _Frame:
     """One step on the clock, seconds from its start; what comes after `end` belongs to the step after it."""
 
     def __init__(
-        self, step: Step, timeline: Timeline, link: Link, traffic: StateTraffic, budget_bytes: int | None
+        self,
+        step: Step,
+        timeline: Timeline,
+        link: Link,
+        traffic: StateTraffic,
+        budget_bytes: int | None,
+        *,
+        num_places: int | None = None,
     ) -> None:
         num_forward = step.num_forward_ticks
         spans = {event.name: (event.start, event.end) for event in timeline.events if event.lane == "compute"}
@@ -123,20 +157,24 @@ class _Frame:
         self.out_busy = [(event.start, event.end) for event in timeline.events if event.lane == "out"]
         self.in_busy = [(event.start, event.end) for event in timeline.events if event.lane == "in"]
         self.fetches: list[Span] = []
+        self.updates: list[float] = []
         self.sends: list[Span] = []
+        self.num_places = self._most_places() if num_places is None else num_places
+        """Buckets that the device takes at once: what the mode allows, and memory in the step of the optimizer."""
 
     # -- when ------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_places(self) -> int:
-        """Buckets that the device takes at once: what the mode allows, and memory in the step of the optimizer."""
+    def _most_places(self) -> int:
         traffic = self.traffic
         if traffic.overlap in ("step", "in_backward"):
             return traffic.num_slots
         if self.budget_bytes is None:
             return max(len(self.sizes), traffic.num_slots)
-        spare = self.budget_bytes - int(self.curve[-1])
-        return traffic.num_slots + max(spare, 0) // traffic.bucket_bytes
+        spare = max(self.budget_bytes - int(self.curve[-1]), 0)
+        if traffic.overlap == "deferred":
+            # Of what is there first, gradients go with its updates, and leave room for more of it.
+            spare = int(spare / max(1.0 - traffic.gradient_bytes / traffic.moved_bytes, 1e-3))
+        return min(traffic.num_slots + spare // traffic.bucket_bytes, max(len(self.sizes), traffic.num_slots))
 
     def places_in_backward(self) -> list[float]:
         """For each bucket the start of the backward tick from which on memory has room for it and all before it; for
@@ -175,6 +213,7 @@ class _Frame:
             left = self.sends[number - num_places][1] if number >= num_places else 0.0
             self.fetches.append(into.copy(max(release[number], left), self.in_seconds[number]))
             updated = max(self.fetches[-1][1], ready[number])
+            self.updates.append(updated)
             self.sends.append(out.copy(updated, self.out_seconds[number]))
             late = max(late, updated - due[number])
         return late
@@ -193,10 +232,37 @@ class _Frame:
         # Before each of them has landed, so many bytes are there.
         there = np.cumsum([self.sizes[number] for number in reversed(left)])[::-1]
         stalled = 0.0
-        for tick, ((begin, stop), nbytes) in enumerate(zip(self.next, self.curve.tolist(), strict=False)):
+        curve = self._curve_of_the_next()
+        for tick, ((begin, stop), nbytes) in enumerate(zip(self.next, curve, strict=False)):
             too_many = int((there > self.budget_bytes - nbytes).sum())
             if too_many:
                 stalled = max(stalled, self.sends[left[too_many - 1]][1] - start - begin)
+            self.next[tick] = (begin + stalled, stop + stalled)
+        return stalled
+
+    def _curve_of_the_next(self) -> list[int]:
+        """Bytes in each tick of the step after it, without its buckets. Backward makes the gradients that earlier
+        micro-batches have left in the played step."""
+        curve = self.curve.copy()
+        curve[: len(self.forward)] -= self.traffic.earlier_bytes
+        return curve.tolist()
+
+    def wait_for_room(self) -> float:
+        """How long compute waits in the next step for memory, where buckets are fetched and updated while it runs."""
+        if self.budget_bytes is None:
+            return 0.0
+        fetched = np.array([start for start, _ in self.fetches])
+        updated, landed = np.array(self.updates), np.array([end for _, end in self.sends])
+        before = np.cumsum([0, *self.sizes])
+        total, stalled = self.traffic.moved_bytes, 0.0
+        for tick, ((begin, stop), nbytes) in enumerate(zip(self.next, self._curve_of_the_next(), strict=False)):
+            now = self.end + begin + stalled
+            come = int(before[np.searchsorted(fetched, self.end + stop + stalled)])
+            unused = int(self.traffic.gradient_bytes * (1.0 - before[np.searchsorted(updated, now, "right")] / total))
+            must_have_landed = come - (self.budget_bytes - nbytes - unused)
+            if must_have_landed > 0:
+                last = min(int(np.searchsorted(before, must_have_landed)), len(landed)) - 1
+                stalled += max(float(landed[last]) - now, 0.0)
             self.next[tick] = (begin + stalled, stop + stalled)
         return stalled
 

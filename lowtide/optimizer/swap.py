@@ -406,6 +406,10 @@ class OptimizerSwap:
             raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
         if not run.can_resume:
             raise RuntimeError(self._words_of_torn("resume"))
+        if self._deferred is not None and self._deferred.stopped is run:
+            self._torn = self._torn_error = None
+            self._deferred.resume()
+            return run.result
         if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
             raise RuntimeError(
                 "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "

@@ -68,6 +68,22 @@ def test_memory_that_backward_does_not_free_hides_nothing() -> None:
     assert all(there.base_bytes + held <= 1200 for there, held in zip(full.ticks, half.held, strict=True))
 
 
+def test_a_deferred_update_waits_for_memory_of_the_next_forward() -> None:
+    """Two buckets are there when forward begins, and it has room for none of them; but for what earlier gradients took,
+    which are not there yet. And it is never worse than to update all in the step."""
+    step = step_of(4, 1, base=1000, at_end=800)
+    timeline = run(step, (), LINK, with_events=True)
+
+    def cost(overlap: Overlap, earlier_bytes: int) -> TrafficCost:
+        traffic = StateTraffic(
+            moved_bytes=400, bucket_bytes=100, num_slots=2, overlap=overlap, earlier_bytes=earlier_bytes
+        )
+        return play_traffic(step, timeline, LINK, traffic, 1000)
+
+    assert cost("deferred", 400).exposed_seconds < cost("deferred", 0).exposed_seconds
+    assert cost("deferred", 0).seconds <= cost("backward", 0).seconds
+
+
 def test_free_from_so_many_of_these_steps() -> None:
     assert cost_of("backward", step_of(4, 8)).free_share == pytest.approx(4.0 / 4.0)
     assert cost_of("backward", step_of(16, 8)).free_share == pytest.approx(4.0 / 8.0)
@@ -90,8 +106,11 @@ def test_the_command_by_the_timeline(tmp_path: Path) -> None:
     titles = ["state stays", "planner, swap", "planner, auto", *(f"mode {mode}" for mode in get_args(Overlap))]
     assert [row["title"] for row in record.rows] == titles * len(optimizer.STATES)
     for row in record.rows:
+        if row["title"] == "mode in_backward" and row["shards"] > 1:
+            assert row["outcome"] == "refused: several ranks"
+            continue
         assert 0.0 <= row["exposed_percent"] <= 100.0
-        assert row["peak_bytes"] is None or row["peak_bytes"] <= 0.92 * 80e9
+        assert row.get("peak_bytes") is None or row["peak_bytes"] <= 0.92 * 80e9
     by_title = {row["title"]: row for row in record.rows[: len(titles)]}
     assert by_title["planner, auto"]["step_seconds"] <= by_title["state stays"]["step_seconds"]
     assert by_title["mode backward"]["exposed_seconds"] <= by_title["mode step"]["exposed_seconds"]
