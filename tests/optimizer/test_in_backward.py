@@ -307,6 +307,27 @@ def test_hooks_of_others_on_a_gradient_run_before_its_update() -> None:
     assert_same(results[1], results[0])
 
 
+def test_backward_passes_over_different_parameters_are_one_step() -> None:
+    """Two losses, each with a model of its own: what the first pass leaves steps in the second one."""
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        models = [Stack(), Stack()]
+        parameters = [p for model in models for p in model.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        if engine:
+            handle = swapped(optimizer, engine, overlap="in_backward", bucket_bytes=4 * MATRIX_BYTES + 256)
+        for step in range(4):
+            for model in models:
+                model(torch.full((3, 32), 0.1 * (step + 1))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if engine:
+            assert handle.stats.gradient_peak_bytes <= 4 * MATRIX_BYTES
+        results.append(result_of(parameters, optimizer))
+    assert_same(results[1], results[0])
+
+
 def _clip(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
