@@ -20,13 +20,13 @@ copies do; the next forward begins when the last update is done, and waits where
 left yet. The step repeats: what is sent back in "the next forward" meets the copies of the forward that was played.
 A gradient goes with its bucket's update. That forward has no gradients of micro-batches before it; with `deferred` it
 has those of buckets that are not updated yet, and the buckets themselves, and waits where memory has no room for them.
-How many places `deferred` takes is tried: more of them hide more fetches, and leave activations less memory.
+Of that mode only sums are played: what must have come, and left, by each tick of that forward.
 
 The planner places state by a model of its own (lowtide/planner/state_items.py), which changes the plan of the
 activations too; this one takes the plan as it is, knows all four modes and single buckets, and so stands beside it.
 Why a played step, and no formula: a formula (optimizer-state swap: exposed = s P / (N BW) - what is hidden) knows
 neither when backward frees memory nor when the lanes are busy with activations. In an empty step both agree.
-Cost: some microseconds for each bucket, twelve times as much for `deferred`. Not covered: memory of `in_backward`, of
+Cost: some microseconds for each bucket. Not covered: memory of `in_backward`, of
 which the caller counts slots and gradients in the step (planner/in_backward.py); host memory that is slower than the
 link, and what it takes the host to issue the copies.
 """
@@ -34,7 +34,6 @@ link, and what it takes the host to issue the copies.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +46,7 @@ from lowtide.timeline.step import Link, Step
 Span = tuple[float, float]
 
 _TRIED = 12
-"""Numbers of places that are tried for updates in the next forward."""
+"""So many numbers of buckets are tried that come before a forward that updates them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class TrafficCost:
     prefetched_bytes: int
     """Fetched before the step of the optimizer begins."""
     held: tuple[int, ...]
-    """Bytes of buckets on the device in each tick, beyond the slots that the last tick counts."""
+    """Bytes of buckets on the device in each tick, beyond the slots that the last tick counts; none for 'deferred'."""
     free_share: float | None
     """The step times this would hide everything, if memory took it; None: no length of the step would."""
 
@@ -97,21 +96,11 @@ def play_traffic(
 ) -> TrafficCost:
     """The cost of `traffic` beside `timeline`, which was played with events. The last tick is the optimizer's."""
     assert traffic.moved_bytes > 0
-    if traffic.overlap == "deferred":
-        most = _Frame(step, timeline, link, traffic, budget_bytes).num_places
-        numbers = {max(most * part // _TRIED, min(traffic.num_slots, most)) for part in range(1, _TRIED + 1)}
-        tried = (
-            _deferred(_Frame(step, timeline, link, traffic, budget_bytes, num_places=number))
-            for number in sorted(numbers, reverse=True)
-        )
-        in_the_step = dataclasses.replace(traffic, overlap="backward")  # it may also put off nothing
-        return min(
-            *tried,
-            play_traffic(step, timeline, link, in_the_step, budget_bytes),
-            key=lambda cost: cost.seconds,
-        )
     frame = _Frame(step, timeline, link, traffic, budget_bytes)
     at_end = [frame.end] * len(frame.sizes)
+    if traffic.overlap == "deferred":
+        frame.travel(release=frame.places_in_backward(), ready=at_end, due=at_end)
+        return frame.deferred_cost()
     if traffic.overlap == "in_backward":
         late = frame.travel(release=[frame.turn] * len(at_end), ready=frame.gradient_times(), due=at_end)
     else:
@@ -120,28 +109,16 @@ def play_traffic(
     return frame.cost(late, frame.drain(late))
 
 
-def _deferred(frame: _Frame) -> TrafficCost:
-    at_end = [frame.end] * len(frame.sizes)
-    late = frame.travel(release=frame.places_in_backward(), ready=at_end, due=frame.forward_dues())
-    return frame.cost(late, frame.wait_for_room())
-
-
 class _Frame:
     """One step on the clock, seconds from its start; what comes after `end` belongs to the step after it."""
 
     def __init__(
-        self,
-        step: Step,
-        timeline: Timeline,
-        link: Link,
-        traffic: StateTraffic,
-        budget_bytes: int | None,
-        *,
-        num_places: int | None = None,
+        self, step: Step, timeline: Timeline, link: Link, traffic: StateTraffic, budget_bytes: int | None
     ) -> None:
         num_forward = step.num_forward_ticks
         spans = {event.name: (event.start, event.end) for event in timeline.events if event.lane == "compute"}
         self.traffic = traffic
+        self.link = link
         self.compute_share = link.compute_share
         self.budget_bytes = budget_bytes
         self.sizes = traffic.buckets
@@ -157,24 +134,20 @@ class _Frame:
         self.out_busy = [(event.start, event.end) for event in timeline.events if event.lane == "out"]
         self.in_busy = [(event.start, event.end) for event in timeline.events if event.lane == "in"]
         self.fetches: list[Span] = []
-        self.updates: list[float] = []
         self.sends: list[Span] = []
-        self.num_places = self._most_places() if num_places is None else num_places
-        """Buckets that the device takes at once: what the mode allows, and memory in the step of the optimizer."""
 
     # -- when ------------------------------------------------------------------------------------------------------
 
-    def _most_places(self) -> int:
+    @property
+    def num_places(self) -> int:
+        """Buckets that the device takes at once: what the mode allows, and memory in the step of the optimizer."""
         traffic = self.traffic
         if traffic.overlap in ("step", "in_backward"):
             return traffic.num_slots
         if self.budget_bytes is None:
             return max(len(self.sizes), traffic.num_slots)
-        spare = max(self.budget_bytes - int(self.curve[-1]), 0)
-        if traffic.overlap == "deferred":
-            # Of what is there first, gradients go with its updates, and leave room for more of it.
-            spare = int(spare / max(1.0 - traffic.gradient_bytes / traffic.moved_bytes, 1e-3))
-        return min(traffic.num_slots + spare // traffic.bucket_bytes, max(len(self.sizes), traffic.num_slots))
+        spare = self.budget_bytes - int(self.curve[-1])
+        return traffic.num_slots + max(spare, 0) // traffic.bucket_bytes
 
     def places_in_backward(self) -> list[float]:
         """For each bucket the start of the backward tick from which on memory has room for it and all before it; for
@@ -186,11 +159,6 @@ class _Frame:
         ticks = np.searchsorted(self.budget_bytes - later_peaks, np.cumsum(self.sizes))
         starts = [*(start for start, _ in self.backward), self.end]
         return [starts[tick] if number < num_places else self.end for number, tick in enumerate(ticks.tolist())]
-
-    def forward_dues(self) -> list[float]:
-        """When the next forward comes to each bucket's parameters, taken to be spread evenly over it."""
-        before = np.cumsum([0, *self.sizes[:-1]]) / self.traffic.moved_bytes
-        return (self.end + before * self.turn).tolist()
 
     def gradient_times(self) -> list[float]:
         """When backward has made each bucket's gradients, taken to be spread evenly over it."""
@@ -213,7 +181,6 @@ class _Frame:
             left = self.sends[number - num_places][1] if number >= num_places else 0.0
             self.fetches.append(into.copy(max(release[number], left), self.in_seconds[number]))
             updated = max(self.fetches[-1][1], ready[number])
-            self.updates.append(updated)
             self.sends.append(out.copy(updated, self.out_seconds[number]))
             late = max(late, updated - due[number])
         return late
@@ -241,30 +208,51 @@ class _Frame:
         return stalled
 
     def _curve_of_the_next(self) -> list[int]:
-        """Bytes in each tick of the step after it, without its buckets. Backward makes the gradients that earlier
-        micro-batches have left in the played step."""
-        curve = self.curve.copy()
-        curve[: len(self.forward)] -= self.traffic.earlier_bytes
-        return curve.tolist()
+        """Bytes in each tick of the step after it, without its buckets. It has no gradients before its backward makes
+        them, evenly over its time."""
+        length = max(self.end - self.turn, 1e-12)
+        made = [min(max(stop - self.turn, 0.0) / length, 1.0) for _, stop in (*self.forward, *self.backward)]
+        curve = self.curve[: len(made)] - self.traffic.earlier_bytes * (1.0 - np.array(made))
+        return curve.astype(np.int64).tolist()
 
-    def wait_for_room(self) -> float:
-        """How long compute waits in the next step for memory, where buckets are fetched and updated while it runs."""
-        if self.budget_bytes is None:
-            return 0.0
-        fetched = np.array([start for start, _ in self.fetches])
-        updated, landed = np.array(self.updates), np.array([end for _, end in self.sends])
-        before = np.cumsum([0, *self.sizes])
-        total, stalled = self.traffic.moved_bytes, 0.0
-        for tick, ((begin, stop), nbytes) in enumerate(zip(self.next, self._curve_of_the_next(), strict=False)):
-            now = self.end + begin + stalled
-            come = int(before[np.searchsorted(fetched, self.end + stop + stalled)])
-            unused = int(self.traffic.gradient_bytes * (1.0 - before[np.searchsorted(updated, now, "right")] / total))
-            must_have_landed = come - (self.budget_bytes - nbytes - unused)
-            if must_have_landed > 0:
-                last = min(int(np.searchsorted(before, must_have_landed)), len(landed)) - 1
-                stalled += max(float(landed[last]) - now, 0.0)
-            self.next[tick] = (begin + stalled, stop + stalled)
-        return stalled
+    def deferred_cost(self) -> TrafficCost:
+        """Updates in the next forward, beside buckets that were fetched before it: as many of those as cost least.
+
+        By each tick some bytes must have come, and some must have left so that memory takes what is there. Both lanes
+        do that as fast as they can, and what compute waits for it gives them as much more time.
+        """
+        traffic, link = self.traffic, self.link
+        total, slots = traffic.moved_bytes, min(traffic.num_slots * traffic.bucket_bytes, traffic.moved_bytes)
+        begins = np.array([begin for begin, _ in self.next])
+        # Its parameters are taken to be spread evenly over forward: a tick needs those up to its end.
+        stops = np.array([stop for _, stop in self.next])
+        needed = np.minimum(total, total * stops / self.turn if self.turn else np.full(len(stops), float(total)))
+        busy = np.array([sum(max(0.0, min(end, now) - start) for start, end in self.out_busy if start < now)
+                         for now in begins.tolist()])  # fmt: skip
+        room = np.full(len(begins), np.inf)
+        if self.budget_bytes is not None:
+            room = self.budget_bytes - np.array(self._curve_of_the_next(), np.float64)[: len(begins)]
+        fetched = [
+            0,
+            *np.cumsum([size for size, (_, end) in zip(self.sizes, self.fetches, strict=True) if end <= self.end]),
+        ]
+        tried = []
+        for there in fetched[:: -max(len(fetched) // _TRIED, 1)]:
+            come = np.maximum(needed, there)
+            unused = traffic.gradient_bytes * (1.0 - come / total)
+            late = (needed - there) / link.in_bytes_per_second - begins
+            must_have_left = np.minimum(come + unused + slots - room, come)
+            full = (must_have_left / link.out_bytes_per_second - (begins - busy))[must_have_left > 0]
+            tried.append((max(0.0, float(late.max()), float(full.max(initial=0.0))), int(there)))
+        exposed, prefetched = min(tried, key=lambda one: one[0])
+        copying = sum(self.in_seconds) + sum(self.out_seconds)
+        return TrafficCost(
+            exposed_seconds=exposed,
+            slowed_seconds=max(copying - exposed, 0.0) * self.compute_share,
+            prefetched_bytes=prefetched,
+            held=(),
+            free_share=self._free_share(),
+        )
 
     # -- what comes of it ------------------------------------------------------------------------------------------
 

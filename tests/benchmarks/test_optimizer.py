@@ -69,19 +69,19 @@ def test_memory_that_backward_does_not_free_hides_nothing() -> None:
 
 
 def test_a_deferred_update_waits_for_memory_of_the_next_forward() -> None:
-    """Two buckets are there when forward begins, and it has room for none of them; but for what earlier gradients took,
-    which are not there yet. And it is never worse than to update all in the step."""
+    """Forward and backward have no room for buckets, but where gradients of earlier micro-batches are not there yet. A
+    bucket takes one second to come and two to leave."""
     step = step_of(4, 1, base=1000, at_end=800)
-    timeline = run(step, (), LINK, with_events=True)
+    link = Link(out_bytes_per_second=50.0, in_bytes_per_second=100.0)
 
-    def cost(overlap: Overlap, earlier_bytes: int) -> TrafficCost:
+    def exposed(earlier_bytes: int) -> float:
         traffic = StateTraffic(
-            moved_bytes=400, bucket_bytes=100, num_slots=2, overlap=overlap, earlier_bytes=earlier_bytes
+            moved_bytes=400, bucket_bytes=100, num_slots=2, overlap="deferred", earlier_bytes=earlier_bytes
         )
-        return play_traffic(step, timeline, LINK, traffic, 1000)
+        return play_traffic(step, run(step, (), link, with_events=True), link, traffic, 1000).exposed_seconds
 
-    assert cost("deferred", 400).exposed_seconds < cost("deferred", 0).exposed_seconds
-    assert cost("deferred", 0).seconds <= cost("backward", 0).seconds
+    assert exposed(0) == pytest.approx(400 / 50 - 3), "all of it has come, and gone, when the last of forward begins"
+    assert exposed(400) == pytest.approx(400 / 50 - 4), "when the last of backward begins"
 
 
 def test_free_from_so_many_of_these_steps() -> None:
