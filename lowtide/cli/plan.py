@@ -15,17 +15,19 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
+from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from lowtide.core.decisions import AccountLine
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
+    from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
     from lowtide.report.memory_curve import Curve
     from lowtide.timeline.hardware import Hardware
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
+        weights = _weights(settings, args, profile, waiting)
         rank = None
         if settings.is_sharded:
             rank = plan_sharded.rank_of(settings, args, profile)
@@ -112,47 +116,40 @@ def run(args: argparse.Namespace) -> int:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
-        others, more = (
-            _forecasts(settings, args, memory, plan=plan, profile=profile, link=link) if rank is None else ([], {})
-        )
+        forecast = _forecast(plan, profile, weights if rank is None else rank.shards_of(weights))
+        freed = _account_in_backward(settings, memory, profile, link) if rank is None else ()
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
-        came_from = {"budget_came_from": lines} if lines else {}
-        print(json.dumps(_document(plan, profile, rungs, curve, network) | came_from | more))
+        more = _more(lines, forecast, freed)
+        print(json.dumps(_document(plan, profile, rungs, curve, network) | more))
     else:
-        print("\n".join([*lines, *_lines(plan, profile, rungs, curve, network), *others, "", _WORDS]))
+        lines += _lines(plan, profile, rungs=rungs, curve=curve, network=network, forecast=forecast)
+        print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link), "", _WORDS], width_of_stdout())))
     return 0
 
 
-def _forecasts(
-    settings: RunConfig, args: argparse.Namespace, memory: MemoryConfig, *, plan: Plan, profile: Profile, link: Link
-) -> tuple[list[str], dict[str, Any]]:
-    """As lines and as JSON: what other optimizers would need, and gradients that are freed as they are used."""
-    lines: list[str] = []
-    document: dict[str, Any] = {}
-    kinds = _forecast(settings, args, plan, profile)
-    if kinds:
-        lines += ["", *forecast_lines(kinds, profile.state)]
-        document["optimizers"] = [dataclasses.asdict(kind) for kind in kinds]
-    account = _account_in_backward(settings, memory, profile, link)
-    if account:
-        backward_seconds = sum(profile.op_seconds[profile.num_forward_ops :])
-        lines += ["", *in_backward_lines(account, profile.state, link, backward_seconds)]
-        document["in_backward"] = [dataclasses.asdict(line) for line in account]
-    return lines, document
-
-
-def _forecast(
-    settings: RunConfig, args: argparse.Namespace, plan: Plan, profile: Profile
-) -> tuple[OptimizerForecast, ...]:
-    """Of a traced step whose optimizer stays on the device."""
-    if args.profile is not None or plan.optimizer is not None:
-        return ()
+def _weights(settings: RunConfig, args: argparse.Namespace, profile: Profile, waiting: Waiting) -> list[Weight]:
+    """The parameters of the run's model. Raises `ConfigError` for a saved profile of another model."""
+    waiting.say("counting the weights")
     from lowtide.train.profiling import weights_of_run
 
+    weights = weights_of_run(settings, profile.layers)
+    run_bytes = sum(weight.nbytes for weight in weights)
+    if args.profile is not None and profile.state.parameters != run_bytes:
+        raise ConfigError(
+            f"--profile: it is of a model with {profile.state.parameters:,} bytes of weights, the run's has "
+            f"{run_bytes:,}; profile the run again"
+        )
+    return weights
+
+
+def _forecast(plan: Plan, profile: Profile, weights: Sequence[Weight]) -> tuple[OptimizerForecast, ...]:
+    """Of a step whose optimizer stays on the device."""
+    if plan.optimizer is not None:
+        return ()
     assert plan.predicted is not None
-    return optimizer_forecast(plan.predicted, profile.state, weights_of_run(settings, profile.layers))
+    return optimizer_forecast(plan.predicted, profile.state, weights)
 
 
 def _account_in_backward(
@@ -166,6 +163,18 @@ def _account_in_backward(
 
     left = None if host_bytes is None else host_bytes - moved_bytes
     return account_in_backward(profile, dataclasses.replace(memory, host_budget=left), link)
+
+
+def _more(came_from: Sequence[str], kinds: Sequence[OptimizerForecast], freed: Sequence[AccountLine]) -> dict[str, Any]:
+    """What is said beyond the plan, as JSON."""
+    more: dict[str, Any] = {"budget_came_from": came_from} if came_from else {}
+    more |= {"optimizers": [dataclasses.asdict(kind) for kind in kinds]} if kinds else {}
+    return more | ({"in_backward": [dataclasses.asdict(line) for line in freed]} if freed else {})
+
+
+def _freed_lines(account: Sequence[AccountLine], profile: Profile, link: Link) -> list[str]:
+    backward_seconds = sum(profile.op_seconds[profile.num_forward_ops :])
+    return ["", *in_backward_lines(account, profile.state, link, backward_seconds)] if account else []
 
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
@@ -186,7 +195,7 @@ def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
         found = plan_cluster.plan(settings, args)
     from lowtide.pipeline.cluster.report import document, lines
 
-    print(json.dumps(document(found)) if args.json else "\n".join(lines(found)))
+    print(json.dumps(document(found)) if args.json else "\n".join(lines(found, width_of_stdout())))
     return 0
 
 
@@ -316,12 +325,20 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _lines(
-    plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None, network: Network | None
+    plan: Plan,
+    profile: Profile,
+    *,
+    rungs: tuple[SweptBudget, ...],
+    curve: Curve | None,
+    network: Network | None,
+    forecast: Sequence[OptimizerForecast],
 ) -> list[str]:
+    from lowtide.core.plan_table import plan_table
     from lowtide.report.budget_sweep import sweep_lines
     from lowtide.report.memory_curve import curve_lines
 
-    lines = [f"{profile.model}, one step of {profile.batch}", str(plan)]
+    width = width_of_stdout()
+    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]
     if network is not None:
         lines += ["", *network.lines()]
     if profile.hidden:
@@ -331,9 +348,11 @@ def _lines(
             f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    lines += ["", "what other budgets would give", *sweep_lines(rungs)]
+    lines += ["", "what other budgets would give", *sweep_lines(rungs, width)]
     if curve is not None:
-        lines += ["", *curve_lines(curve)]
+        lines += ["", *curve_lines(curve, width)]
+    if forecast:
+        lines += ["", *forecast_lines(forecast, profile.state, width)]
     return lines
 
 
