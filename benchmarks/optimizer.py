@@ -8,6 +8,7 @@ By the timeline (nothing runs): Llama-2-7B in bf16, 65,536 tokens a step in four
 141 GB with PCIe 5 to the host. For 4, 8 and 12 bytes of state a parameter (bf16 moments; fp32 moments; these and fp32
 master weights), whole or a shard of eight, the exposed time of each mode (optimizer_modes.py) beside a plan for the
 activations that has all of the state's memory; and what the planner makes of `optimizer: keep`, `swap` and `auto`.
+`in_backward` has all tokens in one micro-batch.
 
 Measured on this machine's CPU: a small model's step with AdamW, plain, under `lowtide.swap_optimizer`, torchao's
 `CPUOffloadOptimizer` and bitsandbytes' paged AdamW. What cannot run here is a row with its error.
@@ -24,6 +25,7 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from benchmarks.optimizer_modes import StateTraffic, play_traffic
@@ -35,8 +37,10 @@ from lowtide.errors import BudgetError
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.core.profile import Profile
+    from lowtide.core.profile import Profile, StateBytes
+    from lowtide.timeline.events import Timeline
     from lowtide.timeline.hardware import Hardware
+    from lowtide.timeline.step import Step
 
 TITLE = "What does it cost to have the optimizer's state elsewhere between steps?"
 STATES = ((4, 1), (8, 1), (12, 1), (12, 8))
@@ -109,47 +113,93 @@ def planned(profile: Profile, kind: str, device: Hardware, budget: int, num_micr
     }  # fmt: skip
 
 
-def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: int) -> list[Row]:
-    """Each mode, all of the state moved, beside a plan for the activations that was made as if there were no state."""
-    from lowtide.config.memory import load_memory
-    from lowtide.planner.place_state import bucket_size
-    from lowtide.planner.plan_profile import problem_of
-    from lowtide.planner.solve import solve
-    from lowtide.timeline.events import run as play
+def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: int, whole: Profile | None) -> list[Row]:
+    """Each mode, all of the state moved, beside the better of two plans for the activations that were made as if there
+    were no state: with whatever fates, and without swap, which leaves the link to the state.
+
+    `whole`: all tokens of a step in one micro-batch, which updates in backward need; None where there are several
+    ranks, on which they are refused.
+    """
+    from lowtide.planner.in_backward import slot_bytes, with_updates_in_backward
 
     state = profile.state
-    bucket_bytes = bucket_size(state, device.link)
-    moved_bytes = state.optimizer_movable
     without = dataclasses.replace(
         profile,
         state=dataclasses.replace(
             state,
-            optimizer=state.optimizer - moved_bytes,
-            optimizer_temporaries=min(_NUM_SLOTS * bucket_bytes, moved_bytes),
+            optimizer=state.optimizer - state.optimizer_movable,
+            optimizer_temporaries=slot_bytes(state, device.link),
         ),
     )
-    step = problem_of(without, load_memory({"budget": budget}), has_gradients=num_micro_batches > 1).step
-    found = solve(step, device.link, budget, time_limit_seconds=_TIME_LIMIT_SECONDS)
-    timeline = play(step, found.fates, device.link, budget_bytes=budget, with_events=True)
+    several = [_Activations.planned(without, device, budget, num_micro_batches, swap) for swap in ("auto", "none")]
+    in_one = None if whole is None else with_updates_in_backward(whole, device.link)
+    one = [_Activations.planned(in_one, device, budget, 1, swap) for swap in ("auto", "none") if in_one is not None]
+    plain_seconds = num_micro_batches * sum(profile.op_seconds)
     rows = []
     for overlap in get_args(Overlap):
-        traffic = StateTraffic(
-            moved_bytes=moved_bytes, bucket_bytes=bucket_bytes, num_slots=_NUM_SLOTS, overlap=overlap
-        )
-        cost = play_traffic(step, timeline, device.link, traffic, budget)
-        step_seconds = num_micro_batches * timeline.step_seconds + cost.seconds
-        rows.append(
-            {
-                "title": f"mode {overlap}",
-                "peak_bytes": max(there + held for there, held in zip(timeline.curve, cost.held, strict=True))
-                if overlap in ("step", "backward") else None,
-                "step_seconds": step_seconds,
-                "over_plain_percent": 100 * (step_seconds / (num_micro_batches * step.compute_seconds) - 1),
-                "moved_bytes": moved_bytes,
-                **_felt(cost.exposed_seconds, cost.slowed_seconds, step_seconds),
-            }
-        )  # fmt: skip
+        plans = [plan for plan in (one if overlap == "in_backward" else several) if plan is not None]
+        found = [plan.row(overlap, state, device, budget, plain_seconds) for plan in plans]
+        why_none = "refused: several ranks" if overlap == "in_backward" and whole is None else "does not fit"
+        best = min(found, key=lambda row: row["step_seconds"], default={"outcome": why_none})
+        rows.append({"title": f"mode {overlap}", **best})
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """A plan for the activations of a step without the state that moves, and how it plays."""
+
+    step: Step
+    timeline: Timeline
+    num_micro_batches: int
+    swap: str
+
+    @classmethod
+    def planned(
+        cls, profile: Profile, device: Hardware, budget: int, num_micro_batches: int, swap: str
+    ) -> _Activations | None:
+        """None where nothing fits."""
+        from lowtide.config.memory import load_memory
+        from lowtide.core.fate import Fate
+        from lowtide.planner.plan_profile import plan_profile, problem_of
+        from lowtide.planner.smaller import fates_of
+        from lowtide.timeline.events import run as play
+
+        memory, has_gradients = load_memory({"budget": budget, "swap": swap}), num_micro_batches > 1
+        limits: Any = {"time_limit_seconds": _TIME_LIMIT_SECONDS, "with_ways_out": False}
+        try:
+            plan = plan_profile(profile, memory, link=device.link, has_gradients=has_gradients, **limits)
+        except BudgetError:
+            return None
+        layers = tuple(n for n in plan.layers if plan.rules.decide(n, is_site=False).fate is Fate.RECOMPUTE)
+        step = problem_of(profile, memory, has_gradients=has_gradients, layers=layers).step
+        fate_of = fates_of(plan.sites)
+        fates = [fate_of.get(item.name, item.fates[0]) for item in step.items]
+        timeline = play(step, fates, device.link, budget_bytes=budget, with_events=True)
+        return cls(step, timeline, num_micro_batches, swap)
+
+    def row(self, overlap: Overlap, state: StateBytes, device: Hardware, budget: int, plain_seconds: float) -> Row:
+        """What a mode costs beside it."""
+        from lowtide.planner.place_state import bucket_size
+
+        traffic = StateTraffic(
+            moved_bytes=state.optimizer_movable,
+            bucket_bytes=bucket_size(state, device.link),
+            num_slots=_NUM_SLOTS,
+            overlap=overlap,
+            gradient_bytes=state.gradients,
+            earlier_bytes=state.gradients if self.num_micro_batches > 1 else 0,
+        )
+        cost = play_traffic(self.step, self.timeline, device.link, traffic, budget)
+        step_seconds = self.num_micro_batches * self.timeline.step_seconds + cost.seconds
+        return {
+            "activations": "swapped and recomputed" if self.swap == "auto" else "recomputed",
+            "own_micro_batches": self.num_micro_batches,
+            "step_seconds": step_seconds,
+            "over_plain_percent": 100 * (step_seconds / plain_seconds - 1),
+            "moved_bytes": state.optimizer_movable,
+            **_felt(cost.exposed_seconds, cost.slowed_seconds, step_seconds),
+        }
 
 
 def _felt(exposed: float, slowed: float, step_seconds: float) -> Row:
@@ -288,9 +338,10 @@ def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
             f"Devices: {what}. Rates have their sources in the files, most are assumed. The budget is "
             f"{100 * _USABLE_SHARE:g} % of the device. The state of 8 and 12 bytes a parameter is the traced one, "
             "larger; `shards` divides it, and nothing else.",
-            "The modes stand beside a plan that gives activations all of the state's memory; the planner's rows weigh "
-            f"one against the other. Aimed at: at most {TARGET_PERCENT:g} % exposed, and {HIDDEN_PERCENT:g} % where "
-            "backward can hide it. `deferred` and `in_backward` are counted without memory for what they hold longer.",
+            "The modes stand beside a plan that gives activations all of the state's memory, the better of with and "
+            "without swap; the planner's rows weigh one against the other. `in_backward` takes all tokens in one "
+            "micro-batch, since it is refused where gradients accumulate; its gradients go as they are used. Aimed at: "
+            f"at most {TARGET_PERCENT:g} % exposed, and {HIDDEN_PERCENT:g} % where backward can hide it.",
         ],
         hardware={"folder": "timeline", "name": ", ".join(map(str.upper, devices)) + ", by roofline"},
         versions={key: value for key, value in versions().items() if key != "numpy"},
@@ -306,7 +357,10 @@ def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
         profile = traced(args.layers, args.tokens, piece["hardware"])
         own = with_state(profile, piece["bytes_per_parameter"], piece["shards"])
         rows = [planned(own, kind, device, budget, args.micro_batches) for kind in ("keep", "swap", "auto")]
-        return [*rows, *modes(own, device, budget, args.micro_batches)]
+        nbytes, shards = piece["bytes_per_parameter"], piece["shards"]
+        in_one = traced(args.layers, args.tokens * args.micro_batches, piece["hardware"]) if shards == 1 else None
+        whole = None if in_one is None else with_state(in_one, nbytes, shards)
+        return [*rows, *modes(own, device, budget, args.micro_batches, whole)]
 
     return run(record, pieces, rows_of, args)
 

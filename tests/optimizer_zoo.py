@@ -65,7 +65,7 @@ def _of_torch(kind: type, **defaults: Any) -> Callable[[Any, dict], torch.optim.
 
 
 LOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
-_IMPLEMENTATIONS: dict[str, dict] = {"for-loop": LOOP, "foreach": FOREACH, "fused": FUSED}
+IMPLEMENTATIONS: dict[str, dict] = {"for-loop": LOOP, "foreach": FOREACH, "fused": FUSED}
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any, dict], torch.optim.Optimizer], tuple[str, ...]]] = {
     "AdamW": (_of_torch(torch.optim.AdamW), ("for-loop", "foreach", "fused")),
@@ -107,7 +107,7 @@ class Case:
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in self.shapes
         ]
         groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-2}]
-        return parameters, OPTIMIZERS[self.kind][0](groups, _IMPLEMENTATIONS[self.implementation])
+        return parameters, OPTIMIZERS[self.kind][0](groups, IMPLEMENTATIONS[self.implementation])
 
     def set_gradients(self, parameters: list[torch.nn.Parameter], step: int) -> None:
         """Gradients of one step; drawn from a generator of the step."""

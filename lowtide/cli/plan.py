@@ -29,13 +29,14 @@ from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
-from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, optimizer_forecast
+from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
 from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lowtide.cli.plan_sharded import Network
+    from lowtide.core.decisions import AccountLine
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.planner.optimizer_kinds import Weight
@@ -116,15 +117,15 @@ def run(args: argparse.Namespace) -> int:
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
         forecast = _forecast(plan, profile, weights if rank is None else rank.shards_of(weights))
+        freed = _account_in_backward(settings, memory, profile, link) if rank is None else ()
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
-        came_from = {"budget_came_from": lines} if lines else {}
-        more = {"optimizers": [dataclasses.asdict(kind) for kind in forecast]} if forecast else {}
-        print(json.dumps(_document(plan, profile, rungs, curve, network) | came_from | more))
+        more = _more(lines, forecast, freed)
+        print(json.dumps(_document(plan, profile, rungs, curve, network) | more))
     else:
         lines += _lines(plan, profile, rungs=rungs, curve=curve, network=network, forecast=forecast)
-        print("\n".join(wrapped(lines, width_of_stdout())))
+        print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link), "", _WORDS], width_of_stdout())))
     return 0
 
 
@@ -149,6 +150,31 @@ def _forecast(plan: Plan, profile: Profile, weights: Sequence[Weight]) -> tuple[
         return ()
     assert plan.predicted is not None
     return optimizer_forecast(plan.predicted, profile.state, weights)
+
+
+def _account_in_backward(
+    settings: RunConfig, memory: MemoryConfig, profile: Profile, link: Link
+) -> tuple[AccountLine, ...]:
+    """Of the step with its gradients freed as they are used; empty where accumulation forbids it, and without state."""
+    moved_bytes, host_bytes = profile.state.optimizer_movable, memory.host_budget
+    if settings.train.grad_accumulation > 1 or not moved_bytes or (host_bytes is not None and host_bytes < moved_bytes):
+        return ()
+    from lowtide.planner.in_backward import account_in_backward
+
+    left = None if host_bytes is None else host_bytes - moved_bytes
+    return account_in_backward(profile, dataclasses.replace(memory, host_budget=left), link)
+
+
+def _more(came_from: Sequence[str], kinds: Sequence[OptimizerForecast], freed: Sequence[AccountLine]) -> dict[str, Any]:
+    """What is said beyond the plan, as JSON."""
+    more: dict[str, Any] = {"budget_came_from": came_from} if came_from else {}
+    more |= {"optimizers": [dataclasses.asdict(kind) for kind in kinds]} if kinds else {}
+    return more | ({"in_backward": [dataclasses.asdict(line) for line in freed]} if freed else {})
+
+
+def _freed_lines(account: Sequence[AccountLine], profile: Profile, link: Link) -> list[str]:
+    backward_seconds = sum(profile.op_seconds[profile.num_forward_ops :])
+    return ["", *in_backward_lines(account, profile.state, link, backward_seconds)] if account else []
 
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
@@ -327,7 +353,7 @@ def _lines(
         lines += ["", *curve_lines(curve, width)]
     if forecast:
         lines += ["", *forecast_lines(forecast, profile.state, width)]
-    return [*lines, "", _WORDS]
+    return lines
 
 
 def _document(

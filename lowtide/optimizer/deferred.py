@@ -57,6 +57,8 @@ class DeferredUpdates:
         self._advance = advance
         self._take_over = take_over
         self._run: StepRun | None = None
+        self.stopped: StepRun | None = None
+        """What stopped half-way, with the gradients that were set aside for it."""
         self._waiting: list[DeferredUpdates] = []
         """Itself while updates wait: the model's hooks hold this list, so that an optimizer that is dropped now is
         dropped after they are done."""
@@ -108,7 +110,7 @@ class DeferredUpdates:
         self._advance(run, [n for n, parameters in wanted.items() if not parameters or not parameters <= waits])
         if not run.todo:
             return
-        self._run = run
+        self._run, self.stopped = run, None
         self._waiting.append(self)
         self._part_of = {p: number for number in run.todo for p in run.parts[number].parameters()}
         self._versions = {p: version_of(run.gradients[p]) for p in self._part_of}
@@ -119,6 +121,12 @@ class DeferredUpdates:
             self._take_over()
         if self._run is not None:
             self._step(list(self._run.todo))
+
+    def resume(self) -> None:
+        """Step what is left of the step that stopped, with its own gradients, whatever `.grad` shows by now."""
+        self._run, self.stopped = self.stopped, None
+        self._waiting.append(self)
+        self.flush()
 
     def _before_module(self, parameters: list[torch.Tensor]) -> None:
         self._watch.announced.update(parameters)
@@ -142,6 +150,7 @@ class DeferredUpdates:
                     self._advance(run, [number])
             except BaseException:
                 self._forget()
+                self.stopped = run
                 raise
             for parameter in part.parameters():
                 del self._part_of[parameter], run.gradients[parameter]

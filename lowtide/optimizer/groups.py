@@ -94,6 +94,21 @@ class GroupSnapshot:
                 else:
                     group[key] = value
 
+    def changed(self) -> str:
+        """What somebody has changed in the groups since, by name; empty if nothing."""
+        if len(self._groups) != len(self._values):
+            return "param_groups"
+        for number, (group, values) in enumerate(zip(self._groups, self._values, strict=True)):
+            for key in sorted((group.keys() | values.keys()) - set(_MEMBERS), key=str):
+                if self._is_other(number, key, values.get(key, _ABSENT), group.get(key, _ABSENT)):
+                    return f"param_groups[{number}]['{key}']"
+        return ""
+
+    def _is_other(self, number: int, key: str, then: Any, now: Any) -> bool:
+        if now is then and key in self._versions[number]:
+            return version_of(now) != self._versions[number][key]
+        return not same_value(self._frozen[number].get(key, then), now)
+
     def _changes_in(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
         before, frozen = self._values[number], self._frozen[number]
         changes: dict[str, Any] = {}

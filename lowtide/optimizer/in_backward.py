@@ -1,18 +1,31 @@
 """Updates within the backward pass: a bucket steps as soon as all of its gradients are there, and they are freed.
 
-What: with `overlap="in_backward"` a hook on each parameter counts gradients; the bucket that is complete is fetched,
-stepped and sent back while backward goes on. `step()` does what is left. Why: copies hide behind the backward pass,
-and a gradient lives only until its bucket steps, so that the device never holds all of them.
+What: with `overlap="in_backward"` a hook on each parameter sees gradients come. A bucket that is complete is fetched,
+stepped and sent back while backward goes on; parameters without a bucket, whose state is still to be made or stays on
+the device, step as soon as about a bucket of them is there. `step()` does what is left. Why: copies hide behind the
+backward pass, and a gradient lives only until its parameter steps. So the device never holds all gradients, in the
+first step neither.
 
-Only for training in which each step has one backward pass, and nothing looks at gradients or changes hyper-parameters
+    gradients there at a time: those of one bucket, the next one, what belongs to incomplete buckets, and less than a
+    bucket of small ones
+
+The first step makes buckets in the order in which gradients come. Where later passes keep to that order, at most one
+bucket is incomplete at a time.
+
+What is complete steps when the next gradient comes: hooks of others on its last parameter have run by then, and each
+pass leaves some gradients for `step()`. By those it is seen if gradients are changed between the two, as clipping does:
+then the step is refused, and so it is where hyper-parameters were changed. Parameters that have stepped are not what
+plain training would have; the message says to load a checkpoint.
+
+Only for training in which each step has one backward pass, and nothing reads all gradients or changes hyper-parameters
 between the two: no accumulation, no clipping by a norm over all, no `GradScaler`. A second backward pass before the
-step raises RuntimeError; the others cannot be seen from here. Several ranks are refused: gradients of the others are
-not there yet when a parameter's own is.
+step raises RuntimeError. Several ranks are refused: gradients of others are not there yet when a parameter's own is.
 Which gradients a bucket waits for is known from the step before, and a gradient that was kept (`set_to_none=False`)
-does not count as one of this pass. Parameters whose state does not move, and state that is still to be made or that
-somebody has replaced since the pass began, wait for `step()`. Gradients that were used are None afterwards.
+does not count as one of this pass. State that somebody has replaced since the pass began waits for `step()`. Gradients
+that were used are None afterwards.
 
-Cost: a few microseconds a parameter. Not covered: see above; that is why this way must be asked for.
+Cost: a few microseconds a parameter. Not covered: see above; that is why this way must be asked for. Not seen: writes
+that no version counts (`gradient.data`, and those of `GradScaler` where the optimizer is not fused).
 """
 
 from __future__ import annotations
@@ -27,6 +40,8 @@ from lowtide.errors import ConfigError
 from lowtide.optimizer.homes import Home
 from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.step import Part, Stepper, StepRun
+from lowtide.tensors.private import queue_callback, version_of
+from lowtide.tensors.wrappers import inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +65,27 @@ class InBackward:
         self._calls = calls
         self._run: StepRun | None = None
         self._stepped: set[torch.Tensor] = set()
+        self._complete: Home | None = None
+        """It steps when the next gradient comes."""
+        self._loose: list[torch.Tensor] = []
+        """Parameters without a bucket whose gradient came, in that order, less than a bucket of them."""
+        self._loose_bytes = 0
+        """Of their state."""
         self._order: list[Home] = []
-        """Buckets in the order in which they were complete, in this step and in the one before."""
+        """Buckets in the order in which they stepped, in this step and in the one before."""
         self._last_order: list[Home] = []
         self._had_gradient: set[torch.Tensor] = set()
         """Parameters, in the step before."""
         self._arrived: set[torch.Tensor] = set()
         """Parameters whose gradient came in this backward pass."""
+        self._left: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        """Gradients that were there when a backward pass ended, and their versions."""
+        self._is_end_awaited = False
+        self._there: dict[torch.Tensor, int] = {}
+        """Bytes of the gradients that came in this step and are there."""
+        self._there_bytes = 0
+        self.gradient_peak_bytes = 0
+        """The most of them at a time, in any step so far."""
         self._hooks = [
             OwnedHook(self, InBackward._on_gradient).put_on(p.register_post_accumulate_grad_hook)
             for p in parameters
@@ -82,6 +111,8 @@ class InBackward:
         self.let_go()
         self.take(parameters)
 
+    # -- while backward runs -------------------------------------------------------------------------------------------
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(
@@ -89,45 +120,109 @@ class InBackward:
                 "updated this parameter already; use 'backward' or 'deferred' to accumulate gradients"
             )
         if parameter in self._arrived:
-            self._arrived.clear()  # another pass, before anything could step in the last one
+            self._forget_arrivals()  # another pass, before anything of this could step in the last one
+        self._step_complete()
+        self._note(parameter)
+        home = self._stepper.store.home_of.get(parameter)
+        if home is None:
+            self._add_loose(parameter)
+        elif home.resident is None and parameter in self._had_gradient and self._is_complete(home):
+            self._complete = home
+
+    def _note(self, parameter: torch.Tensor) -> None:
         self._arrived.add(parameter)
-        home = self._complete(parameter)
-        if home is not None and self._run is None:
-            self._calls.refresh()
-            home = self._complete(parameter)
+        if parameter not in self._there:
+            self._there[parameter] = _bytes_of(parameter.grad)
+            self._there_bytes += self._there[parameter]
+            self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._there_bytes)
+        if not self._is_end_awaited:
+            self._is_end_awaited = True
+            queue_callback(self._at_the_end)
+
+    def _at_the_end(self) -> None:
+        """A backward pass is over, and so are the hooks of others on its gradients."""
+        self._is_end_awaited = False
+        left = ((p, p.grad) for p in self._arrived - self._stepped)
+        self._left |= {p: (gradient, version_of(gradient)) for p, gradient in left if gradient is not None}
+
+    def _forget_arrivals(self) -> None:
+        self._arrived.clear()
+        self._complete = None
+        self._loose, self._loose_bytes = [], 0
+
+    def _is_complete(self, home: Home) -> bool:
+        """Whether all of its gradients are there."""
+        expected = [p for p in home.parameters if p in self._had_gradient or p.grad is not None]
+        return all(p in self._arrived and p.grad is not None for p in expected)
+
+    def _step_complete(self) -> None:
+        home, self._complete = self._complete, None
         if home is None:
             return
+        self._see_replaced()
+        if home not in self._stepper.store.homes:
+            return  # its state was replaced since the step before
         with self._calls.stepping():
             is_bound = home.is_bound(self._stepper.optimizer.state)
-            part = self._stepper.part_of(home) if is_bound else None
+            part = self._stepper.part_of(home, self._arrived) if is_bound else None
+        self._step(part)
+
+    def _add_loose(self, parameter: torch.Tensor) -> None:
+        store = self._stepper.store
+        with self._calls.stepping():
+            nbytes = store.state_bytes_of(parameter)
+        if self._loose and self._loose_bytes + nbytes > store.bucket_bytes:
+            loose, self._loose, self._loose_bytes = self._loose, [], 0
+            self._see_replaced()
+            with self._calls.stepping():
+                part = self._stepper.part_without_home(loose)
+            self._step(part)
+        self._loose.append(parameter)
+        self._loose_bytes += nbytes
+
+    def _see_replaced(self) -> None:
+        if self._run is None:
+            self._calls.refresh()
+
+    def _step(self, part: Part | None) -> None:
+        """None: it waits for `step()`, since its state was replaced, or one of its groups must step at once."""
         if part is None:
-            return  # its state was replaced since, or one of its groups must step at once
+            return
         if self._run is None:
             self._run = self._calls.begin()
-        self._step(self._run, home, part)
-
-    def _complete(self, parameter: torch.Tensor) -> Home | None:
-        """The bucket of this parameter, if all of its gradients are there."""
-        home = self._stepper.store.home_of.get(parameter)
-        if home is None or home.resident is not None or parameter not in self._had_gradient:
-            return None
-        expected = [p for p in home.parameters if p in self._had_gradient or p.grad is not None]
-        return home if all(p in self._arrived and p.grad is not None for p in expected) else None
-
-    def _step(self, run: StepRun, home: Home, part: Part) -> None:
+        run, parameters = self._run, part.parameters()
         run.parts.append(part)
         run.todo.append(len(run.parts) - 1)
-        self._order.append(home)
-        self._stepped.update(part.parameters())
+        self._stepped.update(parameters)
         self._calls.advance(run, [len(run.parts) - 1])
-        for parameter in part.parameters():
+        for parameter in parameters:
             parameter.grad = None
-        self._fetch_next(run, home)
+            self._there_bytes -= self._there.pop(parameter)
+            self._left.pop(parameter, None)
+        home_of = self._stepper.store.home_of
+        homes = dict.fromkeys(home_of[p] for p in parameters if p in home_of)
+        self._order += homes
+        for home in homes:
+            self._fetch_next(run, home)
 
     def _fetch_next(self, run: StepRun, home: Home) -> None:
         following = self._last_order.index(home) + 1 if home in self._last_order else len(self._last_order)
         if following < len(self._last_order) and self._last_order[following] in self._stepper.store.homes:
             self._stepper.fetch_ahead(run, self._last_order[following].pieces[0])
+
+    # -- when the optimizer steps --------------------------------------------------------------------------------------
+
+    def why_not_done(self) -> str:
+        """Why the step that backward began cannot be done to the bits of plain; empty where it can, or where backward
+        has begun none."""
+        if self._run is None:
+            return ""
+        if hasattr(self._stepper.optimizer, "found_inf"):
+            return "GradScaler unscales gradients when the optimizer steps"
+        if any(p.grad is not gradient or version_of(gradient) != then for p, (gradient, then) in self._left.items()):
+            return "gradients were changed between the backward pass and the step (clipping)"
+        changed = self._run.snapshot.changed()
+        return f"{changed} was changed between the backward pass and the step" if changed else ""
 
     def take(self, parameters: list[torch.Tensor]) -> StepRun | None:
         """The step that backward began, or None. `parameters` are those of the optimizer."""
@@ -135,8 +230,16 @@ class InBackward:
         self._had_gradient = {p for p in parameters if p.grad is not None} | self._stepped
         self._last_order, self._order = self._order, []
         self._stepped = set()
-        self._arrived = set()
+        self._forget_arrivals()
+        self._left.clear()
+        self._there.clear()
+        self._there_bytes = 0
         return run
+
+
+def _bytes_of(gradient: torch.Tensor | None) -> int:
+    local = None if gradient is None else inside(gradient)
+    return local.nbytes if local is not None and local.layout == torch.strided else 0
 
 
 def check_alone() -> None:

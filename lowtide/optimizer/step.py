@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,14 +127,28 @@ class Stepper:
         run.todo += range(len(run.parts), len(run.parts) + len(parts))
         run.parts += parts
 
-    def part_of(self, home: Home) -> Part | None:
-        """A part for one bucket, of its parameters with a gradient; None where one of their groups steps at once."""
+    def part_of(self, home: Home, among: Collection[torch.Tensor]) -> Part | None:
+        """A part for one bucket, of those of its parameters that are `among` these and have a gradient; None where one
+        of their groups steps at once."""
+        number_of = self._stepping_now([p for p in home.parameters if p in among])
+        return self._of_home(home, number_of) if number_of else None
+
+    def part_without_home(self, parameters: list[torch.Tensor]) -> Part | None:
+        """A part for parameters that have no bucket, as far as they have a gradient; None where there is none, or one
+        of their groups steps at once."""
+        number_of = self._stepping_now([p for p in parameters if p not in self.store.home_of])
+        if not number_of:
+            return None
+        staying, fresh, _ = self._sorted_out(number_of, set())
+        return Part(_by_group([*staying, *fresh], number_of)) if staying else self._of_fresh(fresh, number_of)
+
+    def _stepping_now(self, parameters: list[torch.Tensor]) -> dict[torch.Tensor, int]:
+        """The groups of those of these parameters that have a gradient; empty where one of them must step at once."""
         groups = self.optimizer.param_groups
         number_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-        chosen = _by_group([p for p in home.parameters if p in number_of and p.grad is not None], number_of)
-        if any(self._steps_at_once(groups[number], groups[number]["params"]) for number, _ in chosen):
-            return None
-        return self._of_home(home, number_of)
+        found = {p: number_of[p] for p in parameters if p in number_of and p.grad is not None}
+        at_once = any(self._steps_at_once(groups[n], groups[n]["params"]) for n in set(found.values()))
+        return {} if at_once else found
 
     def fetch_ahead(self, run: StepRun, piece: Piece) -> None:
         """Start a bucket's way to the device before its part's turn, if there is memory."""

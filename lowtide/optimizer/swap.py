@@ -71,6 +71,9 @@ class OptimizerStats:
     """State that stays on the device."""
     bucket_peak_bytes: int
     """Most bytes of buckets that were on the device at a time."""
+    gradient_peak_bytes: int | None
+    """Most bytes of gradients that were there at a time, of those that came in one step; None: all that came, since
+    nothing is freed before the step ends (overlap 'in_backward' alone does)."""
     sent_bytes: int
     fetched_bytes: int
     stall_seconds: float
@@ -320,12 +323,7 @@ class OptimizerSwap:
             )
         if self._deferred is not None:
             self._deferred.flush()
-        run = self._in_backward.take(self._parameters()) if self._in_backward is not None else None
-        if run is not None and hasattr(self.optimizer, "found_inf"):
-            raise RuntimeError(
-                "lowtide: GradScaler unscales gradients when the optimizer steps, and overlap='in_backward' has used "
-                "them before; use 'backward' or 'deferred'"
-            )
+        run = self._taken_from_backward()
         if run is None:
             run = self._begin()
         run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
@@ -343,8 +341,26 @@ class OptimizerSwap:
             tell_scheduler(self.optimizer)
         return run.result if closure is None else loss
 
+    def _taken_from_backward(self) -> StepRun | None:
+        """The step that backward began, if it did. RuntimeError where it cannot be done to the bits of plain."""
+        if self._in_backward is None:
+            return None
+        reason = self._in_backward.why_not_done()
+        run = self._in_backward.take(self._parameters())
+        if run is None or not reason:
+            return run
+        self._stepper.give_up(run)
+        run.is_tainted = True
+        self._torn, self._torn_error = run, RuntimeError(reason)
+        raise RuntimeError(
+            f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a "
+            "checkpoint, and use overlap='backward' or 'deferred'"
+        )
+
     def _begin(self) -> StepRun:
         """A step without any part yet."""
+        if self._torn is not None:
+            raise RuntimeError(self._words_of_torn("step"))
         self._begun_with = self.optimizer.state
         with self._stepping():
             call = functools.partial(self._bare_step, self.optimizer)
@@ -390,6 +406,10 @@ class OptimizerSwap:
             raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
         if not run.can_resume:
             raise RuntimeError(self._words_of_torn("resume"))
+        if self._deferred is not None and self._deferred.stopped is run:
+            self._torn = self._torn_error = None
+            self._deferred.resume()
+            return run.result
         if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
             raise RuntimeError(
                 "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "
@@ -501,6 +521,7 @@ class OptimizerSwap:
             swapped_bytes=swapped,
             resident_bytes=total - swapped,
             bucket_peak_bytes=transfers.peak_bytes,
+            gradient_peak_bytes=None if self._in_backward is None else self._in_backward.gradient_peak_bytes,
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=self._stall_seconds(),
@@ -521,12 +542,14 @@ class OptimizerSwap:
         stats = self.stats
         total = stats.swapped_bytes + stats.resident_bytes
         share = stats.resident_bytes / total if total else 1.0
+        gradients = stats.gradient_peak_bytes
+        most = "" if gradients is None else f", with {format_bytes(gradients)} of gradients at most at a time"
         tiers = ", ".join(sorted({home.slot.tier for home in self._store.homes})) or "no tier yet"
         return (
             f"{type(self.optimizer).__name__}: {format_bytes(stats.swapped_bytes)} of state on {tiers} between steps, "
             f"{share:.0%} resident; {stats.num_buckets} buckets, {format_bytes(stats.bucket_peak_bytes)} at most on "
             f"{self._store.device} in a step; {stats.num_steps} steps waited {stats.stall_seconds:.3f} s for copies "
-            f"(overlap '{stats.overlap}'){'' if self.residency is None else f'; {self.residency}'}"
+            f"(overlap '{stats.overlap}'{most}){'' if self.residency is None else f'; {self.residency}'}"
         )
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.core.decisions import Prediction
+from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.profile import StateBytes
 from lowtide.core.text_table import align
 from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, state_by_kind
-from lowtide.units import format_bytes
+from lowtide.timeline.step import Link
+from lowtide.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +54,19 @@ def forecast_lines(forecast: Sequence[OptimizerForecast], state: StateBytes, wid
     left_out = [f"not counted for parameters in shards: {', '.join(unknown)}"] if unknown else []
     table = align(cells, numeric=(1, 2, 3), width=width)
     return ["what other optimizers would need", *table, *left_out, gradients]
+
+
+def in_backward_lines(
+    account: Sequence[AccountLine], state: StateBytes, link: Link, backward_seconds: float
+) -> list[str]:
+    """A head, the account of a step whose gradients are freed as they are used, and what its copies take."""
+    cells: list[tuple[str, ...]] = [("at the worst moment", "everything kept", "least")]
+    cells += [(line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)) for line in account]
+    seconds = state.optimizer_movable / min(link.in_bytes_per_second, link.out_bytes_per_second)
+    return [
+        "with each gradient freed as it is used: lowtide.swap_optimizer(optimizer, overlap='in_backward')",
+        "needs one backward pass a step, no clipping over all parameters, one rank",
+        *align(cells, numeric=(1, 2)),
+        f"copies: {format_bytes(state.optimizer_movable)} of state each way, {format_seconds(seconds)} of the link, "
+        f"beside a backward pass of {format_seconds(backward_seconds)}",
+    ]

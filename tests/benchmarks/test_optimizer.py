@@ -68,6 +68,22 @@ def test_memory_that_backward_does_not_free_hides_nothing() -> None:
     assert all(there.base_bytes + held <= 1200 for there, held in zip(full.ticks, half.held, strict=True))
 
 
+def test_a_deferred_update_waits_for_memory_of_the_next_forward() -> None:
+    """Forward and backward have no room for buckets, but where gradients of earlier micro-batches are not there yet. A
+    bucket takes one second to come and two to leave."""
+    step = step_of(4, 1, base=1000, at_end=800)
+    link = Link(out_bytes_per_second=50.0, in_bytes_per_second=100.0)
+
+    def exposed(earlier_bytes: int) -> float:
+        traffic = StateTraffic(
+            moved_bytes=400, bucket_bytes=100, num_slots=2, overlap="deferred", earlier_bytes=earlier_bytes
+        )
+        return play_traffic(step, run(step, (), link, with_events=True), link, traffic, 1000).exposed_seconds
+
+    assert exposed(0) == pytest.approx(400 / 50 - 3), "all of it has come, and gone, when the last of forward begins"
+    assert exposed(400) == pytest.approx(400 / 50 - 4), "when the last of backward begins"
+
+
 def test_free_from_so_many_of_these_steps() -> None:
     assert cost_of("backward", step_of(4, 8)).free_share == pytest.approx(4.0 / 4.0)
     assert cost_of("backward", step_of(16, 8)).free_share == pytest.approx(4.0 / 8.0)
@@ -90,8 +106,11 @@ def test_the_command_by_the_timeline(tmp_path: Path) -> None:
     titles = ["state stays", "planner, swap", "planner, auto", *(f"mode {mode}" for mode in get_args(Overlap))]
     assert [row["title"] for row in record.rows] == titles * len(optimizer.STATES)
     for row in record.rows:
+        if row["title"] == "mode in_backward" and row["shards"] > 1:
+            assert row["outcome"] == "refused: several ranks"
+            continue
         assert 0.0 <= row["exposed_percent"] <= 100.0
-        assert row["peak_bytes"] is None or row["peak_bytes"] <= 0.92 * 80e9
+        assert row.get("peak_bytes") is None or row["peak_bytes"] <= 0.92 * 80e9
     by_title = {row["title"]: row for row in record.rows[: len(titles)]}
     assert by_title["planner, auto"]["step_seconds"] <= by_title["state stays"]["step_seconds"]
     assert by_title["mode backward"]["exposed_seconds"] <= by_title["mode step"]["exposed_seconds"]
