@@ -356,10 +356,7 @@ def test_a_model_in_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture
 
 
 def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    made = decoder_profile(2, hidden=True)
-    run_bytes = sum(weight.nbytes for weight in weights_of_run(load_run("run.yaml"), ()))
-    profile = dataclasses.replace(made, batch=BATCH, state=dataclasses.replace(made.state, parameters=run_bytes))
-    Path("profile.json").write_text(profile.to_json(), encoding="utf-8")
+    write_profile(decoder_profile(2, hidden=True))
     assert plan("--profile", "profile.json", "--budget", "2GiB") == 0
     said = capsys.readouterr().out
     expected = (
@@ -609,10 +606,17 @@ def test_stdout_stays_clean_whoever_prints(capfd: pytest.CaptureFixture[str]) ->
     assert captured.err == "Writing model to /tmp/highs\n"
 
 
+def write_profile(made: Profile) -> None:
+    """As `profile.json`, with the batch and the weights of the run."""
+    run_bytes = sum(weight.nbytes for weight in weights_of_run(load_run("run.yaml"), ()))
+    profile = dataclasses.replace(made, batch=BATCH, state=dataclasses.replace(made.state, parameters=run_bytes))
+    Path("profile.json").write_text(profile.to_json(), encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    """More than a pipe holds is left unread. A profile from a file, since a command that loads torch takes seconds."""
-    Path("profile.json").write_text(dataclasses.replace(decoder_profile(40), batch=BATCH).to_json(), encoding="utf-8")
+    """More than a pipe holds is left unread."""
+    write_profile(decoder_profile(40))
     words = "plan run.yaml --profile profile.json --hardware h200 --budget 100GiB --json"
     command = f"{sys.executable} -m lowtide {words} | head -c 10; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
