@@ -23,6 +23,7 @@ from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again, run_again
+from lowtide.planner.deferred_state import DeferredState, with_deferred
 from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
@@ -101,10 +102,10 @@ def plan_profile(
 
 def _made(asked: _Asked, log_seconds: float, num_micro_batches: int) -> Plan:
     profile, config = asked.profile, asked.config
-    if config.optimizer == "keep":
+    if config.optimizer_state == "keep":
         return _plan_of(asked.fastest(log_seconds))
 
-    def fit(shares: StateShares | None, with_ways_out: bool) -> _Found:
+    def fit(shares: StateShares | DeferredState | None, with_ways_out: bool) -> _Found:
         host_bytes = config.host_budget
         if shares is not None and host_bytes is not None:
             host_bytes -= shares.nbytes
@@ -150,8 +151,8 @@ class _Asked:
     progress: Callable[[str], None]
     layers: tuple[str, ...] | None = None
     """Those that run again, and no others; None: what rules and the planner say."""
-    shares: StateShares | None = None
-    """Of the optimizer's state, what the solver may move."""
+    shares: StateShares | DeferredState | None = None
+    """Of the optimizer's state, what the solver may move, or what comes and goes in forward."""
     with_ways_out: bool = True
 
     def fastest(self, log_seconds: float) -> _Found:
@@ -195,6 +196,8 @@ class _Asked:
 
     def problem(self, layers: tuple[str, ...]) -> Problem:
         kept = problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=layers)
+        if isinstance(self.shares, DeferredState):
+            return with_deferred(kept, self.shares, has_gradients=self.has_gradients)
         return kept if self.shares is None else with_state(kept, self.shares)
 
     def plain_problem(self) -> Problem:
@@ -214,7 +217,7 @@ class _Asked:
             progress=self.progress,
             with_ways_out=self.with_ways_out,
         )
-        if self.shares is not None:
+        if isinstance(self.shares, StateShares):
             fates = in_order(problem, solution.fates)
             timeline = run(problem.step, fates, self.link, budget_bytes=self.budget_bytes)
             if timeline.peak_bytes <= self.budget_bytes and timeline.step_seconds <= solution.timeline.step_seconds:
@@ -392,7 +395,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         certainty=_certainty(profile),
     )
     there = None
-    if asked.shares is not None:
+    if isinstance(asked.shares, StateShares):
         there = state_curve(problem, solution.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     return Plan(
         layers=profile.layers,

@@ -19,7 +19,8 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.place_state import placed_fates, shares_of
+from lowtide.planner.deferred_state import with_deferred
+from lowtide.planner.place_state import deferred_state, placed_fates, shares_of
 from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
@@ -118,8 +119,12 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
     problem = problem_of(profile, config, has_gradients=has_gradients, layers=layers)
     plain, fates, num_ticks = plain_curve(problem.step).tolist(), _fates(plan, problem), len(problem.step.ticks)
     num_items = len(fates)
-    if plan.optimizer is not None and plan.optimizer.moved_bytes:
-        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
+    placed = plan.optimizer
+    if placed is not None and placed.moved_bytes and placed.overlap == "deferred":
+        state = deferred_state(profile.state, link, placed.moved_bytes)
+        problem = with_deferred(problem, state, has_gradients=has_gradients)
+    elif plan.optimizer is not None and plan.optimizer.moved_bytes:
+        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer_state == "auto")
         assert shares is not None
         problem = with_state(problem, shares)
         fates += placed_fates(plan.optimizer, profile.state, shares)

@@ -186,6 +186,7 @@ class Autopilot:
             settle=self._settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,
+            version=placed.own_version,
         )
 
     # -- what the user sees ----------------------------------------------------------------------------------------
@@ -466,6 +467,7 @@ class Autopilot:
     def _learn(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
         """Observe this shape for the first time, and plan for it."""
         start = time.perf_counter()
+        self._placed.settle()  # what is written to parameters in an observed step is put back
         why = "new shape" if self._shapes else "first step"
         self._say(f"lowtide: observing one step ({why})")
         if self.phase is not Phase.WAITING:
@@ -609,7 +611,9 @@ class Autopilot:
             # Ranks have agreed already, or cannot.
             how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
             self._placed.follow(shape.plan)
-            self._planning.know(resident_state_bytes=self._placed.resident_bytes)
+            self._planning.know(
+                resident_state_bytes=self._placed.resident_bytes, defers_updates=self._placed.defers_updates
+            )
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
             self.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)

@@ -7,6 +7,8 @@ Several plans for one optimizer, as an autopilot has: what stays is the least th
 on the device than planned no plan needs more memory, since buckets take no more than the state that has left.
 Why an engine of its own: the scheduler of activations calls its engine from autograd's threads under a lock of its own.
 The two share what the plan allows on each tier.
+Where updates wait for the next forward pass, all of a layer's are done before the layer begins, and those of a module
+that rules run again before that: a region compares its parameters before and after.
 Cost: what optimizer/swap.py says. Not covered: state that comes back to stay, where a later plan has room for it.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.core.decisions import OptimizerPlacement
@@ -25,7 +28,11 @@ from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.buckets import MOST_BYTES
+from lowtide.optimizer.deferred import why_not_deferred
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer, why_not
+from lowtide.runtime.session.checks import recomputed_modules
+from lowtide.tensors.private import version_of
+from lowtide.tensors.ranks import has_company
 
 
 class PlacedState:
@@ -60,6 +67,31 @@ class PlacedState:
                 "given none: pass optimizer=, or write optimizer: keep"
             )
 
+    def check_deferred(self, group: Any) -> None:
+        """Raises `ConfigError` where updates cannot wait for the next forward pass, as a plan was told that they may.
+        `group`: the ranks that share the plan."""
+        parameters = [] if self.optimizer is None else [p for g in self.optimizer.param_groups for p in g["params"]]
+        reason = why_not_deferred(self._model, [*parameters, *self._model.parameters()])
+        if not reason and has_company(group):
+            reason = "is for one rank: it was not tried beside the exchanges of several"
+        if reason:
+            raise ConfigError(f"memory.optimizer.overlap: deferred {reason}; write overlap: auto")
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the next forward pass."""
+        return self.handle is not None and self.handle.defers_updates
+
+    def settle(self) -> None:
+        """Updates that wait for the next forward pass are done now, and no copy is under way."""
+        if self.handle is not None:
+            self.handle.flush()
+
+    def own_version(self, parameter: torch.Tensor) -> int:
+        """A parameter's version, without what updates that were put off have written."""
+        put_off = 0 if self.handle is None else self.handle.num_put_off_writes(parameter)
+        return version_of(parameter) - put_off
+
     def follow(self, plan: Plan) -> None:
         """Move the state if `plan` says so and it is not moved yet, or if more of it stays than `plan` leaves.
 
@@ -80,6 +112,11 @@ class PlacedState:
 
     def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
         where = _plan_of_place(plan, placement)
+        deferring: dict[str, Any] = {}
+        if placement.overlap == "deferred":
+            modules = dict(self._model.named_modules())
+            names = [*plan.layers, *recomputed_modules(modules, plan)]
+            deferring = {"model": self._model, "units": [modules[name] for name in names]}
         self._engine = choose_engine(self.beside.name, self._model, where, beside=self.beside)
         try:
             self.handle = swap_optimizer(
@@ -91,6 +128,7 @@ class PlacedState:
                 bucket_bytes=min(placement.bucket_bytes, MOST_BYTES) if placement.bucket_bytes else "auto",
                 engine=self._engine,
                 num_buffers=placement.num_slots,
+                **deferring,
             )
         except BaseException:
             self._engine.close()
