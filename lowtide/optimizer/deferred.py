@@ -7,8 +7,8 @@ begins.
 
 Why it is exact: no operator of that forward pass is given a parameter whose update still waits. While updates wait, a
 mode looks at what torch's functions are given, and steps a bucket before its parameter is read by hand, in whatever
-order. `units` are modules that must find all of their parameters updated when they begin: regions that a plan runs
-again compare their parameters before and after (tensors/run_state.py). An update runs under the modes and settings that
+order. `regions` are modules that must find all of their parameters updated when they begin: what a plan runs again
+compares its parameters before and after (tensors/run_state.py). An update runs under the modes and settings that
 were in force in `step()`, whatever the forward pass has (autocast, inference mode, a `TorchFunctionMode`).
 
 What steps at once: parameters that have no state yet, that no module of the model owns, and all in a step with a fused
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,8 +74,8 @@ class DeferredUpdates:
     """See the module's text. `advance(run, numbers)` steps parts of a run; None: all that are left.
 
     `take_over()` sees to it that `optimizer.state` is the mapping of when the step began, while parts of it step.
-    `fetch_more(run)` starts the way of the next parts' buckets, `retire()` gives the last ones' memory back. `units`:
-    modules of the model.
+    `fetch_more(run)` starts the way of the next parts' buckets, `retire()` gives the last ones' memory back. `regions`:
+    modules of the model; it is read when one of them begins, so that it may change.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DeferredUpdates:
         *,
         fetch_more: Callable[[StepRun], None],
         retire: Callable[[], None],
-        units: Sequence[nn.Module] = (),
+        regions: Collection[nn.Module] = (),
     ) -> None:
         self._advance = advance
         self._take_over = take_over
@@ -108,9 +108,10 @@ class DeferredUpdates:
         self._hooks: list[Any] = []
         for module in model.modules():
             own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p in wanted]
-            needed: list[torch.Tensor] = [p for p in module.parameters() if p in wanted] if module in units else own
-            if needed:
-                self._hooks.append(self._hook(_before(needed)).put_on(module.register_forward_pre_hook, prepend=True))
+            below: list[torch.Tensor] = [p for p in module.parameters() if p in wanted]
+            if below:
+                begin = _before(module, own, below, regions)
+                self._hooks.append(self._hook(begin).put_on(module.register_forward_pre_hook, prepend=True))
             if own:
                 self._hooks += [
                     self._hook(DeferredUpdates.flush).put_on(module.register_state_dict_pre_hook),
@@ -237,8 +238,17 @@ class DeferredUpdates:
             )
 
 
-def _before(parameters: list[torch.Tensor]) -> Callable[[DeferredUpdates], None]:
-    return lambda updates: updates.before_module(parameters)
+def _before(
+    module: nn.Module, own: list[torch.Tensor], below: list[torch.Tensor], regions: Collection[nn.Module]
+) -> Callable[[DeferredUpdates], None]:
+    """Of a module: its own parameters, or those of all modules in it."""
+
+    def before(updates: DeferredUpdates) -> None:
+        parameters = below if regions and module in regions else own
+        if parameters:
+            updates.before_module(parameters)
+
+    return before
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,11 @@ def swap_optimizer(
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
     memory: Callable[[], DeviceMemory] | None = None,
-    units: Sequence[nn.Module] = (),
+    regions: Collection[nn.Module] = (),
 ) -> OptimizerSwap:
     """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
-    `memory`: what the device has for this process (None: ask its driver). `units`: modules of `model` before which all
-    of their parameters must be up to date (overlap 'deferred')."""
+    `memory`: what the device has for this process (None: ask its driver). `regions`: modules of `model` before which
+    all of their parameters must be up to date (overlap 'deferred'); read when one begins."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -119,7 +119,7 @@ def swap_optimizer(
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.keep(first_ones(found, share or 0.0, least))
-    handle = OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine, units=units)
+    handle = OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine, regions=regions)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
     return handle
@@ -147,7 +147,7 @@ class OptimizerSwap:
         overlap: str,
         model: nn.Module | None,
         closes_engine: bool,
-        units: Sequence[nn.Module] = (),
+        regions: Collection[nn.Module] = (),
     ) -> None:
         self.optimizer = optimizer
         self._store = store
@@ -172,7 +172,7 @@ class OptimizerSwap:
         parameters = self._parameters()
         if overlap == "deferred":
             assert model is not None
-            how: Any = {"fetch_more": self._fetch_more, "retire": self._transfers.retire_all, "units": units}
+            how: Any = {"fetch_more": self._fetch_more, "retire": self._transfers.retire_all, "regions": regions}
             self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over, **how)
         if overlap == "in_backward":
             calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)

@@ -5,10 +5,10 @@ between steps. In forward its buckets come, step just before the first module th
 slots. Until then their gradients are held: they are made in backward and counted in forward too. `play_deferred` lays
 the buckets' copies on the lanes of a step that was solved so, and says how long compute waits.
 
-When a parameter is needed: backward says where gradients are made, by module; forward, where that module begins (or the
-layer around it, before which all of its parameters are brought up to date). State is taken to be spread over parameters
-as gradients are, in the order of forward. A gradient whose module has no operator in forward is held to the end of it,
-and its state is needed at once.
+When a parameter is needed: backward says where gradients are made, by module; forward, where that module begins. Before
+a layer that runs again as a whole, all of its parameters are brought up to date. State is taken to be spread over
+parameters as gradients are, in the order of forward. A gradient whose module has no operator in forward is held to the
+end of it, and its state is needed at once.
 
 Rules of the lanes: a bucket is fetched when a place is free, from the start of forward on; copies of activations go
 first on the lane out; what compute waits for moves all that comes after it; at the end of forward it waits for the last
@@ -50,6 +50,8 @@ class DeferredState:
     num_slots: int
     temporaries: int
     """What the optimizer needs beside one bucket."""
+    has_link_alone: bool = False
+    """No activation is swapped that no rule names: buckets must leave in forward, when activations would."""
 
     @property
     def slot_bytes(self) -> int:
@@ -62,14 +64,15 @@ class DeferredState:
         return (self.bucket_bytes,) * whole + (rest,) * (rest > 0)
 
 
-def with_deferred(problem: Problem, deferred: DeferredState, *, has_gradients: bool) -> Problem:
+def with_deferred(
+    problem: Problem, deferred: DeferredState, *, has_gradients: bool, layers: Sequence[str] = ()
+) -> Problem:
     """The problem in which this state comes and goes in forward. `has_gradients`: all of them are there from the start
-    in any case."""
+    in any case. `layers` run again as a whole."""
     step, state = problem.step, problem.profile.state
     num_forward = step.num_forward_ticks
-    held = [0] * len(step.ticks)
+    held, uses = [0] * len(step.ticks), _uses(problem.profile, layers)
     if not has_gradients:
-        uses = _uses(problem.profile)
         ops = [op for op, _ in uses]
         after = list(itertools.accumulate((nbytes for _, nbytes in reversed(uses)), initial=0))[::-1]
         unplaced = sum(nbytes for op, nbytes in uses if op == _NEVER)
@@ -91,6 +94,7 @@ def with_deferred(problem: Problem, deferred: DeferredState, *, has_gradients: b
         held=tuple(there - deferred.nbytes for there in problem.held),
         state_bytes=deferred.nbytes,
         held_gradients=tuple(held),
+        uses=tuple(uses),
         passing=tuple(passing),
     )
 
@@ -124,7 +128,7 @@ def play_deferred(
     sizes = deferred.buckets
     left: list[float] = []
     arrived = late = 0.0
-    for number, (nbytes, op) in enumerate(zip(sizes, _dues(problem.profile, deferred), strict=True)):
+    for number, (nbytes, op) in enumerate(zip(sizes, _dues(problem.uses, deferred), strict=True)):
         tick = bisect.bisect_right(problem.starts, op) - 1
         due = starts.get(f"forward {tick}", 0.0)
         place = left[number - deferred.num_slots] if number >= deferred.num_slots else 0.0
@@ -139,9 +143,18 @@ def play_deferred(
     return DeferredCost(exposed_seconds=exposed, slowed_seconds=link.compute_share * copying)
 
 
-def _dues(profile: Profile, deferred: DeferredState) -> list[int]:
+def largest_layer(profile: Profile) -> float:
+    """Of the gradients, and so of the state, the share that the largest layer has; 0 where there are none."""
+    of_units: dict[int, int] = {}
+    uses = _uses(profile, profile.layers)
+    for op, nbytes in uses:
+        of_units[op] = of_units.get(op, 0) + nbytes
+    total = sum(of_units.values())
+    return max(of_units.values(), default=0) / total if total else 0.0
+
+
+def _dues(uses: Sequence[tuple[int, int]], deferred: DeferredState) -> list[int]:
     """For each bucket the forward operator before which its first parameter is needed."""
-    uses = _uses(profile)
     ends = list(itertools.accumulate(nbytes for _, nbytes in uses))
     total = deferred.nbytes + deferred.resident_bytes
     dues, before = [], deferred.resident_bytes
@@ -152,9 +165,9 @@ def _dues(profile: Profile, deferred: DeferredState) -> list[int]:
     return dues
 
 
-def _uses(profile: Profile) -> list[tuple[int, int]]:
+def _uses(profile: Profile, layers: Sequence[str]) -> list[tuple[int, int]]:
     """Where forward first needs parameters, and the bytes of their gradients, in order; `_NEVER` comes first."""
-    units = frozenset(profile.layers) - {""}
+    units = frozenset(layers) - {""}
     num_forward = profile.num_forward_ops
     names = [_unit(name.rpartition(".")[0], units) for name in profile.op_names]
     first: dict[str, int] = {}

@@ -15,9 +15,9 @@ parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 t
 0.2 ms to step one; at most an eighth of the state; at least what must be stepped at once (of a large parameter a
 stretch, if the optimizer is elementwise, and all of it otherwise).
 Cost: the solver's, once for `swap`, twice for `auto`; once more where memory is so tight that shares are waited for,
-and once more where several micro-batches share a step; four more for auto with `overlap: deferred`. Not covered:
-updates inside backward (like deferred ones they change what user code may do, so they are for the user to ask for);
-host memory slower than the link.
+and once more where several micro-batches share a step; with `overlap: deferred` six for swap, twelve more for auto. Not
+covered: updates inside backward (like deferred ones they change what user code may do, so they are for the user to ask
+for); host memory slower than the link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.planner.deferred_state import DeferredState, play_deferred
+from lowtide.planner.deferred_state import DeferredState, largest_layer, play_deferred
 from lowtide.planner.problem import Problem
 from lowtide.planner.state_items import NAME, StateShares, split
 from lowtide.timeline.events import Timeline, run
@@ -169,11 +169,33 @@ def _choose_deferred(
 ) -> Choice[F]:
     """The same where updates may wait for the next forward pass."""
     write = _Writer(profile, link, num_micro_batches, None)
+    state = profile.state
+
+    def tried(stays: float, slots: Sequence[int], reason: str, *, says_more: bool = False) -> Choice[F] | None:
+        """The fastest of these numbers of slots, of which the first needs the least memory; None where none fits."""
+        found: list[Choice[F]] = []
+        for number in slots:
+            part = deferred_of(state, link, config.host_budget, stays, number)
+            if part is None:
+                return None
+            ways = [part]
+            if config.swaps_freely and config.recomputes_freely:
+                ways.append(dataclasses.replace(part, has_link_alone=True))
+            for way in ways:
+                try:
+                    one = fit(way, says_more and not found)
+                except BudgetError:
+                    if says_more and not found:
+                        raise
+                    continue
+                found.append(write.deferred(one, way, [one], reason))
+        return _best(found) if found else None
+
+    slots = _numbers_of_slots(profile, link)
     if config.optimizer_state == "swap":
-        whole = deferred_of(profile.state, link, config.host_budget, 0.0)
-        assert whole is not None
-        found = fit(whole, True)
-        return write.deferred(found, whole, [found], "memory.optimizer asks for it")
+        choice = tried(0.0, slots, "memory.optimizer asks for it", says_more=True)
+        assert choice is not None
+        return choice
     choices: list[Choice[F]] = []
     refusal: BudgetError | None = None
     undeferred = dataclasses.replace(config, optimizer=config.optimizer_state)
@@ -183,19 +205,21 @@ def _choose_deferred(
         refusal = error.with_traceback(None)
     if choices and choices[0].found.pass_seconds <= sum(profile.op_seconds) * _NO_TIME and not choices[0].seconds:
         return choices[0]
-    for share in _STAYING:
-        state = deferred_of(profile.state, link, config.host_budget, share)
-        if state is not None:
-            with contextlib.suppress(BudgetError):
-                found = fit(state, False)
-                reason = (
-                    "the budget asks for it" if refusal else "updates in the next forward pass gain more than others"
-                )
-                choices.append(write.deferred(found, state, [found], reason))
+    reason = "the budget asks for it" if refusal else "updates in the next forward pass gain more than others"
+    for stays in _STAYING:
+        choice = tried(stays, slots, reason)
+        if choice is not None:
+            choices.append(choice)
+            slots = (choice.placement.num_slots,)
     if not choices:
         assert refusal is not None
         raise refusal
-    best = min(choices, key=lambda choice: choice.shared_seconds)  # of equals the first
+    return _best(choices)
+
+
+def _best(choices: Sequence[Choice[F]]) -> Choice[F]:
+    """The fastest, of equals the first; no plan of any of them is faster than its gap says."""
+    best = min(choices, key=lambda choice: choice.shared_seconds)
     seconds = best.shared_seconds - best.found.check_seconds
     bound = min(choice.shared_seconds * (1.0 - choice.gap) for choice in choices)
     return dataclasses.replace(
@@ -205,23 +229,35 @@ def _choose_deferred(
     )
 
 
-def deferred_of(state: StateBytes, link: Link, host_bytes: int | None, stays: float) -> DeferredState | None:
+def _numbers_of_slots(profile: Profile, link: Link) -> tuple[int, ...]:
+    """Slots to be tried, fewest first: modules of a layer need their buckets at nearly the same time, so that more of
+    them hide more."""
+    bucket_bytes = bucket_size(profile.state, link)
+    num_buckets = -(-profile.state.optimizer_movable // bucket_bytes)
+    of_layer = math.ceil(largest_layer(profile) * num_buckets)
+    numbers = (NUM_SLOTS, NUM_SLOTS + of_layer, NUM_SLOTS + 2 * of_layer)
+    return tuple(dict.fromkeys(min(number, max(num_buckets, NUM_SLOTS)) for number in numbers))
+
+
+def deferred_of(
+    state: StateBytes, link: Link, host_bytes: int | None, stays: float, num_slots: int = NUM_SLOTS
+) -> DeferredState | None:
     """The state that is deferred where this part of it stays, whole buckets; None where the host takes none."""
     bucket_bytes = bucket_size(state, link)
     nbytes = state.optimizer_movable - int(stays * state.optimizer_movable) // bucket_bytes * bucket_bytes
     if host_bytes is not None and host_bytes < nbytes:
         nbytes = host_bytes // bucket_bytes * bucket_bytes
-    return deferred_state(state, link, nbytes) if nbytes > 0 else None
+    return deferred_state(state, link, nbytes, num_slots) if nbytes > 0 else None
 
 
-def deferred_state(state: StateBytes, link: Link, nbytes: int) -> DeferredState:
+def deferred_state(state: StateBytes, link: Link, nbytes: int, num_slots: int = NUM_SLOTS) -> DeferredState:
     """The state of which so much is deferred, and the rest stays."""
     bucket_bytes = bucket_size(state, link)
     return DeferredState(
         nbytes=nbytes,
         resident_bytes=state.optimizer_movable - nbytes,
         bucket_bytes=bucket_bytes,
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         temporaries=_bucket_temporaries(state, bucket_bytes),
     )
 

@@ -45,6 +45,8 @@ class Problem:
     """Of the optimizer's state that is no base: shares of it that are the last items, or state that is deferred."""
     held_gradients: tuple[int, ...] = ()
     """In each tick, what base bytes have of gradients that wait for their update in forward; empty where none do."""
+    uses: tuple[tuple[int, int], ...] = ()
+    """Where updates wait: forward operators before which parameters are needed, and the bytes of their gradients."""
     passing: tuple[int, ...] = ()
     """In each tick, what base bytes have for buckets of state that pass through, where that is in forward too."""
 

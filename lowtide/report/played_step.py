@@ -121,8 +121,8 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
     num_items = len(fates)
     placed = plan.optimizer
     if placed is not None and placed.moved_bytes and placed.overlap == "deferred":
-        state = deferred_state(profile.state, link, placed.moved_bytes)
-        problem = with_deferred(problem, state, has_gradients=has_gradients)
+        state = deferred_state(profile.state, link, placed.moved_bytes, placed.num_slots)
+        problem = with_deferred(problem, state, has_gradients=has_gradients, layers=layers)
     elif plan.optimizer is not None and plan.optimizer.moved_bytes:
         shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer_state == "auto")
         assert shares is not None

@@ -44,7 +44,7 @@ def planned(state: str, budget: int, *, profile: Profile = PROFILE, overlap: str
 def test_gradients_are_held_until_their_layer_begins_and_count() -> None:
     problem = problem_of(PROFILE, load_memory({"budget": 1}))
     state = deferred_state(PROFILE.state, LINK, STATE)
-    mixed = with_deferred(problem, state, has_gradients=False)
+    mixed = with_deferred(problem, state, has_gradients=False, layers=PROFILE.layers)
     before, after = plain_curve(problem.step), plain_curve(mixed.step)
     num_forward = problem.step.num_forward_ticks
     held = (after - before + STATE - state.slot_bytes - state.temporaries)[:num_forward]
@@ -54,6 +54,8 @@ def test_gradients_are_held_until_their_layer_begins_and_count() -> None:
     # Four layers of six operators; all of a layer's are done when it begins.
     by_op = [held[max(t for t in range(num_forward) if problem.starts[t] <= op)] for op in range(25)]
     assert by_op[:2] == [WEIGHTS, by_op[1]] and by_op[1] == by_op[6] > by_op[7]
+    alone = with_deferred(problem, state, has_gradients=False)
+    assert alone.held_gradients[:num_forward] > tuple(held), "modules of a layer that does not run again begin later"
     assert (after - before)[num_forward:-1].tolist() == [-STATE] * (len(before) - num_forward - 1)
     assert (after - before)[-1] == state.slot_bytes + state.temporaries - 64 * MIB - STATE
     # Gradients that stay are counted already.

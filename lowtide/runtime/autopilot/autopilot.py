@@ -618,6 +618,7 @@ class Autopilot:
             shape.tide.outlive(self._lease)
             self.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)
         else:
+            self._placed.expect_regions(shape.plan)
             shape.tide.resume()
         shape.tide.keep_layers(self._planning.facts.refused)
         # Also of a plan that is new: the device's counter remembers what came before it, the observed step too.
@@ -800,6 +801,8 @@ class Autopilot:
         """After an out-of-memory error, between two attempts: what was done about it, or None."""
         if self.phase in (Phase.REFUSED, Phase.REMOVED):
             return None  # since this micro-batch began
+        if self.tide is not None:
+            self._placed.expect_regions(self.tide.plan, all_layers=True)
         if self.tide is None:
             # Observing failed, where nothing is kept on the device: no plan would help.
             self._patch.undo()

@@ -7,8 +7,8 @@ Several plans for one optimizer, as an autopilot has: what stays is the least th
 on the device than planned no plan needs more memory, since buckets take no more than the state that has left.
 Why an engine of its own: the scheduler of activations calls its engine from autograd's threads under a lock of its own.
 The two share what the plan allows on each tier.
-Where updates wait for the next forward pass, all of a layer's are done before the layer begins, and those of a module
-that rules run again before that: a region compares its parameters before and after.
+Where updates wait for the next forward pass, all of those in a layer or module that runs again are done before it
+begins: a region compares its parameters before and after. Which these are each plan says anew.
 Cost: what optimizer/swap.py says. Not covered: state that comes back to stay, where a later plan has room for it.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lowtide.core.decisions import OptimizerPlacement
-from lowtide.core.fate import Tier
+from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
@@ -47,6 +47,8 @@ class PlacedState:
         self._engine: Engine | None = None
         self.handle: OptimizerSwap | None = None
         """The swap that is in force; None while the state is on the device."""
+        self._regions: set[nn.Module] = set()
+        """What the plan in force runs again as a whole."""
         self.resident_bytes: int | None = None
         """What plans leave of the state on the device; None while that is all of it."""
 
@@ -92,11 +94,19 @@ class PlacedState:
         put_off = 0 if self.handle is None else self.handle.num_put_off_writes(parameter)
         return version_of(parameter) - put_off
 
+    def expect_regions(self, plan: Plan, *, all_layers: bool = False) -> None:
+        """These modules run again as a whole from now on, by `plan`, or all of its layers may."""
+        modules = dict(self._model.named_modules())
+        again = [n for n in plan.layers if all_layers or plan.rules.decide(n, is_site=False).fate is Fate.RECOMPUTE]
+        self._regions.clear()
+        self._regions.update(modules[name] for name in (*again, *recomputed_modules(modules, plan)))
+
     def follow(self, plan: Plan) -> None:
         """Move the state if `plan` says so and it is not moved yet, or if more of it stays than `plan` leaves.
 
         Raises `ConfigError` where the optimizer cannot be stepped in parts.
         """
+        self.expect_regions(plan)
         placement = plan.optimizer
         if placement is None or not placement.moves:
             return
@@ -114,9 +124,7 @@ class PlacedState:
         where = _plan_of_place(plan, placement)
         deferring: dict[str, Any] = {}
         if placement.overlap == "deferred":
-            modules = dict(self._model.named_modules())
-            names = [*plan.layers, *recomputed_modules(modules, plan)]
-            deferring = {"model": self._model, "units": [modules[name] for name in names]}
+            deferring = {"model": self._model, "regions": self._regions}
         self._engine = choose_engine(self.beside.name, self._model, where, beside=self.beside)
         try:
             self.handle = swap_optimizer(

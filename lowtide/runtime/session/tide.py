@@ -310,6 +310,8 @@ class Tide:
             return None
         self._forwards.take_off()
         self._plan, how = smaller
+        if self._placed is not None:
+            self._placed.expect_regions(self._plan, all_layers=True)
         self.audited_peak_bytes = self.audited_curve = None  # of another plan
         guard, slices = self._context.guard, self._context.slices
         self._context = self._context_of(self._plan)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
+from lowtide.mindformers.follow import follow, sections_in
 from tests.zoo import same_bits
 
 WIDTH = 128
@@ -133,9 +135,7 @@ def floor_of(memory: dict[str, Any], rows: int) -> int:
     return caught.value.floor_bytes
 
 
-@pytest.mark.parametrize(
-    ("engine", "limits"), [("virtual:1", {}), ("host", {"swap": "none"}), ("virtual:2", {"recompute": "none"})]
-)
+@pytest.mark.parametrize(("engine", "limits"), [("virtual:1", {}), ("host", {"swap": "none"})])
 def test_a_budget_beside_updates_that_wait(
     engine: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,4 +261,15 @@ def test_several_ranks_are_refused(way: Callable, monkeypatch: pytest.MonkeyPatc
     assert str(caught.value) == (
         "memory.optimizer.overlap: deferred is for one rank: it was not tried beside the exchanges of several; write "
         "overlap: auto"
+    )
+
+
+def test_beside_a_file_of_mindspore_transformers_it_is_refused() -> None:
+    model, optimizer = build()
+    sections = sections_in({"recompute_config": {"recompute": True}})
+    with pytest.raises(lowtide.ConfigError) as caught:
+        follow(model, sections, memory=load_memory({"optimizer": DEFERRED}), optimizer=optimizer, engine="virtual:0")
+    assert str(caught.value) == (
+        "memory.optimizer.overlap: deferred is not carried out beside recompute_config and swap_config; write overlap: "
+        "auto"
     )
