@@ -21,7 +21,7 @@ step bring them up to date first. Who reads parameters elsewhere (an average of 
 Gradients must stay as they are until they are used: `zero_grad()` may drop them, and RuntimeError says where something
 wrote to them.
 
-Cost: gradients live until their module runs; some 2 us for each torch function that is called while updates wait. Not
+Cost: gradients live until their module runs; some 3 us for each torch function that is called while updates wait. Not
 covered: compiled models, FSDP2 (both refused); code below torch's functions that holds a parameter (a captured graph).
 """
 
@@ -319,24 +319,28 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self.waiting:
-            found = [value for value in _tensors((*args, *kwargs.values())) if id(value) in self.waiting]
+            found = self._among(args)
+            if kwargs:
+                found += self._among(kwargs.values())
             if found and _name_of(func) not in _ASKS_ONLY:
                 updates = self._updates()
                 if updates is not None:
                     updates.before_reading(found)
         return func(*args, **kwargs)
 
+    def _among(self, values: Iterable[Any]) -> list[torch.Tensor]:
+        """What waits of these, and of lists of them. Called for each function, so it makes no generator."""
+        waiting, found = self.waiting, []
+        for value in values:
+            if id(value) in waiting:
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                found += self._among(value)
+        return found
+
 
 def _name_of(func: Any) -> str:
     return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", ""))
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def why_not_deferred(model: nn.Module, parameters: Iterable[torch.Tensor]) -> str:
