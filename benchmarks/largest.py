@@ -8,8 +8,8 @@ asked for more: a size fits if a step's measured peak (see worker.py) is within 
 in the size, so the next size to try is guessed from the last two and then closed in on; each try is a real step in a
 child process. At the answer, loss and gradients are compared with plain's, where plain can run without the budget.
 
-It is asked twice: of forward and backward alone, and of a model whose vocabulary makes the loss large enough for slices,
-with an optimizer whose state counts and which lowtide may move (`memory.optimizer: auto`). `--vocabulary` or
+It is asked twice: of forward and backward alone, and of a model whose vocabulary makes the loss large enough for
+slices, with an optimizer whose state counts and which lowtide may move (`memory.optimizer: auto`). `--vocabulary` or
 `--optimizer` ask one question of one's own instead.
 
 Reported: the size, its ratio to plain's, the peak there, the time of one step there, how many sizes were tried;
@@ -62,7 +62,7 @@ NOTES = (
 
 
 def run_measure(
-    case: Case, optimizer: str, measure: str, variants: list[Variant], args: argparse.Namespace, rows: Rows
+    case: Case, measure: str, variants: list[Variant], args: argparse.Namespace, rows: Rows, *, optimizer: str
 ) -> None:
     """Rows of one model for one measure: plain's, which sets the budget, and those of `variants`."""
     start = case.shape[measure]
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if measure == "sequence" and model in OF_IMAGES:
                         continue  # their sequence is the image
                     case = case_of(model, args, None if model in OF_IMAGES else vocabulary)
-                    run_measure(case, optimizer, measure, variants, args, rows)
+                    run_measure(case, measure, variants, args, rows, optimizer=optimizer)
 
     return answer_question(args, blank_record(args, question=QUESTION, title=TITLE, notes=notes), fill, table)
 

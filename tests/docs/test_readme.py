@@ -104,10 +104,12 @@ def test_the_commands_of_the_readme_exist(tmp_path: Path, monkeypatch: pytest.Mo
     commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {words[1] for words in commands if words and words[0] == "make"} <= set(targets)
-    plan, train = [words[1:] for words in commands if words and words[0] == "lowtide"]
+    plan, train, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
     monkeypatch.chdir(ROOT)
     assert main(plan) == 0
     assert main([*train, "--steps", "2", "--output-dir", str(tmp_path)]) == 0
+    assert report == ["report", "runs/llama_budget"]  # where `train` writes by itself
+    assert main(["report", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
