@@ -156,7 +156,11 @@ def test_a_budget_sets_the_solver_free() -> None:
         ({"race": True}, "memory.race: true needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"budget": 1, "race": "sometimes"}, "memory.race: expected true, false or null, not 'sometimes'"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
-        ({"optimizer": "host"}, "memory.optimizer: expected keep, swap, auto or a mapping, not 'host'"),
+        (
+            {"optimizer": "host"},
+            "memory.optimizer: expected keep, swap, auto or a mapping, not 'host'; write 'key: value', with these keys: "
+            "state, overlap",
+        ),
         ({"optimizer": {"overlap": "deferred"}}, "memory.optimizer.state: missing key; expected keep, swap or auto"),
         (
             {"optimizer": {"state": "swap", "overlap": "defered"}},
