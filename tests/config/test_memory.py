@@ -158,8 +158,8 @@ def test_a_budget_sets_the_solver_free() -> None:
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         (
             {"optimizer": "host"},
-            "memory.optimizer: expected keep, swap, auto or a mapping, not 'host'; write 'key: value', with these keys: "
-            "state, overlap",
+            "memory.optimizer: expected keep, swap, auto or a mapping, not 'host'; write 'key: value', with these "
+            "keys: state, overlap",
         ),
         ({"optimizer": {"overlap": "deferred"}}, "memory.optimizer.state: missing key; expected keep, swap or auto"),
         (
