@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 TITLE = "What does it cost to have the optimizer's state elsewhere between steps?"
 STATES = ((4, 1), (8, 1), (12, 1), (12, 8))
 """Bytes a parameter, and over how many ranks they are spread."""
+KINDS = ("keep", "swap", "auto", "swap deferred", "auto deferred")
+"""What the planner is asked for."""
 HARDWARE = ("h100", "h200")
 TARGET_PERCENT, HIDDEN_PERCENT = 2.0, 0.2
 """Of the step: what was aimed at, and what where backward can hide it."""
@@ -88,12 +90,13 @@ def with_state(profile: Profile, bytes_per_parameter: int, shards: int) -> Profi
 
 
 def planned(profile: Profile, kind: str, device: Hardware, budget: int, num_micro_batches: int) -> Row:
-    """What `memory.optimizer: kind` costs over everything kept."""
+    """What `memory.optimizer` costs over everything kept; 'auto deferred' is `{state: auto, overlap: deferred}`."""
     from lowtide.config.memory import load_memory
     from lowtide.planner.plan_profile import plan_profile
 
-    title = {"keep": "state stays", "swap": "planner, swap", "auto": "planner, auto"}[kind]
-    memory = load_memory({"budget": budget, "optimizer": kind})
+    state, _, overlap = kind.partition(" ")
+    title = "state stays" if kind == "keep" else f"planner, {kind}"
+    memory = load_memory({"budget": budget, "optimizer": {"state": state, "overlap": overlap or "auto"}})
     several: Any = {"has_gradients": num_micro_batches > 1, "num_micro_batches": num_micro_batches}
     try:
         plan = plan_profile(profile, memory, link=device.link, time_limit_seconds=_TIME_LIMIT_SECONDS, **several)
@@ -356,7 +359,7 @@ def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
         device, budget = devices[piece["hardware"]], budgets[piece["hardware"]]
         profile = traced(args.layers, args.tokens, piece["hardware"])
         own = with_state(profile, piece["bytes_per_parameter"], piece["shards"])
-        rows = [planned(own, kind, device, budget, args.micro_batches) for kind in ("keep", "swap", "auto")]
+        rows = [planned(own, kind, device, budget, args.micro_batches) for kind in KINDS]
         nbytes, shards = piece["bytes_per_parameter"], piece["shards"]
         in_one = traced(args.layers, args.tokens * args.micro_batches, piece["hardware"]) if shards == 1 else None
         whole = None if in_one is None else with_state(in_one, nbytes, shards)

@@ -1,12 +1,19 @@
 """Updates that wait for the next forward pass: each bucket steps just before the first module that needs it.
 
-What: with `overlap="deferred"` a step sets gradients and hyper-parameters aside, and each module's forward pre-hook
-steps the buckets of its own parameters, while later ones arrive. Why: then the copies have the whole forward pass to
-hide behind, and clipping, accumulation and schedulers are exact, since all that they do is done when the step begins.
+What: with `overlap="deferred"` a step sets gradients and hyper-parameters aside. In the next forward pass each module's
+pre-hook steps the buckets of its own parameters, while later ones arrive. Why: then the copies have the whole forward
+pass to hide behind, and clipping, accumulation and schedulers are exact, since all that they do is done when the step
+begins.
 
-Which parameters may wait is learned in one forward pass: those that no operator reads before a module that owns them
-was called. All others step at once, as do all in a step with a fused `GradScaler`, which tells the optimizer of infs
-only then.
+Why it is exact: no operator of that forward pass is given a parameter whose update still waits. While updates wait, a
+mode looks at what torch's functions are given, and steps a bucket before its parameter is read by hand, in whatever
+order. `regions` are modules that must find all of their parameters updated when they begin: what a plan runs again
+compares its parameters before and after (tensors/run_state.py). An update runs under the modes and settings that
+were in force in `step()`, whatever the forward pass has (autocast, inference mode, a `TorchFunctionMode`).
+
+What steps at once: parameters that have no state yet, that no module of the model owns, and all in a step with a fused
+`GradScaler`, which tells the optimizer of infs only then. Before a forward pass without gradients, and in one that does
+not begin with a call of the model, all updates are done first.
 
 In between, parameters are those of before the step. `optimizer.state`, checkpoints of model and optimizer, and the next
 step bring them up to date first. Who reads parameters elsewhere (an average of weights, `module.weight` by hand) calls
@@ -14,14 +21,15 @@ step bring them up to date first. Who reads parameters elsewhere (an average of 
 Gradients must stay as they are until they are used: `zero_grad()` may drop them, and RuntimeError says where something
 wrote to them.
 
-Cost: gradients live until their module runs. Not covered: compiled models, FSDP2 (both refused); forward passes that
-read a parameter in another order than the first one did.
+Cost: gradients live until their module runs; some 3 us for each torch function that is called while updates wait. Not
+covered: compiled models, FSDP2 (both refused); code below torch's functions that holds a parameter (a captured graph).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,20 +39,43 @@ from torch.overrides import TorchFunctionMode
 from lowtide.errors import ConfigError
 from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.step import Part, StepRun
-from lowtide.tensors.private import is_compiled_module, version_of
+from lowtide.tensors.private import (
+    TENSOR_QUESTIONS,
+    disable_current_modes,
+    dispatch_modes,
+    function_modes,
+    is_compiled_module,
+    pop_function_mode,
+    push_function_mode,
+    version_of,
+)
 from lowtide.tensors.wrappers import is_distributed
 
 _ASKS_ONLY = frozenset(
-    {"device", "dim", "dtype", "element_size", "is_cuda", "is_floating_point", "is_leaf", "layout", "ndim", "numel"}
-    | {"requires_grad", "shape", "size", "stride"}
+    {"device", "dim", "dtype", "element_size", "grad", "grad_fn", "is_contiguous", "is_cuda", "is_floating_point"}
+    | {
+        "is_inference",
+        "is_leaf",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "numel",
+        "requires_grad",
+        "shape",
+    }
+    | {"size", "storage_offset", "stride", "untyped_storage", *TENSOR_QUESTIONS}
 )
-"""What does not read the values of a tensor."""
+"""What does not read the values of a tensor. An address (`data_ptr`) and an alias (`data`, `detach`) may be read."""
 
 
 class DeferredUpdates:
     """See the module's text. `advance(run, numbers)` steps parts of a run; None: all that are left.
 
     `take_over()` sees to it that `optimizer.state` is the mapping of when the step began, while parts of it step.
+    `fetch_more(run)` starts the way of the next parts' buckets, `retire()` gives the last ones' memory back. `regions`:
+    modules of the model; it is read when one of them begins, so that it may change.
     """
 
     def __init__(
@@ -53,9 +84,15 @@ class DeferredUpdates:
         parameters: Iterable[torch.Tensor],
         advance: Callable[[StepRun, list[int] | None], None],
         take_over: Callable[[], None],
+        *,
+        fetch_more: Callable[[StepRun], None],
+        retire: Callable[[], None],
+        regions: Collection[nn.Module] = (),
     ) -> None:
         self._advance = advance
         self._take_over = take_over
+        self._fetch_more = fetch_more
+        self._retire = retire
         self._run: StepRun | None = None
         self.stopped: StepRun | None = None
         """What stopped half-way, with the gradients that were set aside for it."""
@@ -63,16 +100,22 @@ class DeferredUpdates:
         """Itself while updates wait: the model's hooks hold this list, so that an optimizer that is dropped now is
         dropped after they are done."""
         self._versions: dict[torch.Tensor, int] = {}
-        wanted = set(parameters)
-        self._watch = _Watch(wanted)
-        self._may_wait: set[torch.Tensor] = set()
         self._part_of: dict[torch.Tensor, int] = {}
+        self._modes: list[Any] = []
+        """That were in force when the step began."""
+        self._num_writes: dict[torch.Tensor, int] = {}
+        self._reads = _Reads(self)
+        wanted = set(parameters)
+        self._may_wait = {p for module in model.modules() for p in module.parameters(recurse=False)} & wanted
         self._hooks: list[Any] = []
         for module in model.modules():
             own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p in wanted]
+            below: list[torch.Tensor] = [p for p in module.parameters() if p in wanted]
+            if below:
+                begin = _before(module, own, below, regions)
+                self._hooks.append(self._hook(begin).put_on(module.register_forward_pre_hook, prepend=True))
             if own:
                 self._hooks += [
-                    self._hook(_before(own)).put_on(module.register_forward_pre_hook, prepend=True),
                     self._hook(DeferredUpdates.flush).put_on(module.register_state_dict_pre_hook),
                     self._hook(DeferredUpdates.flush).put_on(module.register_load_state_dict_pre_hook),
                 ]
@@ -86,34 +129,56 @@ class DeferredUpdates:
 
     def remove(self) -> None:
         self.flush()
+        self._reads.end()
         for hook in self._hooks:
             hook.remove()
 
+    def num_writes(self, parameter: torch.Tensor) -> int:
+        """How often updates that were put off have written to a parameter, as its version counts."""
+        return self._num_writes.get(parameter, 0)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that are held for updates that wait."""
+        return [] if self._run is None else [self._run.gradients[p] for p in self._part_of]
+
     def _begin_forward(self) -> None:
-        if not self._may_wait:
-            self._watch.begin()
+        self._reads.end()  # of a forward pass that was interrupted
+        if self._run is None:
+            return
+        if not torch.is_grad_enabled():
+            self.flush()
+        else:
+            self._take_over()
+            if self._run is not None:
+                self._reads.begin()
 
     def _end_forward(self) -> None:
         """What no module has asked for was not needed; it does not wait for what happens to gradients next."""
-        if not self._may_wait:
-            self._watch.end()
-            self._may_wait = self._watch.announced - self._watch.read_before
+        self._reads.end()
         self.flush()
+        self._retire()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def set_aside(self, run: StepRun, optimizer: torch.optim.Optimizer) -> None:
-        """Step what cannot wait, and keep the rest."""
+    def set_aside(self, run: StepRun, ready: Collection[int]) -> None:
+        """Step what cannot wait, and keep the rest. `ready`: numbers of the parts that may wait, as far as the
+        optimizer is concerned."""
         self.flush()
-        waits = self._may_wait & run.gradients.keys() if not hasattr(optimizer, "found_inf") else set()
         wanted = {number: set(run.parts[number].parameters()) for number in run.todo}
-        self._advance(run, [n for n, parameters in wanted.items() if not parameters or not parameters <= waits])
+        waits = self._may_wait & run.gradients.keys()
+        at_once = [n for n, own in wanted.items() if n not in ready or not own or not own <= waits]
+        self._advance(run, at_once)
+        for parameter in {p for number in at_once for p in wanted[number]}:
+            run.gradients.pop(parameter, None)
         if not run.todo:
             return
         self._run, self.stopped = run, None
+        self._modes = function_modes()
         self._waiting.append(self)
-        self._part_of = {p: number for number in run.todo for p in run.parts[number].parameters()}
+        self._part_of = {p: number for number in run.todo for p in wanted[number]}
         self._versions = {p: version_of(run.gradients[p]) for p in self._part_of}
+        self._reads.waiting = {id(p): p for p in self._part_of}
+        self._fetch_more(run)
 
     def flush(self) -> None:
         """Step all that still waits."""
@@ -128,8 +193,14 @@ class DeferredUpdates:
         self._waiting.append(self)
         self.flush()
 
-    def _before_module(self, parameters: list[torch.Tensor]) -> None:
-        self._watch.announced.update(parameters)
+    def before_module(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A module begins that needs these parameters."""
+        if self._run is not None and not self._reads.is_on:
+            self.flush()  # nobody sees what this forward pass reads by hand
+        self.before_reading(parameters)
+
+    def before_reading(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Step what these parameters wait for."""
         if self._run is not None:
             self._take_over()
         if self._run is not None:
@@ -142,22 +213,30 @@ class DeferredUpdates:
         assert run is not None
         for number in numbers:
             part = run.parts[number]
+            parameters = part.parameters()
+            for parameter in parameters:
+                self._reads.waiting.pop(id(parameter), None)  # what follows reads them
             self._check(part)
+            before = [version_of(parameter) for parameter in parameters]
             if len(run.todo) == 1:
                 self._forget()  # whatever comes of it
             try:
-                with _as_outside_of_forward(), _gradients_of(part, run):
+                with _as_in_the_step(self._modes), _gradients_of(part, run):
                     self._advance(run, [number])
             except BaseException:
                 self._forget()
                 self.stopped = run
                 raise
-            for parameter in part.parameters():
+            for parameter, then in zip(parameters, before, strict=True):
+                self._num_writes[parameter] = self.num_writes(parameter) + version_of(parameter) - then
                 del self._part_of[parameter], run.gradients[parameter]
+            if run.todo:
+                self._fetch_more(run)
 
     def _forget(self) -> None:
         self._run = None
         self._waiting.clear()
+        self._reads.waiting.clear()
 
     def _check(self, part: Part) -> None:
         assert self._run is not None
@@ -168,20 +247,47 @@ class DeferredUpdates:
             )
 
 
-def _before(parameters: list[torch.Tensor]) -> Callable[[DeferredUpdates], None]:
-    return lambda updates: updates._before_module(parameters)
+def _before(
+    module: nn.Module, own: list[torch.Tensor], below: list[torch.Tensor], regions: Collection[nn.Module]
+) -> Callable[[DeferredUpdates], None]:
+    """Of a module: its own parameters, or those of all modules in it."""
+
+    def before(updates: DeferredUpdates) -> None:
+        parameters = below if regions and module in regions else own
+        if parameters:
+            updates.before_module(parameters)
+
+    return before
 
 
 @contextlib.contextmanager
-def _as_outside_of_forward() -> Iterator[None]:
-    """An optimizer expects neither autocast nor inference mode, which a forward pass may have."""
+def _as_in_the_step(modes: list[Any]) -> Iterator[None]:
+    """Inside, an update finds what it would have found in `step()`: these function modes, neither autocast nor
+    inference mode nor the forward pass's dispatch modes. Those that count bytes go on counting."""
+    counting = [mode for mode in dispatch_modes() if getattr(mode, "counts_bytes", False)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         accelerator = torch.accelerator.current_accelerator()
         for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+        if dispatch_modes():
+            stack.enter_context(disable_current_modes())
+        for mode in counting:
+            stack.enter_context(mode)
+        now = function_modes()
+        if now != modes:
+            stack.callback(_exchange_modes, now)
+            _exchange_modes(modes)
         yield
+
+
+def _exchange_modes(modes: list[Any]) -> None:
+    """Have these function modes in force on this thread, and no others."""
+    for _ in function_modes():
+        pop_function_mode()
+    for mode in modes:
+        push_function_mode(mode)
 
 
 @contextlib.contextmanager
@@ -197,43 +303,63 @@ def _gradients_of(part: Part, run: StepRun) -> Iterator[None]:
             parameter.grad = gradient
 
 
-class _Watch(TorchFunctionMode):
-    """Notes which parameters were read before a module that owns them was called, in one forward pass."""
+class _Reads(TorchFunctionMode):
+    """Has the update of a parameter done before a function of torch is given it. On from the beginning of a forward
+    pass in which updates wait to its end."""
 
-    def __init__(self, wanted: set[torch.Tensor]) -> None:
+    def __init__(self, updates: DeferredUpdates) -> None:
         super().__init__()
-        self.announced: set[torch.Tensor] = set()
-        self.read_before: set[torch.Tensor] = set()
-        self._wanted = {id(parameter): parameter for parameter in wanted}
-        self._is_on = False
+        self.waiting: dict[int, torch.Tensor] = {}
+        """By identity."""
+        self._updates = weakref.ref(updates)
+
+    @property
+    def is_on(self) -> bool:
+        return any(mode is self for mode in function_modes())
 
     def begin(self) -> None:
-        if not self._is_on:
-            self._is_on = True
-            self.announced.clear()
-            self.__enter__()
+        push_function_mode(self)
 
     def end(self) -> None:
-        if self._is_on:
-            self._is_on = False
-            self.__exit__(None, None, None)
+        """Take it off, wherever it is: others may have come on top that an error left there."""
+        if self.is_on:
+            _exchange_modes([mode for mode in function_modes() if mode is not self])
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", "")
-        if name not in _ASKS_ONLY:
-            for value in _tensors((*args, *(kwargs or {}).values())):
-                parameter = self._wanted.get(id(value))
-                if parameter is not None and parameter not in self.announced:
-                    self.read_before.add(parameter)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.waiting:
+            found = self._among(args)
+            if kwargs:
+                found += self._among(kwargs.values())
+            if found and _name_of(func) not in _ASKS_ONLY:
+                updates = self._updates()
+                if updates is not None:
+                    updates.before_reading(found)
+        return func(*args, **kwargs)
+
+    def _among(self, values: Iterable[Any]) -> list[torch.Tensor]:
+        """What waits of these, and of lists of them. Called for each function, so it makes no generator."""
+        waiting, found = self.waiting, []
+        for value in values:
+            if id(value) in waiting:
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                found += self._among(value)
+        return found
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _name_of(func: Any) -> str:
+    return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", ""))
+
+
+def why_not_deferred(model: nn.Module, parameters: Iterable[torch.Tensor]) -> str:
+    """Why updates of these parameters cannot wait for the forward pass, as the end of a sentence; empty where they
+    can."""
+    if any(is_distributed(parameter) for parameter in parameters):
+        return "does not go with FSDP2, which gathers parameters before their modules are called"
+    if any(is_compiled_module(module) for module in model.modules()) or type(model).__name__ == "OptimizedModule":
+        return "does not go with a compiled model"
+    return ""
 
 
 def check_model(model: nn.Module | None, overlap: str, parameters: list[torch.Tensor]) -> nn.Module:
@@ -242,13 +368,7 @@ def check_model(model: nn.Module | None, overlap: str, parameters: list[torch.Te
         raise ConfigError(
             f"lowtide.swap_optimizer: overlap '{overlap}' follows the modules of a model; give it as model="
         )
-    if any(is_distributed(parameter) for parameter in parameters):
-        raise ConfigError(
-            f"lowtide.swap_optimizer: overlap '{overlap}' does not go with FSDP2, which gathers parameters before "
-            "their modules are called; use 'backward'"
-        )
-    if any(is_compiled_module(module) for module in model.modules()) or type(model).__name__ == "OptimizedModule":
-        raise ConfigError(
-            f"lowtide.swap_optimizer: overlap '{overlap}' does not go with a compiled model; use 'backward'"
-        )
+    reason = why_not_deferred(model, parameters)
+    if reason:
+        raise ConfigError(f"lowtide.swap_optimizer: overlap '{overlap}' {reason}; use 'backward'")
     return model

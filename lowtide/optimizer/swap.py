@@ -19,7 +19,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,9 +94,11 @@ def swap_optimizer(
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
     memory: Callable[[], DeviceMemory] | None = None,
+    regions: Collection[nn.Module] = (),
 ) -> OptimizerSwap:
     """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
-    `memory`: what the device has for this process (None: ask its driver)."""
+    `memory`: what the device has for this process (None: ask its driver). `regions`: modules of `model` before which
+    all of their parameters must be up to date (overlap 'deferred'); read when one begins."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -120,7 +122,7 @@ def swap_optimizer(
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.keep(first_ones(found, share or 0.0, least))
-    handle = OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine)
+    handle = OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine, regions=regions)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
     return handle
@@ -148,6 +150,7 @@ class OptimizerSwap:
         overlap: str,
         model: nn.Module | None,
         closes_engine: bool,
+        regions: Collection[nn.Module] = (),
     ) -> None:
         self.optimizer = optimizer
         self._store = store
@@ -172,7 +175,8 @@ class OptimizerSwap:
         parameters = self._parameters()
         if overlap == "deferred":
             assert model is not None
-            self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over)
+            how: Any = {"fetch_more": self._fetch_more, "retire": self._transfers.retire_all, "regions": regions}
+            self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over, **how)
         if overlap == "in_backward":
             calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)
             self._in_backward = InBackward(self._stepper, parameters, calls)
@@ -330,7 +334,8 @@ class OptimizerSwap:
         with self._stepping():
             self._stepper.add_all(run)
         if self._deferred is not None:
-            self._deferred.set_aside(run, self.optimizer)
+            run.is_put_off = True
+            self._deferred.set_aside(run, self._may_wait(run))
         else:
             self._advance(run, None)
         self._num_steps += 1
@@ -365,6 +370,17 @@ class OptimizerSwap:
         with self._stepping():
             call = functools.partial(self._bare_step, self.optimizer)
             return self._stepper.begin(call, self._overlap.begin_step(), own_tensors=self._deferred is not None)
+
+    def _may_wait(self, run: StepRun) -> set[int]:
+        """Numbers of the parts that may step later, as far as the optimizer is concerned."""
+        if hasattr(self.optimizer, "found_inf"):  # of a fused `GradScaler`, for the time of this call
+            return set()
+        with self._stepping():
+            return {number for number in run.todo if self._stepper.has_state(run.parts[number])}
+
+    def _fetch_more(self, run: StepRun) -> None:
+        with self._stepping():
+            self._stepper.fetch_more(run)
 
     def _advance(self, run: StepRun, numbers: list[int] | None) -> None:
         """Step some parts of a step (None: all that are left), and end it after the last one."""
@@ -431,6 +447,11 @@ class OptimizerSwap:
             self._deferred.flush()
         self._transfers.settle()
 
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the next forward pass."""
+        return self._deferred is not None
+
     def _settle(self) -> None:
         if self._is_stepping:
             return
@@ -493,9 +514,25 @@ class OptimizerSwap:
         way = "call handle.resume() first" if self._torn.can_resume else "load a checkpoint"
         return f"lowtide: {call}: the last step stopped half-way ({self._torn_error}); {way}"
 
+    def state_here(self) -> list[Any]:
+        """What is in `optimizer.state`, without the tensors that take no memory of the device. Sizes only: nothing is
+        waited for, and updates that were put off stay so."""
+        elsewhere = self.ids_elsewhere()
+        with self._stepping():
+            entries = [one.values() if isinstance(one, dict) else (one,) for one in self.optimizer.state.values()]
+        return [value for values in entries for value in values if id(value) not in elsewhere]
+
     def ids_elsewhere(self) -> set[int]:
         """Identities of the tensors in `optimizer.state` that take no memory of the device."""
         return {id(host) for home in self._store.homes if home.resident is None for host in home.hosts}
+
+    def put_off_gradients(self) -> list[torch.Tensor]:
+        """Gradients that are held for updates that wait."""
+        return [] if self._deferred is None else self._deferred.gradients()
+
+    def num_put_off_writes(self, parameter: torch.Tensor) -> int:
+        """How often updates that were put off have written to a parameter, as its version counts."""
+        return 0 if self._deferred is None else self._deferred.num_writes(parameter)
 
     @property
     def residency(self) -> Choice | None:

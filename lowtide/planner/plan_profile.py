@@ -22,6 +22,7 @@ from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again, run_again
+from lowtide.planner.deferred_state import DeferredState, with_deferred
 from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
@@ -53,6 +54,7 @@ _LAUNCH_SECONDS = 8e-6
 _WAY_OUT_SECONDS = 1.0
 """For each solution of a step with a change."""
 _ALL = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+_NO_OTHER = "the rules leave no other fate"
 
 
 def plan_profile(
@@ -107,14 +109,16 @@ def plan_profile(
 
 def _made(asked: _Asked, log_seconds: float, num_micro_batches: int) -> Plan:
     profile, config = asked.profile, asked.config
-    if config.optimizer == "keep":
+    if config.optimizer_state == "keep":
         return _plan_of(asked.fastest(log_seconds))
 
-    def fit(shares: StateShares | None, with_ways_out: bool) -> _Found:
+    def fit(shares: StateShares | DeferredState | None, with_ways_out: bool) -> _Found:
         host_bytes = config.host_budget
         if shares is not None and host_bytes is not None:
             host_bytes -= shares.nbytes
         limits = dataclasses.replace(config, host_budget=host_bytes)
+        if isinstance(shares, DeferredState) and shares.has_link_alone:
+            limits = dataclasses.replace(limits, swap="none")
         says_more = with_ways_out and asked.with_ways_out
         return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=says_more).fastest(log_seconds)
 
@@ -156,8 +160,8 @@ class _Asked:
     progress: Callable[[str], None]
     layers: tuple[str, ...] | None = None
     """Those that run again, and no others; None: what rules and the planner say."""
-    shares: StateShares | None = None
-    """Of the optimizer's state, what the solver may move."""
+    shares: StateShares | DeferredState | None = None
+    """Of the optimizer's state, what the solver may move, or what comes and goes in forward."""
     with_ways_out: bool = True
 
     def fastest(self, log_seconds: float) -> _Found:
@@ -200,7 +204,12 @@ class _Asked:
         raise with_half_a_batch(refusal, self.problem(forced), self.config, self.has_gradients) from None
 
     def problem(self, layers: tuple[str, ...]) -> Problem:
-        kept = problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=layers)
+        is_alone = isinstance(self.shares, DeferredState) and self.shares.has_link_alone
+        why = "the optimizer's state has the link alone" if is_alone else _NO_OTHER
+        how: Any = {"has_gradients": self.has_gradients, "layers": layers, "why_not_free": why}
+        kept = problem_of(self.profile, self.config, **how)
+        if isinstance(self.shares, DeferredState):
+            return with_deferred(kept, self.shares, has_gradients=self.has_gradients, layers=layers)
         return kept if self.shares is None else with_state(kept, self.shares)
 
     def plain_problem(self) -> Problem:
@@ -220,7 +229,7 @@ class _Asked:
             progress=self.progress,
             with_ways_out=self.with_ways_out,
         )
-        if self.shares is not None:
+        if isinstance(self.shares, StateShares):
             fates = in_order(problem, solution.fates)
             timeline = run(problem.step, fates, self.link, budget_bytes=self.budget_bytes)
             if timeline.peak_bytes <= self.budget_bytes and timeline.step_seconds <= solution.timeline.step_seconds:
@@ -318,9 +327,15 @@ def layers_by_rule(profile: Profile, config: MemoryConfig) -> tuple[str, ...]:
 
 
 def problem_of(
-    profile: Profile, config: MemoryConfig, *, has_gradients: bool = False, layers: tuple[str, ...] | None = None
+    profile: Profile,
+    config: MemoryConfig,
+    *,
+    has_gradients: bool = False,
+    layers: tuple[str, ...] | None = None,
+    why_not_free: str = _NO_OTHER,
 ) -> Problem:
-    """The problem that the rules of `config` leave to the solver. `layers` run again; None: those that rules name."""
+    """The problem that the rules of `config` leave to the solver. `layers` run again; None: those that rules name.
+    `why_not_free`: what is said of sites that may not have every fate."""
     if layers is None:
         layers = layers_by_rule(profile, config)
     step = run_again(profile, layers)
@@ -328,7 +343,8 @@ def problem_of(
     names = {node.name for node in step.nodes if rules.decide(node.name).rule is None}
     least = _min_bytes(profile, config)
     step = may_be_smaller(step, names, least, has_recipes=config.recomputes_freely)
-    return make_problem(step, allowed=_allowed(step, config, rules), min_bytes=least, has_gradients=has_gradients)
+    allowed = _allowed(step, config, rules, why_not_free)
+    return make_problem(step, allowed=allowed, min_bytes=least, has_gradients=has_gradients)
 
 
 def _min_bytes(profile: Profile, config: MemoryConfig) -> int:
@@ -342,7 +358,9 @@ def _left_rules(config: MemoryConfig, layers: tuple[str, ...]) -> Rules:
     return Rules(tuple(rule for rule in rules.rules if not layers or not _is_about_layers(rule, layers)))
 
 
-def _allowed(profile: Profile, config: MemoryConfig, rules: Rules) -> Mapping[str, tuple[tuple[Fate, ...], str]]:
+def _allowed(
+    profile: Profile, config: MemoryConfig, rules: Rules, why_not_free: str
+) -> Mapping[str, tuple[tuple[Fate, ...], str]]:
     free = [Fate.KEEP]
     free += [Fate.SWAP] if config.swaps_freely else []
     free += [Fate.RECOMPUTE] if config.recomputes_freely else []
@@ -355,7 +373,7 @@ def _allowed(profile: Profile, config: MemoryConfig, rules: Rules) -> Mapping[st
         elif len(free) < len(_ALL):
             # To be made from a smaller form is a way to be kept.
             more = (Fate.RECOMPUTE,) if form_of(node.name) in forms else ()
-            allowed[node.name] = ((*free, *more), "the rules leave no other fate")
+            allowed[node.name] = ((*free, *more), why_not_free)
     return allowed
 
 
@@ -396,7 +414,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         certainty=_certainty(profile),
     )
     there = None
-    if asked.shares is not None:
+    if isinstance(asked.shares, StateShares):
         there = state_curve(problem, solution.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     return Plan(
         layers=profile.layers,
@@ -473,7 +491,7 @@ def _certainty(profile: Profile) -> str:
 
 def _reason(item: Item, fate: Fate) -> str:
     if len(item.fates) == 1:
-        return "the rules leave no other fate"
+        return _NO_OTHER
     if fate is Fate.KEEP:
         return "fits"
     if fate is Fate.SWAP:

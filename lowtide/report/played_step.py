@@ -21,7 +21,8 @@ from lowtide.core.measured_curve import LayerTimes
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.place_state import placed_fates, shares_of
+from lowtide.planner.deferred_state import with_deferred
+from lowtide.planner.place_state import deferred_state, placed_fates, shares_of
 from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
@@ -126,8 +127,12 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
     seconds, plain = _plain_ticks(problem, plain_problem, again)
     fates, num_ticks = _fates(plan, problem), len(problem.step.ticks)
     num_items = len(fates)
-    if plan.optimizer is not None and plan.optimizer.moved_bytes:
-        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
+    placed = plan.optimizer
+    if placed is not None and placed.moved_bytes and placed.overlap == "deferred":
+        state = deferred_state(profile.state, link, placed.moved_bytes, placed.num_slots)
+        problem = with_deferred(problem, state, has_gradients=has_gradients, layers=layers)
+    elif plan.optimizer is not None and plan.optimizer.moved_bytes:
+        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer_state == "auto")
         assert shares is not None
         problem = with_state(problem, shares)
         fates += placed_fates(plan.optimizer, profile.state, shares)

@@ -41,6 +41,9 @@ class LiveBytes(TorchDispatchMode):
     Only storages on `device_type` count; without it, the type of the model's first parameter ('cpu' without a model).
     """
 
+    counts_bytes = True
+    """Updates that an optimizer puts off run without the forward pass's modes, but for such as count bytes."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts stay compiled while they are counted: torch would leave them as they are."""
@@ -71,6 +74,7 @@ class LiveBytes(TorchDispatchMode):
             self.add_all(p.grad for p in model.parameters() if p.grad is not None)
         if optimizer is not None:
             self.add_all(optimizer_tensors(optimizer))
+            self.add_all(put_off_gradients(optimizer))
 
     @property
     def now_bytes(self) -> int:
@@ -155,9 +159,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors in an optimizer's state, without those that are elsewhere between steps (optimizer/swap.py)."""
     found = bare(optimizer)
     swap = getattr(found, SWAP_ATTRIBUTE, None)
-    elsewhere = set() if swap is None else swap().ids_elsewhere()
-    states = list(found.state.values())
-    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor) and id(leaf) not in elsewhere]
+    states = list(found.state.values()) if swap is None else swap().state_here()
+    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+
+
+def put_off_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Gradients that an optimizer's swap holds for updates in the next forward pass."""
+    swap = getattr(bare(optimizer), SWAP_ATTRIBUTE, None)
+    return [] if swap is None else swap().put_off_gradients()
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], device_type: str | None = None) -> int:

@@ -28,7 +28,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -100,9 +100,14 @@ class Snapshot:
             with disable_current_modes(), torch.no_grad():
                 self._written[storage_key(storage)] = (storage, byte_view(storage).to("cpu", copy=True))
 
-    def lost(self) -> list[str]:
-        """Names of tensors that were written to and that no copy was made of; `restore` leaves those as they are."""
-        return [str(tensor.name) for tensor in self._tensors if tensor.is_lost(self._written)]
+    def lost(self, *, but: Collection[int] = ()) -> list[str]:
+        """Names of tensors that were written to and that no copy was made of; `restore` leaves those as they are.
+
+        `but`: identities of tensors that may have been.
+        """
+        return [
+            str(state.name) for state in self._tensors if id(state.tensor) not in but and state.is_lost(self._written)
+        ]
 
     def restore(self) -> None:
         """Put everything back. May be called again. What did not change is not written to."""

@@ -103,7 +103,8 @@ def test_the_command_by_the_timeline(tmp_path: Path) -> None:
     assert optimizer.main(words) == 0
     (record,) = read_all(tmp_path)
     assert (record.question, record.kind) == ("optimizer", "computed")
-    titles = ["state stays", "planner, swap", "planner, auto", *(f"mode {mode}" for mode in get_args(Overlap))]
+    titles = ["state stays", *(f"planner, {kind}" for kind in optimizer.KINDS[1:])]
+    titles += [f"mode {mode}" for mode in get_args(Overlap)]
     assert [row["title"] for row in record.rows] == titles * len(optimizer.STATES)
     for row in record.rows:
         if row["title"] == "mode in_backward" and row["shards"] > 1:
@@ -113,6 +114,7 @@ def test_the_command_by_the_timeline(tmp_path: Path) -> None:
         assert row.get("peak_bytes") is None or row["peak_bytes"] <= 0.92 * 80e9
     by_title = {row["title"]: row for row in record.rows[: len(titles)]}
     assert by_title["planner, auto"]["step_seconds"] <= by_title["state stays"]["step_seconds"]
+    assert by_title["planner, auto deferred"]["step_seconds"] <= by_title["planner, auto"]["step_seconds"]
     assert by_title["mode backward"]["exposed_seconds"] <= by_title["mode step"]["exposed_seconds"]
 
 

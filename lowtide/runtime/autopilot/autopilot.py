@@ -193,6 +193,7 @@ class Autopilot:
             settle=self._settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,
+            version=placed.own_version,
         )
 
     # -- what the user sees ----------------------------------------------------------------------------------------
@@ -484,6 +485,7 @@ class Autopilot:
     def _learn(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
         """Observe this shape for the first time, and plan for it."""
         start = time.perf_counter()
+        self._placed.settle()  # what is written to parameters in an observed step is put back
         why = "new shape" if self._shapes else "first step"
         self._say(f"lowtide: observing one step ({why})")
         if self.phase is Phase.WAITING and (under := patched_part(self.model)) is not None:
@@ -648,11 +650,14 @@ class Autopilot:
             # Ranks have agreed already, or cannot.
             how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
             self._placed.follow(shape.plan)
-            self._planning.know(resident_state_bytes=self._placed.resident_bytes)
+            self._planning.know(
+                resident_state_bytes=self._placed.resident_bytes, defers_updates=self._placed.defers_updates
+            )
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
             self.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)
         else:
+            self._placed.expect_regions(shape.plan)
             shape.tide.resume()
         shape.tide.keep_layers(self._planning.facts.refused)
         # Also of a plan that is new: the device's counter remembers what came before it, the observed step too.
@@ -836,6 +841,8 @@ class Autopilot:
         """After an out-of-memory error, between two attempts: what was done about it, or None."""
         if self.phase in (Phase.REFUSED, Phase.REMOVED):
             return None  # since this micro-batch began
+        if self.tide is not None:
+            self._placed.expect_regions(self.tide.plan, all_layers=True)
         if self.tide is None:
             # Observing failed, where nothing is kept on the device: no plan would help.
             self._patch.undo()

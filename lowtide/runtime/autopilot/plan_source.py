@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lowtide.config.memory import MemoryConfig
+from lowtide.config.memory import MemoryConfig, OptimizerRule
 from lowtide.core.budget import Preset
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -56,6 +56,8 @@ class Facts:
     resident_state_bytes: int | None = None
     """What stays of the optimizer's state, of which some is elsewhere between steps by now, whatever the shape. None as
     long as all of it stays."""
+    defers_updates: bool = False
+    """Updates of what is elsewhere wait for the next forward pass."""
 
 
 class PlanSource(Protocol):
@@ -150,8 +152,8 @@ class BudgetSource:
             return plan_profile(profile, config, **how)
         if facts.resident_state_bytes:
             with contextlib.suppress(BudgetError):
-                return _plan_around(profile, facts.resident_state_bytes, config, how)
-        return _plan_around(profile, 0, config, how)
+                return _plan_around(profile, facts.resident_state_bytes, facts, config, how)
+        return _plan_around(profile, 0, facts, config, how)
 
     @property
     def config(self) -> MemoryConfig:
@@ -206,11 +208,14 @@ def _steady(profile: Profile, facts: Facts) -> Profile:
     return profile.without_recipes(unsteady).without_codecs(misfits).without_second_runs(set(facts.refused))
 
 
-def _plan_around(profile: Profile, resident_bytes: int, config: MemoryConfig, how: dict[str, Any]) -> Plan:
+def _plan_around(
+    profile: Profile, resident_bytes: int, facts: Facts, config: MemoryConfig, how: dict[str, Any]
+) -> Plan:
     """With so much of the optimizer's state on the device, and the rest elsewhere between steps."""
     state = profile.state
     moved = dataclasses.replace(state, optimizer_movable=state.optimizer_movable - resident_bytes)
-    plan = plan_profile(dataclasses.replace(profile, state=moved), dataclasses.replace(config, optimizer="swap"), **how)
+    rule = OptimizerRule(state="swap", overlap="deferred" if facts.defers_updates else "auto")
+    plan = plan_profile(dataclasses.replace(profile, state=moved), dataclasses.replace(config, optimizer=rule), **how)
     assert plan.optimizer is not None
     stays = dataclasses.replace(plan.optimizer, resident_bytes=plan.optimizer.resident_bytes + resident_bytes)
     return dataclasses.replace(plan, optimizer=stays)
