@@ -68,13 +68,22 @@ class Rank:
     """A rank of a pipeline, which can be begun again.
 
     `experts`: blocks with experts, whose exchanges of rows pairs hide. "own": each rank has all of them. "shared": each
-    rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts.
+    rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts. `casts`: all of a step
+    is under autocast.
     """
 
     def __init__(
-        self, name: str, rank: int, *, num_micro_batches: int = 6, experts: str = "", inner: int = INNER
+        self,
+        name: str,
+        rank: int,
+        *,
+        num_micro_batches: int = 6,
+        experts: str = "",
+        inner: int = INNER,
+        casts: bool = False,
     ) -> None:
         self.inner = inner
+        self.casts = casts
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.experts = experts
         self.is_sharing = experts == "shared"
@@ -119,7 +128,11 @@ class Rank:
         how: dict[str, Any] = {"optimizer": self.optimizer, "engine": f"virtual:{self.seed}"}
         if self.is_sharing:
             how["together"] = dist.group.WORLD
-        return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
+        with self._casting():
+            return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.casts)
 
     def train(self, num_steps: int, plans: StagePlans | None = None) -> tuple[list[list[Tensor]], list[int]]:
         """Of each step: losses and gradients; and the peak."""
@@ -127,7 +140,7 @@ class Rank:
         for step in range(num_steps):
             batch = self.batch(step)
             live = LiveBytes(model=self.own, optimizer=self.optimizer)
-            with live if plans is None else plans.audit() as counted:
+            with live if plans is None else plans.audit() as counted, self._casting():
                 counted.add_all(tensor for tokens in batch for tensor in tokens or ())
                 losses = self.pipeline.step(*batch)
                 found = [*losses, *(parameter.grad for parameter in self.own.parameters())]

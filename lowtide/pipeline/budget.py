@@ -52,6 +52,7 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.casts import remembered_cast_bytes
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import ALONE, gather
@@ -258,6 +259,8 @@ def _state_of(
     tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     num_parameters = sum(1 for _ in own.parameters())
     steady = _STEADY_BYTES + 64 * (num_parameters + pipeline.schedule.num_micro_batches)
+    # Of an autocast around the whole step: no stage lets go of these.
+    steady += remembered_cast_bytes(own, device.type)
     state = state_bytes(
         own,
         inputs=unique_bytes(tokens, device.type) + steady,
