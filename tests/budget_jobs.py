@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from pipeline import moe
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
+from lowtide.pipeline import transport
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
@@ -155,9 +159,19 @@ class Rank:
 
 
 def budgets(
-    rank: int, name: str, shares: list[float], num_steps: int = 2, about: dict[str, Any] | None = None, **memory: Any
+    rank: int,
+    name: str,
+    shares: list[float],
+    *,
+    num_steps: int = 2,
+    about: dict[str, Any] | None = None,
+    holds: bool = False,
+    **memory: Any,
 ) -> dict[str, Any]:
-    """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed."""
+    """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed.
+
+    `holds`: the threads that send hold on to what has gone until somebody waits for that, as on a busy machine.
+    """
     it = Rank(name, rank, **(about or {}))
     truth, plain = it.train(num_steps)
     it.end()
@@ -172,7 +186,10 @@ def budgets(
         it.begin()
         budget = int(floor + share * (most - floor))
         with contextlib.closing(it.pipeline), it.fit(budget, **memory) as plans:
-            bits, peaks = it.train(num_steps, plans)
+            with pytest.MonkeyPatch.context() as patch:
+                if holds:
+                    _hold(it.pipeline.transport, patch)
+                bits, peaks = it.train(num_steps, plans)
             stats = [tide.stats for tide in plans.tides.values()]
         rows.append(
             {
@@ -194,6 +211,24 @@ def budgets(
             }
         )
     return {"floor": floor, "plain": plain, "rows": rows, "text": str(caught.value)}
+
+
+def _hold(link: Any, patch: pytest.MonkeyPatch) -> None:
+    is_asked = threading.Event()
+
+    def releasing(wait: Callable[..., None], *results: Any) -> None:
+        is_asked.set()
+        wait(*results)
+        is_asked.clear()
+
+    def wait_on_host(work: Any, device: torch.device) -> None:
+        work.wait()
+        is_asked.wait()
+
+    patch.setattr(transport, "_wait_on_host", wait_on_host)
+    let_go_of = link.let_go_of
+    patch.setattr(link, "let_go_of", lambda results: releasing(let_go_of, results) if results else None)
+    patch.setattr(link, "finish", functools.partial(releasing, link.finish))
 
 
 def _everywhere(value: Any) -> list[Any]:

@@ -38,7 +38,7 @@ from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
-from lowtide.pipeline.moments import Moment, moments_of
+from lowtide.pipeline.moments import Moment, moments_of, read_by_then
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk
@@ -338,6 +338,7 @@ class StagePlans:
         self._placed = placed
         self._engine = engine = placed.beside
         self._owns_engine = closes
+        pipeline.waits = read_by_then(pipeline.schedule, pipeline.rank)
         try:
             for stage, plan in found.plans.items():
                 tide = apply(pipeline.stages[stage], plan, engine=engine, group=ALONE, moves_state=False)
@@ -421,6 +422,7 @@ class StagePlans:
 
     def remove(self) -> None:
         """Leave the stages as they were. Idempotent."""
+        self._pipeline.waits = ()
         for tide in self.tides.values():
             tide.remove()
         self._placed.remove()

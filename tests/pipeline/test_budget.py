@@ -30,6 +30,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
     jobs: dict[str, two_ranks.Job] = {
         "1f1b": ("budgets", {"name": "1f1b", "shares": SHARES[:1]}),
         "dualpipev": ("budgets", {"name": "dualpipev", "shares": SHARES}),
+        "held": ("budgets", {"name": "1f1b", "shares": SHARES[:1], "holds": True}),
         "casts": ("budgets", {"name": "1f1b", "shares": SHARES[:1], "about": CASTS}),
         "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
         "turns": ("budgets", {"name": "dualpipev", "shares": [0.02], "about": OWN}),
@@ -48,7 +49,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
     return dict(zip(jobs, given, strict=True))
 
 
-@pytest.mark.parametrize("job", ["1f1b", "dualpipev", "casts", "recompute", "turns", "shared", "state"])
+@pytest.mark.parametrize("job", ["1f1b", "held", "dualpipev", "casts", "recompute", "turns", "shared", "state"])
 def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
     answers: dict[str, tuple[Any, ...]], job: str
 ) -> None:
