@@ -72,7 +72,7 @@ def _least_squares(moving: Sequence[tuple[float, float, float]]) -> float | None
 def copy_seconds(plan: Plan, link: Link) -> float:
     """How long the copies of activations run in a step under `plan`, both ways added up."""
     per_byte = 1.0 / link.out_bytes_per_second + 1.0 / link.in_bytes_per_second
-    nbytes = [site.nbytes for site in plan.sites if site.fate is Fate.SWAP]
+    nbytes = [site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP]
     return sum(nbytes) * per_byte + 2.0 * len(nbytes) * link.latency_seconds
 
 
@@ -80,5 +80,5 @@ def _without_copies(plan: Plan) -> float:
     """A step as predicted, had its copies slowed nothing."""
     found = plan.predicted
     assert found is not None
-    compute = found.plain_seconds + found.recompute_seconds + found.check_seconds
+    compute = found.plain_seconds + found.recompute_seconds + found.codec_seconds + found.check_seconds
     return compute + found.stall_seconds + found.optimizer_seconds

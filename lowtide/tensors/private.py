@@ -348,6 +348,10 @@ own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgett
 own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter(MODULE_TABLES[1])
 """The mapping in which a module itself keeps its buffers, to be written to."""
 
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULE_TABLES[2])
+"""The mapping in which a module keeps its children. The public walks make a name for each, which takes most of their
+time."""
+
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks, or ones before its forward. No public way to ask."""

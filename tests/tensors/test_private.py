@@ -540,7 +540,7 @@ def test_what_a_module_keeps() -> None:
     parameters, buffers, modules = (vars(module)[name] for name in private.MODULE_TABLES)
     assert private.own_parameters(module) is parameters and list(parameters) == ["weight", "bias"]
     assert private.own_buffers(module) is buffers and "running_mean" in buffers
-    assert modules == {}
+    assert private.own_modules(module) is modules and modules == {}
     private.own_parameters(module)["weight"] = None
     assert module.weight is None
 

@@ -1,33 +1,35 @@
 """The autopilot: observe, plan, apply, compare, correct, race.
 
-What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
-saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried
-out under the plan, as are all that follow. After each of the first two planned steps the measured stalls and, on an
-accelerator, the measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of
-the memory, of compute or of the link is corrected by the difference (corrections.py) and the plan is made again: from
-start to stable in three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
+What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
+saved activations are stored off the device, and after which everything is as before. A plan is made for the budget, and
+this pass and all later ones run under a plan. After each of the first two planned steps the measured stalls and, on an
+accelerator, the measured peak are compared with the predicted ones. If they are off by more than 2 %, the bytes, the
+times of operators or the speed of the link are corrected (corrections.py), and a new plan is made. So the plan is
+stable after three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
 
-Where it stands is a phase (phases.py); plans are made, and agreed among ranks, by `Planning` (planning.py). They come
-from a `PlanSource` (plan_source.py), which need not have a budget: then plans are carried out as they are, and of the
-above only observe, plan, apply is left.
+The state of the autopilot is a phase (phases.py). `Planning` makes plans and has the ranks agree on them (planning.py).
+Plans come from a `PlanSource` (plan_source.py). A source may have no budget: then plans are carried out as they are,
+and nothing is compared, corrected or raced.
 
-Gradients: once a forward pass finds some (micro-batches accumulate), plans count them from the start of a pass on.
-Shapes: a plan is made for the shapes of a batch, and serves smaller ones too (plan_cache.py). When the first smaller
-batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are put aside
-and taken up as they were.
-Ranks: all use the smallest budget, and the first one's plan as long as all have the same shapes and come to each
-decision together; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks or, where
-the model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
+Gradients: if a forward pass finds gradients (micro-batches accumulate), later plans count them from the start of a
+pass.
+Shapes: a plan is made for the shapes of a batch, and is used for smaller ones too (plan_cache.py). When the first
+smaller batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are
+kept, and used again unchanged.
+Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
+first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks. If only
+some ranks have it and the model itself has collectives, it is not observed: it runs under the largest plan that exists,
+and the guard holds the limit.
 
-Threads: those that train one model at once come to a plan one after another; one that arrives while another thread
-observes or plans waits until a plan is in force. Plans do not race when several threads train: none may change while
-another thread is in the middle of a forward pass.
+Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
+observes or plans waits until there is a plan. Plans do not race then, because no plan may change while another thread
+is in the middle of a forward pass.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: what the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it
-is measured and the plan corrected, on the host it must fit beside the budget. A backward pass of another thread that is
-under way while a new shape is observed: its gradients may be lost. A model that fails in the observed forward pass
-under several ranks: the error is raised, and what that forward drew or wrote is put back.
+Not covered: what the caller does around the model's forward (a loss of one's own) is not observed; on an accelerator it
+is measured and the plan corrected, on the host it must fit beside the budget. If a backward pass of another thread runs
+while a new shape is observed, its gradients may be lost. If a model fails in the observed forward pass under several
+ranks, the error is raised, and what that forward drew or wrote is restored.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.first_step import FirstStep
@@ -291,7 +294,8 @@ class Autopilot:
         if self._is_audited:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
         before = self._num_forwards
-        self._audit = Audit(self.model, self._optimizer, self.engine.device_type, scheduler=scheduler, done=done)
+        of = (self.model, self._optimizer, self.engine.device_type)
+        self._audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
         return self._audit
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
@@ -593,13 +597,16 @@ class Autopilot:
                 self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
             return
         before = self._planning.facts
-        failed = {name: why for name, why in failed.items() if name not in before.unsteady}
+        # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
+        smaller = {site.name for site in self.tide.plan.sites if site.codec is not None} if self.tide and failed else ()
+        lost = {name: form_of(name) if name in smaller else name for name in failed}
+        failed = {name: why for name, why in failed.items() if lost[name] not in before.unsteady}
         refused = {name: why for name, why in refused.items() if name not in before.refused}
         key = self._state.key
         if key is None or not (failed or refused):
             return
         start = time.perf_counter()
-        unsteady, layers = before.unsteady | failed.keys(), before.refused | refused.keys()
+        unsteady, layers = before.unsteady | {lost[name] for name in failed}, before.refused | refused.keys()
         self._planning.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
