@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from pipeline import moe
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
+from lowtide.pipeline import transport
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
@@ -68,13 +72,22 @@ class Rank:
     """A rank of a pipeline, which can be begun again.
 
     `experts`: blocks with experts, whose exchanges of rows pairs hide. "own": each rank has all of them. "shared": each
-    rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts.
+    rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts. `casts`: all of a step
+    is under autocast.
     """
 
     def __init__(
-        self, name: str, rank: int, *, num_micro_batches: int = 6, experts: str = "", inner: int = INNER
+        self,
+        name: str,
+        rank: int,
+        *,
+        num_micro_batches: int = 6,
+        experts: str = "",
+        inner: int = INNER,
+        casts: bool = False,
     ) -> None:
         self.inner = inner
+        self.casts = casts
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.experts = experts
         self.is_sharing = experts == "shared"
@@ -119,7 +132,11 @@ class Rank:
         how: dict[str, Any] = {"optimizer": self.optimizer, "engine": f"virtual:{self.seed}"}
         if self.is_sharing:
             how["together"] = dist.group.WORLD
-        return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
+        with self._casting():
+            return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.casts)
 
     def train(self, num_steps: int, plans: StagePlans | None = None) -> tuple[list[list[Tensor]], list[int]]:
         """Of each step: losses and gradients; and the peak."""
@@ -127,7 +144,7 @@ class Rank:
         for step in range(num_steps):
             batch = self.batch(step)
             live = LiveBytes(model=self.own, optimizer=self.optimizer)
-            with live if plans is None else plans.audit() as counted:
+            with live if plans is None else plans.audit() as counted, self._casting():
                 counted.add_all(tensor for tokens in batch for tensor in tokens or ())
                 losses = self.pipeline.step(*batch)
                 found = [*losses, *(parameter.grad for parameter in self.own.parameters())]
@@ -142,9 +159,19 @@ class Rank:
 
 
 def budgets(
-    rank: int, name: str, shares: list[float], num_steps: int = 2, about: dict[str, Any] | None = None, **memory: Any
+    rank: int,
+    name: str,
+    shares: list[float],
+    *,
+    num_steps: int = 2,
+    about: dict[str, Any] | None = None,
+    holds: bool = False,
+    **memory: Any,
 ) -> dict[str, Any]:
-    """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed."""
+    """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed.
+
+    `holds`: the threads that send hold on to what has gone until somebody waits for that, as on a busy machine.
+    """
     it = Rank(name, rank, **(about or {}))
     truth, plain = it.train(num_steps)
     it.end()
@@ -159,7 +186,10 @@ def budgets(
         it.begin()
         budget = int(floor + share * (most - floor))
         with contextlib.closing(it.pipeline), it.fit(budget, **memory) as plans:
-            bits, peaks = it.train(num_steps, plans)
+            with pytest.MonkeyPatch.context() as patch:
+                if holds:
+                    _hold(it.pipeline.transport, patch)
+                bits, peaks = it.train(num_steps, plans)
             stats = [tide.stats for tide in plans.tides.values()]
         rows.append(
             {
@@ -181,6 +211,24 @@ def budgets(
             }
         )
     return {"floor": floor, "plain": plain, "rows": rows, "text": str(caught.value)}
+
+
+def _hold(link: Any, patch: pytest.MonkeyPatch) -> None:
+    is_asked = threading.Event()
+
+    def releasing(wait: Callable[..., None], *results: Any) -> None:
+        is_asked.set()
+        wait(*results)
+        is_asked.clear()
+
+    def wait_on_host(work: Any, device: torch.device) -> None:
+        work.wait()
+        is_asked.wait()
+
+    patch.setattr(transport, "_wait_on_host", wait_on_host)
+    let_go_of = link.let_go_of
+    patch.setattr(link, "let_go_of", lambda results: releasing(let_go_of, results) if results else None)
+    patch.setattr(link, "finish", functools.partial(releasing, link.finish))
 
 
 def _everywhere(value: Any) -> list[Any]:

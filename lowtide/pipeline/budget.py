@@ -38,7 +38,7 @@ from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
-from lowtide.pipeline.moments import Moment, moments_of
+from lowtide.pipeline.moments import Moment, moments_of, read_by_then
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk
@@ -52,6 +52,7 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.casts import remembered_cast_bytes
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import ALONE, gather
@@ -263,6 +264,8 @@ def _state_of(
     tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     num_parameters = sum(1 for _ in own.parameters())
     steady = _STEADY_BYTES + 64 * (num_parameters + pipeline.schedule.num_micro_batches)
+    # Of an autocast around the whole step: no stage lets go of these.
+    steady += remembered_cast_bytes(own, device.type)
     state = state_bytes(
         own,
         inputs=unique_bytes(tokens, device.type) + steady,
@@ -340,6 +343,7 @@ class StagePlans:
         self._placed = placed
         self._engine = engine = placed.beside
         self._owns_engine = closes
+        pipeline.waits = read_by_then(pipeline.schedule, pipeline.rank)
         try:
             for stage, plan in found.plans.items():
                 tide = apply(pipeline.stages[stage], plan, engine=engine, group=ALONE, moves_state=False)
@@ -423,6 +427,7 @@ class StagePlans:
 
     def remove(self) -> None:
         """Leave the stages as they were. Idempotent."""
+        self._pipeline.waits = ()
         for tide in self.tides.values():
             tide.remove()
         self._placed.remove()

@@ -110,6 +110,8 @@ class Pipeline:
         self.transport, self._own_transport = transport, None
         if transport is None and self._note is not None:
             self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note, log)
+        self.waits: tuple[frozenset[Result], ...] = ()
+        """For each action of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
         self._has_tried = False
         self._failure: str | None = None
@@ -286,6 +288,7 @@ class _Walk:
         self._inputs, self._targets = inputs, targets
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
+        self._position = 0
         self._chunks: dict[tuple[int, int], LiveChunk] = {}
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
@@ -310,8 +313,8 @@ class _Walk:
 
     def run(self, gradients: StepGradients) -> None:
         with torch.enable_grad():
-            for every in self._row:
-                self.at = every
+            for position, every in enumerate(self._row):
+                self.at, self._position = every, position
                 if isinstance(every, Pair):
                     self._run_pair(every, gradients)
                 elif every.kind in RECEIVES:
@@ -319,11 +322,15 @@ class _Walk:
                     result = carried_by(every)
                     self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
                 elif every.kind is Kind.FORWARD:
-                    self._pipeline.run_pair(self._logged(every, self._ready(every, gradients)), None)
+                    forward = self._ready(every, gradients)
+                    self._let_go()
+                    self._pipeline.run_pair(self._logged(every, forward), None)
                 elif every.kind is Kind.BACKWARD_WEIGHT:
                     self._logged(every, functools.partial(self._weight_gradient, every, gradients))()
                 elif every.kind not in SENDS:  # what is made is sent at once, in the order of the row
-                    self._pipeline.run_pair(None, self._logged(every, self._ready(every, gradients)))
+                    backward = self._ready(every, gradients)
+                    self._let_go()
+                    self._pipeline.run_pair(None, self._logged(every, backward))
             self.at = "its end"
             if self._transport is not None:
                 self._waited("messages to go", self._transport.finish)
@@ -331,6 +338,7 @@ class _Walk:
 
     def _run_pair(self, pair: Pair, gradients: StepGradients) -> None:
         forward, backward = self._ready(pair.forward, gradients), self._ready(pair.backward, gradients)
+        self._let_go()
         run_pair = self._pipeline.run_pair
         if run_pair is one_after_the_other:
             run_pair(self._logged(pair.forward, forward), self._logged(pair.backward, backward))
@@ -346,6 +354,12 @@ class _Walk:
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
         return functools.partial(self._backward, action, given, gradients)
+
+    def _let_go(self) -> None:
+        """A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a busy
+        machine that may come late."""
+        if self._pipeline.waits and self._transport is not None:
+            self._transport.let_go_of(self._pipeline.waits[self._position])
 
     def _take(self, result: Result) -> Tensors:
         if result in self._local:

@@ -6,7 +6,8 @@ left out, so a few remain whatever the number of micro-batches.
 A chunk is alive from its forward to the end of the backward that reads its activations (B, or I where weight gradients
 are not put off).
 A message that was asked for is counted until it is read. One that was sent is counted until this rank knows that its
-reader has begun: by a message that came back, through however many ranks. So the count holds for any speed of any rank.
+reader has begun: by a message that came back, through however many ranks. So the count holds for any speed of any rank,
+as the executor then waits until the thread that sends has let go of it (`read_by_then`).
 Cost: actions times ranks. Not covered: weight gradients that are put off (what a chunk keeps from I to W).
 """
 
@@ -69,6 +70,22 @@ def moments_of(schedule: Schedule, rank: int, *, pairs_at_once: bool) -> tuple[M
         if not any(other.holds_as_much_as(moment) for other in found):
             found = [other for other in found if not moment.holds_as_much_as(other)]
             found.append(moment)
+    return tuple(found)
+
+
+def read_by_then(schedule: Schedule, rank: int) -> tuple[frozenset[Result], ...]:
+    """For each action of a rank, once it has what it reads: results that the rank has sent, and of which it knows from
+    then on that their readers have begun. `moments_of` counts them no more."""
+    place, found, seen = _reader_positions(schedule), [], set[Result]()
+    sent: set[Result] = set()
+    for every, known in zip(schedule.actions[rank], _known_positions(schedule, rank), strict=True):
+        read = {each for each in sent if known.get(place[each][0], -1) >= place[each][1]} - seen
+        seen |= read
+        found.append(frozenset(read))
+        for part in every.parts:
+            result = made_by(part)
+            if result is not None and schedule.reader(result) not in (None, rank):
+                sent.add(result)
     return tuple(found)
 
 

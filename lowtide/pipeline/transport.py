@@ -21,7 +21,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class Transport(Protocol):
 
     def read(self, result: Result) -> Tensors:
         """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
+
+    def let_go_of(self, results: Collection[Result]) -> None:
+        """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
 
     def finish(self) -> None:
         """Wait until everything that was sent has gone."""
@@ -103,7 +106,7 @@ class GroupTransport:
         self._peers: dict[int, _Peer] = {}
         self._asked: dict[Result, tuple[int, _Asked]] = {}
         self._sending = threading.Condition()
-        self._num_sending = 0
+        self._on_the_way: set[Result] = set()
         self._send_error: tuple[int, BaseException] | None = None
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
@@ -118,7 +121,7 @@ class GroupTransport:
         except RuntimeError as error:
             raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
         with self._sending:
-            self._num_sending += 1
+            self._on_the_way.add(result)
         self._peer(to).sent.put((result, start, head_work, works, [head, *there]))
 
     def ask(self, result: Result, *, source: int) -> None:
@@ -140,9 +143,15 @@ class GroupTransport:
             work.wait()
         return asked.tensors
 
+    def let_go_of(self, results: Collection[Result]) -> None:
+        self._until(lambda: self._on_the_way.isdisjoint(results))
+
     def finish(self) -> None:
+        self._until(lambda: not self._on_the_way)
+
+    def _until(self, is_gone: Callable[[], bool]) -> None:
         with self._sending:
-            while self._num_sending and self._send_error is None:
+            while not is_gone() and self._send_error is None:
                 if not self._sending.wait(POLL_SECONDS):
                     self._raise_noted()
         self._raise_lost_send()
@@ -237,7 +246,7 @@ class GroupTransport:
                 error = raised
             del sent, head_work, works, tensors
             with self._sending:
-                self._num_sending -= 1
+                self._on_the_way.discard(result)
                 if error is not None and self._send_error is None:
                     self._send_error = (to, error)
                 self._sending.notify_all()

@@ -102,6 +102,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def can_be_cloned(tensor: torch.Tensor) -> bool:
+    """False for one kind of quantized tensor (scales and zero points that are floats, as of embeddings): torch has no
+    `clone` of it."""
+    return not tensor.is_quantized or tensor.qscheme() is not torch.per_channel_affine_float_qparams
+
+
 def storage_keys(module: nn.Module) -> set[int]:
     """Addresses of the storages of a module's parameters and buffers; of distributed ones, of this rank's part."""
     tables = (table.values() for each in modules_of(module) for table in (own_parameters(each), own_buffers(each)))

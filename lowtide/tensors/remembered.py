@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.kinds import can_be_cloned, is_plain
 from lowtide.tensors.private import COMPILED_CALL, MODULE_TABLES, TENSOR_HOOKS, set_versions, storage_key, version_of
 from lowtide.tensors.view import same_bytes, write
 
@@ -335,6 +335,8 @@ class TensorState:
         nbytes = tensor.numel() * tensor.element_size()
         self._is_small = nbytes <= SMALL_BYTES
         if not nbytes or isinstance(tensor, nn.Parameter) or not tensor.untyped_storage().nbytes():
+            return
+        if not can_be_cloned(tensor):
             return
         if self._is_small:
             self._copy = self._alias.clone()

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.errors import RecomputeRefusedError
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
-from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.kinds import can_be_cloned, is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import (
     COMPILED_CALL,
@@ -239,8 +239,10 @@ def _is_torchs_own(module: nn.Module) -> bool:
 
 
 def _bytes_to_copy(tensor: torch.Tensor) -> int:
-    """Parameters are never copied; a module that writes to its own is refused."""
-    return 0 if isinstance(tensor, nn.Parameter) or not is_plain(tensor) else tensor.numel() * tensor.element_size()
+    """Parameters are never copied, nor what torch cannot copy; a module that writes to those of its own is refused."""
+    if isinstance(tensor, nn.Parameter) or not is_plain(tensor) or not can_be_cloned(tensor):
+        return 0
+    return tensor.numel() * tensor.element_size()
 
 
 class Watch:

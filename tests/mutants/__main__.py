@@ -51,7 +51,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("lowtide", "tests"):
+        for name in ("lowtide", "tests", "benchmarks"):  # the last for its figures, which tests read too
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy2(ROOT / "pyproject.toml", folder)
 
@@ -92,7 +92,7 @@ class Copy:
             os.dup2(output, 2)
             os.chdir(self.folder)
             os.environ["PYTHONPATH"] = str(self.folder)
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "lowtide")]:
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "lowtide", "benchmarks")]:
                 del sys.modules[name]
             sys.path[:] = [str(self.folder), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
             import lowtide

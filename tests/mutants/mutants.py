@@ -1078,7 +1078,7 @@ ENGINES = [
         "        while self.finished_upto + 1 in self._finished_ahead:\n            self.finished_upto += 1\n"
         "            self._finished_ahead.remove(self.finished_upto)\n",
         "        self.finished_upto = max(self.finished_upto, copy.sequence)\n",
-        (f"{_HOST}::test_an_event_waits_for_everything_before_it",),
+        (f"{_HOST}::test_a_lane_has_come_as_far_as_its_first_copy_that_is_not_over",),
         "with two threads a lane's event is complete before the copies before it",
     ),
     Mutant(
@@ -1802,7 +1802,7 @@ OPTIMIZER = [
         "optimizer/overlap.py",
         " and _versions(home) == versions:\n",
         ":\n",
-        (f"{_OPTIMIZER_AHEAD}::test_changes_between_fetch_and_step_count",),
+        (f"{_OPTIMIZER_AHEAD}::test_a_write_to_a_tensor_that_was_kept_since_before_the_fetch_counts",),
         "state that was written to after its bucket was fetched is overwritten",
     ),
     Mutant(

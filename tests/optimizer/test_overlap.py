@@ -60,8 +60,10 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-def _train(engine: Any, steps: int = 8, accumulate: int = 1, each: Any = None, **options: Any) -> tuple[Any, list[int]]:
-    """What training leaves, and how many buckets had been fetched when each step began."""
+def _train(
+    engine: Any, steps: int = 8, accumulate: int = 1, *, before: Any = None, each: Any = None, **options: Any
+) -> tuple[Any, list[int]]:
+    """What training leaves, and how many buckets had been fetched when each step began. `before`: that of a step."""
     torch.manual_seed(3)
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -70,6 +72,8 @@ def _train(engine: Any, steps: int = 8, accumulate: int = 1, each: Any = None, *
         engine.handle, engine.num_calls = handle, 0
     fetched = []
     for step in range(steps):
+        if before:
+            before(optimizer, step)
         for micro in range(accumulate):
             x = torch.full((3, 24), 0.1 * (step + micro))
             model(x, skip=step % 5 + 1).square().sum().backward()
@@ -140,6 +144,26 @@ def test_changes_between_fetch_and_step_count() -> None:
     truth, _ = _train(None, each=change)
     for engine in (VirtualEngine(0), VirtualEngine(1), Eager(2)):
         assert_same(_train(engine, each=change, overlap="backward")[0], truth)
+
+
+def test_a_write_to_a_tensor_that_was_kept_since_before_the_fetch_counts() -> None:
+    """Nobody looks into `optimizer.state` after the fetch then."""
+    kept: list[Tensor] = []
+
+    def keep(optimizer: Any, step: int) -> None:
+        if step == 4:
+            kept.append(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"])
+
+    def write(optimizer: Any, step: int) -> None:
+        if step == 4:
+            kept.pop().mul_(2)
+
+    truth, _ = _train(None, before=keep, each=write)
+    result, fetched = _train(
+        Eager(0), before=keep, each=write, overlap="backward"
+    )  # its copies are older than the write
+    assert_same(result, truth)
+    assert fetched[4] == 2
 
 
 def test_a_skipped_step_drops_what_was_fetched() -> None:

@@ -22,6 +22,8 @@ NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
 SHARES = [0.02, 0.4]
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
+CASTS: dict[str, Any] = {"casts": True}
+"""Autocast around the whole step, which holds on to its casts of weights until then."""
 LARGE = {"inner": 1024, "num_micro_batches": 2}
 """Matrices whose state can move."""
 
@@ -31,6 +33,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
     jobs: dict[str, two_ranks.Job] = {
         "1f1b": ("budgets", {"name": "1f1b", "shares": SHARES[:1]}),
         "dualpipev": ("budgets", {"name": "dualpipev", "shares": SHARES}),
+        "held": ("budgets", {"name": "1f1b", "shares": SHARES[:1], "holds": True}),
+        "casts": ("budgets", {"name": "1f1b", "shares": SHARES[:1], "about": CASTS}),
         "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
         "turns": ("budgets", {"name": "dualpipev", "shares": [0.02], "about": OWN}),
         "shared": ("budgets", {"name": "one_stage_overlap", "shares": [0.1], "about": SHARED}),
@@ -48,7 +52,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
     return dict(zip(jobs, given, strict=True))
 
 
-@pytest.mark.parametrize("job", ["1f1b", "dualpipev", "recompute", "turns", "shared", "state"])
+@pytest.mark.parametrize("job", ["1f1b", "held", "dualpipev", "casts", "recompute", "turns", "shared", "state"])
 def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
     answers: dict[str, tuple[Any, ...]], job: str
 ) -> None:

@@ -13,11 +13,28 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.tensors.view import same_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_:UserWarning")
 
 
 def _quantized(scale: float = 0.01, num: int = 16) -> Tensor:
     return torch.quantize_per_tensor(torch.linspace(-1, 1, num * num).view(num, num), scale, 0, torch.qint8)
+
+
+def _quantized_by_row(scale: float = 0.01, zeros: torch.dtype = torch.int64) -> Tensor:
+    scales, values = torch.linspace(scale, 2 * scale, 16), torch.linspace(-1, 1, 256).view(16, 16)
+    kind = torch.quint8 if zeros.is_floating_point else torch.qint8
+    return torch.quantize_per_channel(values, scales, torch.zeros(16, dtype=zeros), 0, kind)
+
+
+def test_so_are_those_with_a_scale_for_each_row() -> None:
+    one = _quantized_by_row()
+    assert same_bytes(one, one.clone())
+    other = one.clone()
+    other.copy_(-one.dequantize())
+    assert not same_bytes(one, other)
+    other.copy_(one.dequantize())
+    assert same_bytes(one, other)
+    assert not same_bytes(one, _quantized_by_row(0.011))
 
 
 def test_quantized_tensors_are_the_same_if_numbers_and_scale_are() -> None:
@@ -34,11 +51,15 @@ class _Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.register_buffer("code", _quantized())
+        self.register_buffer("rows", _quantized_by_row())
+        self.register_buffer("table", _quantized_by_row(zeros=torch.float32))  # which torch does not clone
         self.register_buffer("row", torch.linspace(-1, 1, 16).expand(4, 16))
         self.sizes = torch.empty(3, 4, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(self.linear(x).tanh() + self.row, self.code.dequantize()) * len(self.sizes)
+        hidden = F.linear(self.linear(x).tanh() + self.row, self.code.dequantize()) * len(self.sizes)
+        self.rows.copy_(self.rows.dequantize().roll(1, 1))
+        return x + F.linear(hidden, self.rows.dequantize() + self.table.dequantize())
 
 
 @pytest.mark.parametrize("memory", [{"recompute": "all"}, {"swap": "all"}, {"budget": "1GiB"}])

@@ -166,7 +166,7 @@ class Autopilot:
         """The same, of what is between their forward and their backward."""
         self._clock = BackwardClock()
         """Of the planned steps that are to be reviewed."""
-        self._first = FirstStep(engine)
+        self._first = FirstStep(engine, None if source.budget_bytes is None else model)
         self._steps = StepClock(engine, self._trained)
         """Of the steps of plans that race, or have won."""
         controls = Controls(

@@ -2,20 +2,24 @@
 
 What: `FirstStep` marks the start of a planned forward pass and the end of its backward pass on the compute stream;
 `line` compares with the prediction. On an accelerator the peak is the allocator's. On the host nobody counts
-temporaries, so that what was counted is said, and not compared.
+temporaries, so that what was counted is said, and not compared. A backward pass inside of an autocast that remembers
+casts of weights is warned about: plans do not count them that long.
 Cost: two marks and one hook, once. Not covered: the time of the optimizer's step; a run of one step, after which
 nothing looks again.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.core.decisions import Prediction
 from lowtide.core.plan_table import percent
 from lowtide.engines.base import Engine, Event
+from lowtide.tensors.casts import remembered_cast_bytes
 from lowtide.tensors.private import queue_callback, tree_leaves
 from lowtide.units import format_bytes, format_seconds
 
@@ -23,8 +27,10 @@ from lowtide.units import format_bytes, format_seconds
 class FirstStep:
     """Of one model on autopilot."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, under_budget: nn.Module | None = None) -> None:
         self._engine = engine
+        self._under_budget = under_budget
+        """Plans have room for casts of its weights until the forward pass is over, and not longer."""
         self._start: Event | None = None
         self._marks: tuple[Event | None, Event | None] | None = None
         """Of the first backward pass that ended: the start of its forward pass, and its end."""
@@ -44,7 +50,20 @@ class FirstStep:
         leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         root = next((leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None), None)
         if root is not None:
-            root.register_prehook(lambda gradients: queue_callback(lambda: self._over(start)))
+            root.register_prehook(lambda gradients: self._begins(start))
+
+    def _begins(self, start: Event | None) -> None:
+        """Its backward pass."""
+        queue_callback(lambda: self._over(start))
+        model, self._under_budget = self._under_budget, None
+        nbytes = 0 if model is None else remembered_cast_bytes(model, self._engine.device_type)
+        if nbytes:
+            warnings.warn(
+                "lowtide: this backward pass began inside of torch.autocast, which holds on to its casts of weights "
+                f"until its context is left, up to {format_bytes(nbytes)}. Plans count them until the forward pass is "
+                "over, so steps may pass the budget by that much. Call backward() after the context, as torch advises.",
+                stacklevel=2,
+            )
 
     def _over(self, start: Event | None) -> None:
         if self._marks is None:

@@ -159,3 +159,25 @@ def test_words_of_a_plan() -> None:
         " The plan had said: peak 19.0 GiB of a budget of 20.0 GiB, of which optimizer state: 1.0 GiB. What would help "
         "most: write memory.optimizer: swap."
     )
+
+
+@pytest.mark.parametrize(("is_inside", "caches"), [(True, True), (True, False), (False, True)])
+def test_a_backward_pass_inside_of_an_autocast_that_remembers_casts_is_warned_about_once(
+    is_inside: bool, caches: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 512, bias=False))
+    model[1].requires_grad_(False)  # torch remembers casts of what is trained
+    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
+                loss = model(torch.ones(8, 512)).float().sum()
+                if is_inside:
+                    loss.backward()
+            if not is_inside:
+                loss.backward()
+    said = [str(warning.message) for warning in recwarn if "autocast" in str(warning.message)]
+    assert said == [
+        "lowtide: this backward pass began inside of torch.autocast, which holds on to its casts of weights until its "
+        "context is left, up to 0.5 MiB. Plans count them until the forward pass is over, so steps may pass the budget "
+        "by that much. Call backward() after the context, as torch advises."
+    ] * (is_inside and caches)
