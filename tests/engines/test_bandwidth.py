@@ -42,6 +42,8 @@ def test_the_host_engine_is_measured(tmp_path: Path) -> None:
     assert 1e6 < link.in_bytes_per_second < 1e12
     assert 0 <= link.compute_share < 1
     assert 0 <= link.latency_seconds < 1
+    assert 0 <= link.touch_seconds_per_byte < 1e-6
+    assert (link.touch_seconds_per_byte > 0) == engine.trimmer.works
 
 
 def test_the_tenth_percentile_counts_and_is_remembered(tmp_path: Path) -> None:
