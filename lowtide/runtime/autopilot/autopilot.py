@@ -638,7 +638,7 @@ class Autopilot:
             seconds=seconds,
         )
         self.events.append(event)
-        predicted = shape.plan.predicted
+        predicted = shape.measured or shape.plan.predicted
         if predicted is not None:
             self._say(
                 f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
