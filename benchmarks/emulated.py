@@ -138,7 +138,6 @@ def scattered_plan(subject: Subject, link: Link, seed: str) -> tuple[lowtide.Pla
     from lowtide.core.fate import Fate
     from lowtide.planner.plan_profile import plan_profile, problem_of
     from lowtide.planner.problem import decisions
-    from lowtide.planner.smaller import merged
     from lowtide.timeline.events import run as play
     from lowtide.timeline.memory import plain_curve
 
@@ -167,7 +166,6 @@ def scattered_plan(subject: Subject, link: Link, seed: str) -> tuple[lowtide.Pla
         peak_bytes=timeline.peak_bytes,
     )
     sites = decisions(problem, fates, timeline.evict_by, timeline.prefetch_at, reasons)
-    sites = merged(sites, problem.profile, lambda codec: "random")
     plan = dataclasses.replace(base, sites=sites, predicted=predicted, budget_bytes=budget_bytes)
     return plan, f"storages {share_kept:.0%} kept, of the rest {share_swapped:.0%} swapped"
 

@@ -1,15 +1,16 @@
 """Question (b): what is the largest batch, and the longest sequence, that trains in a fixed budget, by method?
 
     python -m benchmarks.largest [--only llama] [--methods lowtide plain] [--device cuda] [--resume]
-    python -m benchmarks.largest --vocabulary 16384 --optimizer adamw
+    python -m benchmarks.largest --vocabulary 32768 --optimizer adamw
 
 The budget is the peak of plain eager at the shape of the subject, so plain's answer is that shape. Every method is
 asked for more: a size fits if a step's measured peak (see worker.py) is within the budget. The peak is almost a line
 in the size, so the next size to try is guessed from the last two and then closed in on; each try is a real step in a
 child process. At the answer, loss and gradients are compared with plain's, where plain can run without the budget.
 
-`--vocabulary` asks it of a model whose loss is large enough for slices, `--optimizer adamw` of steps with an optimizer,
-whose state counts and which lowtide may move (`memory.optimizer: auto`).
+It is asked twice: of forward and backward alone, and of a model whose vocabulary makes the loss large enough for
+slices, with an optimizer whose state counts and which lowtide may move (`memory.optimizer: auto`). `--vocabulary` or
+`--optimizer` ask one question of one's own instead.
 
 Reported: the size, its ratio to plain's, the peak there, the time of one step there, how many sizes were tried;
 of lowtide also whether the loss was taken in slices, and how many bytes of the optimizer's state were moved.
@@ -42,6 +43,9 @@ QUESTION = "largest"
 TITLE = "What is the largest batch, and the longest sequence, that trains in a fixed budget?"
 WORKER = "benchmarks.try_sizes:start"
 MEASURES = ("batch", "sequence")
+WHOLE_STEPS = (16384, "adamw")
+"""Words and optimizer of the second question, at the scale of a CPU."""
+OF_IMAGES = ("vit", "unet")
 VARIANTS: list[Variant] = [
     ("layer checkpointing", None),
     ("selective: matmuls kept", None),
@@ -57,24 +61,28 @@ NOTES = (
 )
 
 
-def run_measure(case: Case, measure: str, variants: list[Variant], args: argparse.Namespace, rows: Rows) -> None:
+def run_measure(
+    case: Case, measure: str, variants: list[Variant], args: argparse.Namespace, rows: Rows, *, optimizer: str
+) -> None:
     """Rows of one model for one measure: plain's, which sets the budget, and those of `variants`."""
     start = case.shape[measure]
     unit = 1 if measure == "batch" else args.unit
     wanted = [("plain", None), *variants]
-    missing = [v for v in wanted if not rows.has(model=case.model, method=v[0], measure=measure)]
+    asked = {"model": case.model, "vocabulary": case.shape.get("vocabulary"), "optimizer": optimizer}
+    missing = [v for v in wanted if not rows.has(**asked, method=v[0], measure=measure)]
     if not missing:
         return
-    say(f"{case.model}: the largest {measure}, for {len(missing)} methods")
-    budget = next(
-        (row["budget_bytes"] for row in rows.rows if row["model"] == case.model and "budget_bytes" in row), None
-    )
+    say(f"{_name(asked)}: the largest {measure}, for {len(missing)} methods")
+    same = (row for row in rows.rows if all(row[name] == value for name, value in asked.items()))
+    budget = next((row["budget_bytes"] for row in same if "budget_bytes" in row), None)
     for name, setting in missing:
+        key = {**asked, "method": name, "title": methods.METHODS[name].title(None), "setting": None,
+               "measure": measure, "start": start}  # fmt: skip
         if budget is None and name != "plain":
-            rows.add({**_key(case, measure, name), "error": "plain could not run, so there is no budget"})
+            rows.add({**key, "error": "plain could not run, so there is no budget"})
             continue
         told = arguments_of(case, (name, setting), args, budget_bytes=budget, measure=measure, unit=unit)
-        told["optimizer"] = args.optimizer
+        told["optimizer"] = optimizer
         child = Child(name, WORKER, {**told, "most": start * args.most, "seconds": args.limit * 0.8})
         try:
             child.start(args.limit)
@@ -82,7 +90,7 @@ def run_measure(case: Case, measure: str, variants: list[Variant], args: argpars
         finally:
             child.stop()
         row = {
-            **_key(case, measure, name),
+            **key,
             "package": child.ready.get("package"),
             "error": child.error,
             **(answer or {}),
@@ -95,9 +103,9 @@ def run_measure(case: Case, measure: str, variants: list[Variant], args: argpars
         say(f"  {name}: {row.get('size') or row['error']}")
 
 
-def _key(case: Case, measure: str, method: str) -> dict[str, Any]:
-    return {"model": case.model, "method": method, "title": methods.METHODS[method].title(None), "setting": None,
-            "measure": measure, "start": case.shape[measure]}  # fmt: skip
+def _name(row: Mapping[str, Any]) -> str:
+    words = "" if row.get("vocabulary") is None else f", {row['vocabulary']:,} words"
+    return row["model"] + words + ("" if row.get("optimizer") in (None, "none") else f", {row['optimizer']}")
 
 
 def find_largest(
@@ -151,7 +159,7 @@ def table(rows: Any) -> str:
     ]
     before = None
     for row in rows:
-        heading = f"{row['model']}, {row['measure']}"
+        heading = f"{_name(row)}, {row['measure']}"
         if heading != before:
             lines.append(f"-- largest {heading}")
             before = heading
@@ -167,14 +175,14 @@ def table(rows: Any) -> str:
     return "\n".join(lines)
 
 
-def case_of(model: str, args: argparse.Namespace) -> Case:
+def case_of(model: str, args: argparse.Namespace, vocabulary: int | None) -> Case:
     """Smaller than the other questions' on a CPU: what is looked for is several times as large."""
     shape = subjects.shape(model, args.scale, {"layers": args.layers, "batch": args.batch, "sequence": args.sequence})
     if args.scale == "small":
         small = {"batch": args.batch or 4, "sequence": args.sequence or 128, "hidden": 256, "heads": 4}
         shape |= {**small, "intermediate": shape["intermediate"] // 2}
-    if args.vocabulary is not None:
-        shape["vocabulary"] = args.vocabulary
+    if vocabulary is not None:
+        shape["vocabulary"] = vocabulary
     return Case(model, shape)
 
 
@@ -185,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--unit", type=int, default=16, help="sequences are multiples of this many tokens")
     parser.add_argument("--most", type=int, default=32, help="no size beyond this many times plain's is tried")
     parser.add_argument("--vocabulary", type=int, help="words of models of text")
-    parser.add_argument("--optimizer", choices=("none", "adamw"), default="none")
+    parser.add_argument("--optimizer", choices=("none", "adamw"))
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--sequence", type=int)
@@ -201,12 +209,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = ["llama"]
         notes.append("For time, on a CPU one model is asked; --only names others.")
 
+    asked_of: list[tuple[int | None, str]] = [(args.vocabulary, args.optimizer or "none")]
+    if args.vocabulary is None and args.optimizer is None and args.scale == "small":
+        asked_of.append(WHOLE_STEPS)
+
     def fill(rows: Rows) -> None:
         for model in models:
-            for measure in args.measures:
-                if measure == "sequence" and model in ("vit", "unet"):
-                    continue  # their sequence is the image
-                run_measure(case_of(model, args), measure, variants, args, rows)
+            for vocabulary, optimizer in asked_of:
+                for measure in args.measures:
+                    if measure == "sequence" and model in OF_IMAGES:
+                        continue  # their sequence is the image
+                    case = case_of(model, args, None if model in OF_IMAGES else vocabulary)
+                    run_measure(case, measure, variants, args, rows, optimizer=optimizer)
 
     return answer_question(args, blank_record(args, question=QUESTION, title=TITLE, notes=notes), fill, table)
 

@@ -17,7 +17,7 @@ A shared CPU is noisy, so the order counts too: Kendall's tau between predicted 
 model, and between measurements of odd and of even rounds, which is what a perfect prediction could reach. Loss and
 gradients are compared to the bit after the last round.
 
-Cost: eight minutes on two cores. Not covered: several ranks, and steps with an optimizer in them.
+Cost: some ten minutes on two cores. Not covered: several ranks, and steps with an optimizer in them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.core.plan_table import align
+from lowtide.core.text_table import align
 from lowtide.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]

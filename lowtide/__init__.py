@@ -76,12 +76,12 @@ def apply(
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
     file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
     are the same to the bit; `state_dict` does not change.
-    With a budget in it the model goes on autopilot, as with `optimize`; `say` gets a line when a plan is made.
-    A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` is followed as written; the
-    first forward pass is then observed (one extra step that leaves no trace). Where `model` is one stage of a pipeline,
-    `first_layer` is the number that its first layer has in the whole model, from 0.
-    `group`: the ranks that train these same layers and must have one plan. Absent: all ranks; of a stage, no other.
-    `tp_group`, the tensor-parallel process group, is for their `recompute_slice_activation`.
+    If `memory` has a budget, this is `optimize`; `say` gets a line when a plan is made.
+    A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` means what it means there; the
+    first forward pass is then observed (one extra step, after which everything is as before). If `model` is one stage
+    of a pipeline, `first_layer` is the number that its first layer has in the whole model, from 0.
+    `group`: the ranks that train the same layers and must have the same plan. Absent: all ranks; with `first_layer`,
+    this rank alone. `tp_group`, the tensor-parallel process group, is for `recompute_slice_activation` of such a file.
     Raises `ConfigError` for a mistake in `memory`, such as a pattern that matches nothing.
     """
     from lowtide.config.memory import load_memory
@@ -182,9 +182,9 @@ def optimize(
     """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
     the `with` block.
 
-    The first forward pass is observed (one extra step that leaves no trace) and planned for; later ones follow the
-    plan, which is corrected by what the first two of them show, and made anew for new shapes of inputs. Under several
-    ranks (`group`) all follow one plan, for the smallest budget. `say` gets a line when a plan is made.
+    lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
+    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs get new plans. With
+    several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line when a plan is made.
     Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
     """
     from lowtide.runtime.autopilot.optimize import optimize as optimize_model
@@ -214,8 +214,8 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
 
     The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
     `.trace.json` (for Perfetto), `.pickle` (a memory snapshot for pytorch.org/memory_viz) or `.json`. Gives the path.
-    Raises `ConfigError` for other names, for a trace or a snapshot where only rules are followed, for a model that is
-    not under lowtide, and before the first step.
+    Raises `ConfigError` for other names, for a trace or a snapshot of a plan of rules alone, for a model that is not
+    under lowtide, and before the first step.
     """
     from torch.nn import Module
 
@@ -245,9 +245,9 @@ def selective_offload(
     as `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`, which torch recomputes in eager mode. Gradients are
     the same to the bit as with the policy that saves these outputs.
 
-    `policy(ctx, op, *args, **kwargs)` is the function that `create_selective_checkpoint_contexts` takes. `model` says
-    which device is to be relieved. `host_budget`: cap on main memory for what is offloaded. What PREFER_CPU_OFFLOAD
-    marks and is smaller than `min_bytes` is saved. `engine`: as in `apply`. Raises `ConfigError` for mistakes.
+    `policy(ctx, op, *args, **kwargs)` is the function that `create_selective_checkpoint_contexts` takes. Activations
+    leave the device of `model`. `host_budget`: cap on main memory for what is offloaded. An output below `min_bytes`
+    that PREFER_CPU_OFFLOAD marks is saved. `engine`: as in `apply`. Raises `ConfigError` for mistakes.
     """
     from lowtide.config.memory import load_memory
     from lowtide.runtime.offload.selective import SelectiveOffload
@@ -271,11 +271,11 @@ def swap_optimizer(
     of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
     that it is.
 
-    `tier`: "host", the first tier below the device (main memory; for a model on the CPU that is a file), or "disk".
+    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk".
     `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device;
-    "auto": what the device has room for, seen in the first steps.
+    "auto": as much as the first steps show to be free.
     `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than
-    `min_bytes` stays where it is. `model`: for ways of overlapping that follow its modules. `engine`: as in `apply`.
+    `min_bytes` stays where it is. `model`: needed for `overlap="deferred"`. `engine`: as in `apply`.
     Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.
     """
     from lowtide.optimizer.swap import swap_optimizer as swap

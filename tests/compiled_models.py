@@ -24,9 +24,12 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros(()))
+        self.counting = nn.BatchNorm1d(2 * WIDTH, momentum=None) if habit == "counts" else None
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(self.norm(x)))
+        if self.habit == "counts":
+            hidden = self.counting(hidden)  # its batches, in a tensor that it makes a number of
         if self.habit == "breaks":
             torch._dynamo.graph_break()
             hidden = hidden.sin()

@@ -1,9 +1,9 @@
 """What adapters share: the arguments that say what lowtide is to do, the handle while it does it, figures for loggers.
 
 Why the order matters: lowtide acts on the module whose `forward` the trainer calls, and the optimizer must be the one
-that steps. So an adapter attaches when training begins, after PEFT, wrapping, compiling and preparing are done; and it
-lets go when training ends, so that evaluation, saving and a second run meet the plain model. Where training ends
-with an error no trainer says so: `remove()` is there for that, and attaching again lets go first.
+that steps. So an adapter attaches when training begins, after PEFT, wrapping, compiling and preparing. It detaches when
+training ends, so that evaluation, saving and a second run have the plain model. If training ends with an error, no
+trainer calls its callbacks: call `remove()` then. Attaching again detaches first.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     from lowtide.adapters.lightning import TideCallback
     Trainer(..., callbacks=[TideCallback(budget="20GiB")])
 
-What: when training starts, the module that runs forward goes on autopilot (or under the rules of `memory=`), with the
-optimizer that Lightning has wrapped; when it ends, or fails, the module is plain again. Losses and weights are the same
-to the bit. Figures go to Lightning's loggers with each logged step.
+What: when training starts, lowtide plans the module that runs forward (or applies the rules of `memory=`), with the
+optimizer that Lightning has wrapped. When training ends or fails, the module is plain again. Losses and weights are the
+same to the bit. Figures go to Lightning's loggers with each logged step.
 
-Which module: lowtide acts on calls of a module, and a `training_step` is no such call. `module=` names the one that
-`training_step` calls, such as "model". Absent: the LightningModule itself if it defines `forward`, else the one
-child that has parameters.
+Which module: lowtide acts on calls of a module, and Lightning calls `training_step`, which is none. `module=` names the
+module that `training_step` calls, such as "model". Absent: the LightningModule itself if it defines `forward`, else the
+one child that has parameters.
 
 Not covered: several optimizers (manual optimization), FSDP and DeepSpeed strategies.
 """

@@ -4,13 +4,14 @@
     def llama3_8b_lowtide():
         return with_lowtide(llama3_8b(), budget="20GiB")
 
-What: `with_lowtide` takes a `Trainer.Config`, and gives it back with lowtide in two places. In `activation_checkpoint`
-stands a `TideInPlace`, whose `build(...).apply(model)` torchtitan calls where it would checkpoint the blocks; it leaves
-them plain. In `model_spec.post_optimizer_build_fn`, which torchtitan calls when the model is sharded and initialized
-and the optimizer is there, the model goes on autopilot (or under the rules of `memory=`). What stood there runs first.
+What: `with_lowtide` takes a `Trainer.Config`, and gives it back with lowtide in two places. `activation_checkpoint` is
+a `TideInPlace`; torchtitan calls its `build(...).apply(model)` where it would checkpoint the blocks, and it leaves the
+blocks plain. torchtitan calls `model_spec.post_optimizer_build_fn` when the model is sharded and initialized and the
+optimizer is there; lowtide plans the model then (or applies the rules of `memory=`). A function that was there before
+runs first.
 
 Why two: torchtitan checkpoints a model on the meta device, before it is sharded and before there is an optimizer. A
-plan needs both. Where only the first was called, the first forward pass says so.
+plan needs both. If only the first place was called, the first forward pass says so.
 
 This file imports nothing of torchtitan: it has the shape that its protocol asks for (seen in version 0.3).
 Not covered: pipeline parallelism (refused), several optimizers for one model (refused), CUDA graphs (lowtide refuses

@@ -3,16 +3,17 @@
     from lowtide.adapters.transformers import TideCallback
     Trainer(..., callbacks=[TideCallback(budget="20GiB")])
 
-What: when training begins, the model goes on autopilot (or under the rules of `memory=`), with the optimizer that
-Accelerate has wrapped; when it ends, it is plain again. Losses and weights are the same to the bit. Resuming, gradient
-accumulation, mixed precision, evaluation in mid-training, PEFT and `accelerate launch` with DDP need nothing more.
+What: when training begins, lowtide plans the model (or applies the rules of `memory=`), with the optimizer that
+Accelerate has wrapped. When training ends, the model is plain again. Losses and weights are the same to the bit.
+Resuming, gradient accumulation, mixed precision, evaluation in mid-training, PEFT and `accelerate launch` with DDP need
+nothing more.
 
 Trainer's own activation checkpointing (TRL turns it on by default) is switched off while lowtide acts, and on again
-afterwards: inside a layer that somebody else checkpoints there is nothing left to plan.
+afterwards: in a layer that Trainer checkpoints there would be nothing left to plan.
 
 Scalars: with each log, the entry of `state.log_history` gets the figures of `Attached.scalars`. Trainer calls its own
-reporters (TensorBoard, Weights & Biases) before the callbacks of users; after `callback.log_to(trainer)` this callback
-comes first, and they get the figures too.
+reporters (TensorBoard, Weights & Biases) before the callbacks of users. `callback.log_to(trainer)` puts this callback
+first, so that the reporters get the figures too.
 
 Not covered: DeepSpeed and Megatron integrations, which bring models and optimizers of their own.
 """

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**dataclasses.asdict(diff), "is_same": diff.is_same}))
     else:
-        print("\n".join(diff_lines(diff, *_names(args.first, args.second))))
+        print("\n".join(diff_lines(diff, *_names(args.first, args.second), width_of_stdout())))
     return 0 if diff.is_same else 1
 
 

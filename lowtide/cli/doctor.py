@@ -8,8 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
+from lowtide.core.text_table import wrapped
+
+if TYPE_CHECKING:
+    from lowtide.report.doctor import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +35,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
-        width = max(len(finding.what) for finding in findings)
-        for finding in findings:
-            print(f"{finding.state:<4}  {finding.what:<{width}}  {finding.found}")
-            if finding.advice:
-                print(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+        print("\n".join(_lines(findings, width_of_stdout())))
     return 1 if any(finding.state == "bad" for finding in findings) else 0
+
+
+def _lines(findings: Sequence[Finding], width: int | None) -> list[str]:
+    widest = max(len(finding.what) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<4}  {finding.what:<{widest}}  {finding.found}")
+        if finding.advice:
+            lines.append(f"{'':<4}  {'':<{widest}}  -> {finding.advice}")
+    return wrapped(lines, width, indent=" " * (widest + 8))

@@ -14,8 +14,10 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
 from lowtide.config.source import read_yaml
+from lowtide.core.text_table import wrapped
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
 from lowtide.mindformers.schema import Resolution, Sections, read_sections
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         _document(resolution, rows, notes)
         if args.json
-        else "\n".join(_lines(resolution, rows, notes, sections)).lstrip()
+        else "\n".join(wrapped(_lines(resolution, rows, notes, sections), width_of_stdout())).lstrip()
     )
     return 0
 
@@ -101,7 +103,7 @@ def _lines(resolution: Resolution, rows: tuple[Row, ...], notes: tuple[str, ...]
         return [*lines, "", "every activation is kept: nothing is recomputed and nothing is swapped"]
     if len(resolution.num_layers_per_stage) > 1 or len(resolution.num_layers_per_stage[0]) > 1:
         lines += ["", "layers of each stage", *_stage_lines(resolution, sections.start_stage)]
-    lines += ["", *table(rows)]
+    lines += ["", *table(rows, width_of_stdout())]
     sums = layer_sums(rows)
     if sums:
         cells = [f"layer {index}: {format_bytes(m)} moved, {format_bytes(f)} freed" for index, (m, f) in sums.items()]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.core.glossary import WORDS, find, lines
+from lowtide.core.text_table import wrapped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,5 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints entries. Raises `ConfigError` for an unknown word."""
     words = [find(" ".join(args.word))] if args.word else list(WORDS)
-    print("\n".join(line for word in words for line in lines(word)))
+    told = (line for word in words for line in lines(word))
+    print("\n".join(wrapped(told, width_of_stdout(), indent="    ")))
     return 0

@@ -15,17 +15,19 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
+from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from lowtide.cli.plan_sharded import Network
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
+    from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
     from lowtide.report.memory_curve import Curve
     from lowtide.timeline.hardware import Hardware
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
+        weights = _weights(settings, args, profile, waiting)
         rank = None
         if settings.is_sharded:
             rank = plan_sharded.rank_of(settings, args, profile)
@@ -111,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
-        forecast = _forecast(settings, args, plan, profile) if rank is None else ()
+        forecast = _forecast(plan, profile, weights if rank is None else rank.shards_of(weights))
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
@@ -119,21 +123,32 @@ def run(args: argparse.Namespace) -> int:
         more = {"optimizers": [dataclasses.asdict(kind) for kind in forecast]} if forecast else {}
         print(json.dumps(_document(plan, profile, rungs, curve, network) | came_from | more))
     else:
-        others = ["", *forecast_lines(forecast, profile.state)] if forecast else []
-        print("\n".join([*lines, *_lines(plan, profile, rungs, curve, network), *others, "", _WORDS]))
+        lines += _lines(plan, profile, rungs=rungs, curve=curve, network=network, forecast=forecast)
+        print("\n".join(wrapped(lines, width_of_stdout())))
     return 0
 
 
-def _forecast(
-    settings: RunConfig, args: argparse.Namespace, plan: Plan, profile: Profile
-) -> tuple[OptimizerForecast, ...]:
-    """Of a traced step whose optimizer stays on the device."""
-    if args.profile is not None or plan.optimizer is not None:
-        return ()
+def _weights(settings: RunConfig, args: argparse.Namespace, profile: Profile, waiting: Waiting) -> list[Weight]:
+    """The parameters of the run's model. Raises `ConfigError` for a saved profile of another model."""
+    waiting.say("counting the weights")
     from lowtide.train.profiling import weights_of_run
 
+    weights = weights_of_run(settings, profile.layers)
+    run_bytes = sum(weight.nbytes for weight in weights)
+    if args.profile is not None and profile.state.parameters != run_bytes:
+        raise ConfigError(
+            f"--profile: it is of a model with {profile.state.parameters:,} bytes of weights, the run's has "
+            f"{run_bytes:,}; profile the run again"
+        )
+    return weights
+
+
+def _forecast(plan: Plan, profile: Profile, weights: Sequence[Weight]) -> tuple[OptimizerForecast, ...]:
+    """Of a step whose optimizer stays on the device."""
+    if plan.optimizer is not None:
+        return ()
     assert plan.predicted is not None
-    return optimizer_forecast(plan.predicted, profile.state, weights_of_run(settings, profile.layers))
+    return optimizer_forecast(plan.predicted, profile.state, weights)
 
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
@@ -154,7 +169,7 @@ def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
         found = plan_cluster.plan(settings, args)
     from lowtide.pipeline.cluster.report import document, lines
 
-    print(json.dumps(document(found)) if args.json else "\n".join(lines(found)))
+    print(json.dumps(document(found)) if args.json else "\n".join(lines(found, width_of_stdout())))
     return 0
 
 
@@ -284,12 +299,20 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _lines(
-    plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None, network: Network | None
+    plan: Plan,
+    profile: Profile,
+    *,
+    rungs: tuple[SweptBudget, ...],
+    curve: Curve | None,
+    network: Network | None,
+    forecast: Sequence[OptimizerForecast],
 ) -> list[str]:
+    from lowtide.core.plan_table import plan_table
     from lowtide.report.budget_sweep import sweep_lines
     from lowtide.report.memory_curve import curve_lines
 
-    lines = [f"{profile.model}, one step of {profile.batch}", str(plan)]
+    width = width_of_stdout()
+    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]
     if network is not None:
         lines += ["", *network.lines()]
     if profile.hidden:
@@ -299,10 +322,12 @@ def _lines(
             f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    lines += ["", "what other budgets would give", *sweep_lines(rungs)]
+    lines += ["", "what other budgets would give", *sweep_lines(rungs, width)]
     if curve is not None:
-        lines += ["", *curve_lines(curve)]
-    return lines
+        lines += ["", *curve_lines(curve, width)]
+    if forecast:
+        lines += ["", *forecast_lines(forecast, profile.state, width)]
+    return [*lines, "", _WORDS]
 
 
 def _document(

@@ -1,9 +1,8 @@
 """Changes of a run file that `lowtide plan` tries where no plan fits: each is traced and planned as it would run.
 
-What: half the micro-batch, weights in bf16, the loss in slices, parameters in shards. Only those that are about what
-most of the memory is are made (planner/ways_out.py).
-Cost: a trace for each that is made. Not covered: plans from a saved profile, of which nobody can make another step
-here.
+What: half the micro-batch, weights in bf16, the loss in slices, parameters in shards. Only changes that make the
+largest part of the memory smaller are tried (planner/ways_out.py).
+Cost: a trace for each that is tried. Not covered: plans from a saved profile, which has one step and no model.
 """
 
 from __future__ import annotations

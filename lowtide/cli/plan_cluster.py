@@ -1,8 +1,8 @@
 """`lowtide plan RUN.yaml --devices 2048`: the fastest layout of a model over a cluster, without having one.
 
-What: taken instead of a plan for one device where the run file has a section `parallel` or `--devices` is given. Sizes
-that the section pins are kept, the others are looked for. Of the model only its config is read.
-stdout has the plan, or with `--json` one JSON document; `--export` writes it for another system as well.
+What: made instead of a plan for one device if the run file has a section `parallel`, or with `--devices`. Sizes that
+the section has are kept, the others are searched. Of the model only its config is read. stdout has the plan, or with
+`--json` one JSON document; `--export` writes it for another system as well.
 """
 
 from __future__ import annotations

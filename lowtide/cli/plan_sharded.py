@@ -3,18 +3,20 @@
 What: the traced step of the whole model becomes that of one rank (pipeline/fully_sharded.py), is planned as a step of
 one device is, and the plan's step is played with its gathers and reductions on a network lane.
 Not covered: profiles of real steps (they have their collectives in them); recipes that would read a parameter while it
-is in shards, which the runtime refuses; and plans that know the network while they are made: layers that run again hide
-more of it than a plain step does, and that counts only in what is said afterwards.
+is in shards, which the runtime refuses; and the network while the plan is made. Layers that run again hide more of the
+network than a plain step does; the printed step counts that, the choice of the plan does not.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
+from lowtide.planner.optimizer_kinds import Weight, shard_of
 from lowtide.train.run_file import RunConfig
 from lowtide.units import format_seconds
 
@@ -63,6 +65,10 @@ class Rank:
     sharding: Sharding
     cluster: Cluster
     hardware: Hardware
+
+    def shards_of(self, weights: Sequence[Weight]) -> list[Weight]:
+        """What is here of the parameters of the whole model."""
+        return [shard_of(weight, self.sharding.ranks) for weight in weights]
 
     def network(self, plan: Plan) -> Network:
         """The network of the step that the plan makes."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.plan import check_writable, write
+from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
 from lowtide.errors import ConfigError
 from lowtide.train.run_file import load_run
@@ -52,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     text = profile.to_json()
     if args.out is not None:
         write(args.out, text)
-    print(text if args.json else "\n".join(profile_lines(profile)), end="" if args.json else "\n")
+    print(text if args.json else "\n".join(profile_lines(profile, width_of_stdout())), end="" if args.json else "\n")
     return 0
 
 
-def profile_lines(profile: Profile) -> list[str]:
-    """Layers, and the largest sites."""
-    from lowtide.core.plan_table import align
+def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
+    """Layers, and the largest sites, in lines of at most `width` characters."""
+    from lowtide.core.text_table import align, wrapped
 
     sites = profile.sites
     how = f"traced, times by roofline of {profile.device}" if profile.is_fake else f"observed on {profile.device}"
@@ -67,18 +68,18 @@ def profile_lines(profile: Profile) -> list[str]:
         f"{len(profile.op_names)} operators in {format_seconds(sum(profile.op_seconds))}; {len(sites)} sites save "
         f"{format_bytes(profile.saved_bytes)}",
         "",
-        *align(_layer_cells(profile), numeric=(1, 2, 3, 4, 5)),
+        *align(_layer_cells(profile), numeric=(1, 2, 3, 4, 5), width=width),
         "",
     ]
     cells = [("largest sites", "", "made by", "recipe")]
     for site in sorted(sites, key=lambda site: -site.nbytes)[:_NUM_TOP_SITES]:
         recipe = f"no: {site.why_no_recipe}" if site.recipe is None else format_seconds(site.recipe.seconds)
         cells.append((site.name, format_bytes(site.nbytes), site.op, recipe))
-    lines += align(cells, numeric=(1,))
+    lines += align(cells, numeric=(1,), width=width)
     if profile.hidden:
         lines += ["", "kept by custom functions, out of reach of any plan:"]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    return lines
+    return wrapped(lines, width)
 
 
 def _layer_cells(profile: Profile) -> list[tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Settings into frozen dataclasses, strictly: every mistake is one line that says where, what, and how to fix it.
 
-What: `load_yaml` and `load_mapping` build any frozen dataclass by the types its fields declare: `bool`, `int`,
+What: `load_yaml` and `load_mapping` build any frozen dataclass by the types that its fields declare: `bool`, `int`,
 `float`, `str`, `Path`, `Literal`, enums, sizes (`ByteSize`), nested dataclasses, `tuple[T, ...]`, `tuple[A, B]`,
 `dict[str, T]`, `Any`, and unions of these.
 Why: types come from the declaration, not from the look of the text, so `1e-4` is a number where a number is declared
@@ -39,6 +39,8 @@ from lowtide.units import parse_bytes
 T = TypeVar("T")
 
 MOST_CHARACTERS = 4_096
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,60}")
+"""Text that needs no quotes in a list."""
 _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", re.ASCII)
 
@@ -96,12 +98,18 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
     if section is None:
         return typing.cast(T, _Builder(in_file=True).build(root, cls, ""))
     if root.kind != "mapping":
-        raise ConfigError(f"{root.place}: expected a mapping with the section '{section}', not {root.describe()}")
+        raise ConfigError(
+            f"{root.place}: expected a mapping with the section '{section}', not {root.describe()}; write "
+            f"'{section}:' and its keys below it"
+        )
     for entry in root.entries:
         if entry.key == section:
             return typing.cast(T, _Builder(in_file=True).build(entry.node, cls, section))
-    hint = did_you_mean(section, [entry.key for entry in root.entries])
-    raise ConfigError(f"{root.place}: missing section '{section}'{hint}")
+    for entry in root.entries:
+        if hint := did_you_mean(entry.key, (section,)):
+            raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
+    keys = ", ".join(_keys(cls))
+    raise ConfigError(f"{root.place}: missing section '{section}'; write '{section}:' and its keys below it: {keys}")
 
 
 def load_tree(root: Node, cls: type[T]) -> T:
@@ -156,7 +164,7 @@ class _Builder:
             rest = f", not {node.describe()}; the most is {MOST_DIGITS}"
             self._fail(node.place, path, f"expected {_join_or(_describe(want))}", " for ", rest)
         is_word = node.kind == "scalar" and not node.is_null and node.value not in choices
-        hint = did_you_mean(str(node.value), choices) if is_word else ""
+        hint = (did_you_mean(str(node.value), choices) if is_word else "") or _fix(node, want)
         self._fail(node.place, path, f"expected {_join_or(_describe(want))}", " for ", f", not {node.describe()}{hint}")
 
     # ---- scalars
@@ -288,8 +296,7 @@ class _Builder:
             node = Node(kind="mapping", place=node.place, entries=(Entry(key=shorthand, place=node.place, node=node),))
         if node.kind != "mapping":
             self._wrong(node, cls, path)
-        types_by_name = _field_types(cls)
-        keys = [name for name, want in types_by_name.items() if want is not Locations]
+        types_by_name, keys = _field_types(cls), _keys(cls)
         values: dict[str, Any] = {}
         for entry in node.entries:
             below = join_path(path, entry.key)
@@ -333,6 +340,25 @@ def _parser_of(want: Any) -> Callable[[int | str], Budget] | None:
 def _field_types(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {item.name: hints[item.name] for item in dataclasses.fields(typing.cast(Any, cls)) if item.init}
+
+
+def _keys(cls: Any) -> list[str]:
+    """That the mapping of a dataclass may have."""
+    return [name for name, want in _field_types(cls).items() if want is not Locations]
+
+
+def _fix(node: Node, want: Any) -> str:
+    """What to write where a mapping or a list is expected, as the end of a message; empty where the message says it."""
+    members = get_args(want) if get_origin(want) in (Union, types.UnionType) else (want,)
+    for member in members:
+        if dataclasses.is_dataclass(member):
+            return f"; write 'key: value', with these keys: {', '.join(_keys(member))}"
+        if get_origin(member) in (dict, Mapping):
+            return "; write 'key: value'"
+    if node.kind != "scalar" or node.is_null or not any(get_origin(member) is tuple for member in members):
+        return ""
+    is_plain = node.is_text and _PLAIN.fullmatch(str(node.value)) is not None
+    return f"; write [{node.value if is_plain else shown(node.value)}]"
 
 
 def _places(node: Node) -> dict[str, str]:

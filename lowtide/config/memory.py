@@ -31,17 +31,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_yaml
-from lowtide.config.source import read_yaml
+from lowtide.config.source import Node, read_yaml
 from lowtide.core.budget import DeviceMemory, Preset, settle
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import MIB
 
 PRESET_BESIDE_BUDGET = "chooses a budget by itself; leave the preset or the budget out"
+PRESET_OF_STAGES = "cannot be {} beside a pipeline yet; write preset: fastest, or a budget such as 20GiB or 90%"
 _ELSEWHERE = OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
+_RUN_SECTIONS = {"model", "data", "train", "parallel", "pipeline"}
+"""That stand beside `memory` in a run file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +210,19 @@ def load_memory(source: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str
     elif isinstance(source, Mapping):
         config = load_mapping(source, MemoryConfig, where="memory")
     elif isinstance(source, str | os.PathLike):
-        keys = [entry.key for entry in read_yaml(source).entries]
-        config = load_yaml(source, MemoryConfig, section="memory" if "memory" in keys else None)
+        config = load_yaml(source, MemoryConfig, section=_section_of(read_yaml(source)))
     else:
         raise ConfigError(f"memory: expected a plan, a mapping or the path of a YAML file, not {source!r}")
     config.rules()  # a malformed pattern is found when it is read, not when the model is there
     return config
+
+
+def _section_of(root: Node) -> str | None:
+    """None: the file is the section itself. A run file, or one whose section is misspelt, must have it."""
+    keys = [entry.key for entry in root.entries]
+    fields = [field.name for field in dataclasses.fields(MemoryConfig)]
+    is_misspelt = any(key not in fields and did_you_mean(key, ("memory",)) for key in keys)
+    return "memory" if "memory" in keys or is_misspelt or _RUN_SECTIONS & set(keys) else None
 
 
 def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:

@@ -34,6 +34,21 @@ MOST_DIGITS = 18
 _MOST_SHOWN = 80
 _DIGITS = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _LOOKS_TYPED = re.compile(r"[-+.0-9][-+.0-9eE_]*|true|false")
+_YAML_FIXES = (
+    ("mapping values are not allowed", "put the value in quotes, or write one 'key: value' a line"),
+    ("<stream end>", "close the bracket or the quote that is open there"),
+    ("end of stream", "close the quote that is open there"),
+    ("expected ',' or ']'", "write a comma between values and close the bracket"),
+    ("expected ',' or '}'", "write a comma between values and close the bracket"),
+    ("could not find expected ':'", "write a colon and a blank after each key: 'key: value'"),
+    ("expected <block end>", "begin all keys of a section in one column, and close quotes"),
+    ("<document start>", "begin all keys of a section in one column"),
+    ("expected alphabetic or numeric character", "put text that begins with * or & in quotes: '*.mlp'"),
+    ("cannot start any token", "indent with blanks, and put text that begins with @, % or ` in quotes"),
+    ("unknown escape character", "write each \\ twice, or use single quotes"),
+)
+"""What the parser says -> what to do about it; the first that is in its message."""
+_YAML_FIX = "look for an open quote or bracket and for uneven indentation there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +161,20 @@ def read_yaml(path: str | os.PathLike[str]) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
+        problem = error.problem or error.context or ""
+        raise ConfigError(f"{place}: not valid YAML: {problem}; {_yaml_fix(problem)}") from None
     except yaml.reader.ReaderError as error:
-        raise ConfigError(f"{name}: not valid YAML: character {error.position + 1}: {error.reason}") from None
+        raise ConfigError(
+            f"{name}: not valid YAML: character {error.position + 1}: {error.reason}; remove it"
+        ) from None
     except ConfigError:
         raise
     except (ValueError, OverflowError):  # PyYAML's own, for "\\U00110000" and for a %YAML version without end
-        raise ConfigError(f"{name}: not valid YAML: a character or a version that does not exist") from None
+        raise ConfigError(f"{name}: not valid YAML: a character or a version that does not exist; remove it") from None
+
+
+def _yaml_fix(problem: str) -> str:
+    return next((fix for part, fix in _YAML_FIXES if part in problem), _YAML_FIX)
 
 
 def read_mapping(value: object, path: str) -> Node:
@@ -170,7 +192,7 @@ def _python_node(value: object, path: str, depth: int) -> Node:
         entries = []
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ConfigError(f"{path}: expected text keys, not {shown(key)}")
+                raise ConfigError(f"{path}: expected text keys, not {shown(key)}; write the key in quotes")
             below = join_path(path, key)
             entries.append(Entry(key=key, place=below, node=_python_node(item, below, depth + 1)))
         return Node(kind="mapping", place=path, entries=tuple(entries))
@@ -210,7 +232,9 @@ class _YamlReader:
         self._parser.get_event()  # the end of the document
         if not self._parser.check_event(yaml.StreamEndEvent):
             place = self._place(self._parser.get_event())
-            raise ConfigError(f"{place}: not valid YAML: but found another document")
+            raise ConfigError(
+                f"{place}: not valid YAML: found a second document; remove the line '---' and one of them"
+            )
         return root
 
     def _value(self, path: str, depth: int) -> tuple[Node, int]:
@@ -255,17 +279,19 @@ class _YamlReader:
             place = self._place(event)
             if not isinstance(event, yaml.ScalarEvent):
                 what = "an alias" if isinstance(event, yaml.AliasEvent) else "a list or a mapping"
-                raise ConfigError(f"{place}: expected a plain key, not {what}")
+                raise ConfigError(f"{place}: expected a plain key, not {what}; write 'key: value'")
             key = event.value
             if event.tag is not None:
                 raise ConfigError(f"{place}: tags such as {shown(event.tag)} are not supported; remove it")
             if key == "<<" and event.style is None:
                 raise ConfigError(f"{place}: merge keys ('<<') are not supported; write the keys out")
             if len(key) > MOST_KEY_CHARACTERS or not key.isprintable():
-                raise ConfigError(f"{place}: expected a plain key, not {shown(key)}")
+                raise ConfigError(f"{place}: expected a plain key, not {shown(key)}; write a short word")
             below = join_path(path, key)
             if key in first_place:
-                raise ConfigError(f"{place}: duplicate key '{below}'; it is already set at {first_place[key]}")
+                raise ConfigError(
+                    f"{place}: duplicate key '{below}'; it is already set at {first_place[key]}; remove one of them"
+                )
             first_place[key] = place
             node, height = self._value(below, depth + 1)
             yield Entry(key=key, place=place, node=node), height
@@ -274,7 +300,9 @@ class _YamlReader:
     def _alias(self, name: str | None, place: str, depth: int) -> tuple[Node, int]:
         anchored = self._anchors.get(name or "")
         if anchored is None:
-            raise ConfigError(f"{place}: not valid YAML: found undefined alias {shown(name)}")
+            raise ConfigError(
+                f"{place}: not valid YAML: found undefined alias {shown(name)}; put text that begins with * in quotes"
+            )
         if anchored.node is None:
             raise ConfigError(f"{anchored.place}: this alias contains itself; write the value out")
         if depth + anchored.height - 1 > MOST_DEPTH:

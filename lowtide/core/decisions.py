@@ -1,4 +1,4 @@
-"""What a plan says of single activations and of the optimizer's state, and what it promises: the rows of a plan.
+"""The rows of a plan: the fate of each activation, where the optimizer's state is, and the predicted peak and time.
 
 Frozen data, below `plan.py` and below the table that prints it.
 """

@@ -10,6 +10,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """One layer in a forward and backward pass. Seconds."""
+
+    name: str
+    begins: float
+    """Its forward pass."""
+    ends: float
+    """Its backward pass: what comes before the layer is next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCurve:
     """Bytes on the device after each operator of one forward and backward pass."""
 
@@ -18,3 +29,5 @@ class MeasuredCurve:
     nbytes: tuple[int, ...]
     num_forward: int
     """So many of them belong to the forward pass and the loss; the others to the backward pass. Both at least 1."""
+    layers: tuple[LayerTimes, ...] = ()
+    """Of those that were called once, in order. They say which part of the curve is whose."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Rules
+from lowtide.core.text_table import align, wrapped
 from lowtide.units import format_bytes, format_seconds
 
 
@@ -83,10 +84,13 @@ class _Row:
     why: str
 
 
-def plan_table(plan: TabledPlan) -> str:
-    """The text of `print(plan)`, without a trailing newline."""
-    if plan.is_solved:
-        return "\n".join(_solved_lines(plan))
+def plan_table(plan: TabledPlan, width: int | None = None) -> str:
+    """The text of `print(plan)`, without a trailing newline. `width`: the most characters of a line; None: any."""
+    lines = _solved_lines(plan, width) if plan.is_solved else _written_lines(plan, width)
+    return "\n".join(wrapped(lines, width))
+
+
+def _written_lines(plan: TabledPlan, width: int | None) -> list[str]:
     lines = [_headline(plan)]
     if plan.does_nothing:
         lines.append("This plan does nothing: every activation is kept.")
@@ -96,18 +100,13 @@ def plan_table(plan: TabledPlan) -> str:
         lines += placement_lines(plan.optimizer)
     if plan.rules.rules:
         lines.append("")
-        lines += _rule_lines(plan)
+        lines += _rule_lines(plan, width)
     if not plan.sites:
-        lines.append("")
-        lines += _unobserved_lines(plan)
-        return "\n".join(lines)
-    rows = _site_rows(plan, _row)
-    lines.append("")
-    lines += _table(rows)
-    return "\n".join(lines)
+        return [*lines, "", *_unobserved_lines(plan, width)]
+    return [*lines, "", *_table(_site_rows(plan, _row), width)]
 
 
-def _solved_lines(plan: TabledPlan) -> list[str]:
+def _solved_lines(plan: TabledPlan, width: int | None) -> list[str]:
     if plan.predicted is None:
         lines = [_headline(plan)]
     else:
@@ -124,11 +123,11 @@ def _solved_lines(plan: TabledPlan) -> list[str]:
     if any(site.codec is not None for site in plan.sites):
         lines.append(_codec_line(plan))
     if plan.rules.rules:
-        lines += ["", *_rule_lines(plan)]
+        lines += ["", *_rule_lines(plan, width)]
     if plan.account:
-        lines += ["", *account_lines(plan.account)]
+        lines += ["", *account_lines(plan.account, width)]
     if plan.sites:
-        lines += ["", *_solved_table(_site_rows(plan, _solved_row))]
+        lines += ["", *_solved_table(_site_rows(plan, _solved_row), width)]
     return lines
 
 
@@ -172,17 +171,17 @@ def _contents(plan: TabledPlan) -> list[str]:
     return parts
 
 
-def _rule_lines(plan: TabledPlan) -> list[str]:
+def _rule_lines(plan: TabledPlan, width: int | None) -> list[str]:
     cells = [("rule", "fate", "prefetch", "tier", "written at")]
     for rule in plan.rules.rules:
         is_swap = rule.fate is Fate.SWAP
         prefetch = ("auto" if rule.prefetch is None else str(rule.prefetch)) if is_swap else ""
         tier = (rule.tier.value if rule.tier else "fastest") if is_swap else ""
         cells.append((rule.pattern.text, rule.fate.value, prefetch, tier, rule.where))
-    return align(cells, numeric=())
+    return align(cells, numeric=(), width=width)
 
 
-def _unobserved_lines(plan: TabledPlan) -> list[str]:
+def _unobserved_lines(plan: TabledPlan, width: int | None) -> list[str]:
     """Which layers a rule covers whole; what rules say of ops inside layers is known after a step."""
     if not plan.layers:
         return ["no layers"]
@@ -193,7 +192,7 @@ def _unobserved_lines(plan: TabledPlan) -> list[str]:
     cells = [("layers", "fate", "why")]
     for first, last in runs(plan.layers, keys):
         cells.append((layers_label(plan.layers, first, last), *keys[first]))
-    return align(cells, numeric=())
+    return align(cells, numeric=(), width=width)
 
 
 def _site_rows(plan: TabledPlan, make_row: Callable[[str, int, Sequence[SiteDecision]], _Row]) -> list[_Row]:
@@ -266,7 +265,7 @@ def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
-def _solved_table(rows: Sequence[_Row]) -> list[str]:
+def _solved_table(rows: Sequence[_Row], width: int | None) -> list[str]:
     cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "anchors", "cost", "why")]
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
     anchor_bytes, cost_seconds = sum(row.anchor_bytes for row in rows), sum(row.cost_seconds for row in rows)
@@ -280,16 +279,16 @@ def _solved_table(rows: Sequence[_Row]) -> list[str]:
         cells.append((row.label, row.fate, *sizes, cost, row.why))
     if not anchor_bytes:
         cells = [(*row[:5], *row[6:]) for row in cells]
-        return align(cells, numeric=(2, 3, 4, 5))
-    return align(cells, numeric=(2, 3, 4, 5, 6))
+        return align(cells, numeric=(2, 3, 4, 5), width=width)
+    return align(cells, numeric=(2, 3, 4, 5, 6), width=width)
 
 
-def _table(rows: Sequence[_Row]) -> list[str]:
+def _table(rows: Sequence[_Row], width: int | None) -> list[str]:
     cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "why")]
     cells += [(row.label, row.fate, *map(_size, row.bytes_by_fate), row.why) for row in rows]
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
     cells.append(("total", "", *map(_size, totals), ""))
-    return align(cells, numeric=(2, 3, 4))
+    return align(cells, numeric=(2, 3, 4), width=width)
 
 
 def _size(num_bytes: int) -> str:
@@ -322,19 +321,6 @@ def layers_label(layers: Sequence[str], first: int, last: int) -> str:
     if not is_only_stem:
         return f"{stem}.{numbers}"
     return f"layer {numbers}" if first == last else f"layers {numbers}"
-
-
-def align(cells: Sequence[tuple[str, ...]], *, numeric: tuple[int, ...]) -> list[str]:
-    """One line for each row, columns two blanks apart; the `numeric` ones are flush right."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        texts = [
-            text.rjust(width) if column in numeric else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(texts).rstrip())
-    return lines
 
 
 def plural(word: str, count: int) -> str:
@@ -409,12 +395,12 @@ def placement_lines(placement: OptimizerPlacement) -> list[str]:
     return lines
 
 
-def account_lines(account: Sequence[AccountLine]) -> list[str]:
+def account_lines(account: Sequence[AccountLine], width: int | None = None) -> list[str]:
     """Bytes at the worst moment, before and after."""
     cells = [("at the worst moment", "everything kept", "planned")]
     for line in account:
         cells.append((line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)))
-    return align(cells, numeric=(1, 2))
+    return align(cells, numeric=(1, 2), width=width)
 
 
 def percent(share: float) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
+from lowtide.core.text_table import align
 from lowtide.mindformers.schema import LayerPlan, Resolution
 from lowtide.mindformers.schema.flow import LAYER
 from lowtide.units import format_bytes
@@ -42,8 +43,8 @@ class FilePlan:
     """Rules that have less effect than one may expect from the file."""
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of text: a head, and a line for each row."""
+def table(rows: Sequence[Row], width: int | None = None) -> list[str]:
+    """Lines of text: a head, and a line for each row; more where a line has at most `width` characters."""
     has_bytes = any(row.nbytes is not None for row in rows)
     cells = [("layer", "op", "fate", *(["bytes"] if has_bytes else []), "why")]
     for row in rows:
@@ -51,8 +52,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}{unit}"
         size = [format_bytes(row.nbytes or 0)] if has_bytes else []
         cells.append((str(row.layer), row.part, fate, *size, row.why))
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]) - 1)]
-    return ["  ".join([*map(str.ljust, line[:-1], widths), line[-1]]) for line in cells]
+    return align(cells, numeric=(), width=width)
 
 
 def layer_sums(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:

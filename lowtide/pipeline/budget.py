@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
@@ -212,8 +212,8 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
                 "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not "
                 "observed; leave fill out"
             )
-    if config.preset is not None:
-        raise ConfigError("memory.preset: cannot be planned for the stages of a pipeline yet; write a budget")
+    if config.preset not in (None, "fastest"):
+        raise ConfigError(f"memory.preset: {PRESET_OF_STAGES.format(config.preset)}")
     if config.loss == "sliced":
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"

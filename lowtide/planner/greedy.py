@@ -18,7 +18,7 @@ import numpy as np
 
 from lowtide.core.fate import Fate
 from lowtide.timeline.memory import StepArrays
-from lowtide.timeline.step import Link
+from lowtide.timeline.step import Link, Move, making_seconds, ways
 
 
 def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: int | None = None) -> tuple[Fate, ...]:
@@ -32,8 +32,13 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
     fates = [_default(item.fates) for item in items]
     must = [index for index in sites if Fate.KEEP not in items[index].fates]
     left = evict_bytes - sum(items[index].nbytes for index in must)
+    cheapest: dict[int, Move] = {}
+    for index in sites:
+        made = [way for way in ways(items, index) if way[0][1] is Fate.RECOMPUTE]
+        if made:
+            cheapest[index] = min(made, key=lambda way: making_seconds(items, way))
     prices = {
-        index: items[index].recipe_seconds / items[index].nbytes if Fate.RECOMPUTE in items[index].fates else np.inf
+        index: making_seconds(items, cheapest[index]) / items[index].nbytes if index in cheapest else np.inf
         for index in sites
     }
     hidden = _Hidden(arrays, link, host_bytes)
@@ -49,8 +54,9 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
         item = items[index]
         if left <= 0 or fates[index] is not Fate.KEEP:
             continue
-        if Fate.RECOMPUTE in item.fates:
-            fates[index] = Fate.RECOMPUTE
+        for changed, fate in cheapest.get(index, ()):
+            fates[changed] = fate
+        if fates[index] is Fate.RECOMPUTE:
             left -= item.nbytes
     for index in sites:  # what the link cannot hide comes last
         if left > 0 and fates[index] is Fate.KEEP and Fate.SWAP in items[index].fates:

@@ -127,7 +127,7 @@ def raced_parts(plan: Plan, link: Link, seconds: float) -> Raced:
     """The parts of a plan that was predicted with `link`, and the `seconds` that a step took."""
     found = plan.predicted
     assert found is not None
-    compute = found.plain_seconds + found.recompute_seconds + found.check_seconds
+    compute = found.plain_seconds + found.recompute_seconds + found.codec_seconds + found.check_seconds
     return Raced(
         rest=compute + found.stall_seconds + found.optimizer_seconds,
         touch=found.touch_seconds,
@@ -139,7 +139,7 @@ def raced_parts(plan: Plan, link: Link, seconds: float) -> Raced:
 def copy_seconds(plan: Plan, link: Link) -> float:
     """How long the copies of activations run in a step under `plan`, both ways added up."""
     per_byte = 1.0 / link.out_bytes_per_second + 1.0 / link.in_bytes_per_second
-    nbytes = [site.nbytes for site in plan.sites if site.fate is Fate.SWAP]
+    nbytes = [site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP]
     return sum(nbytes) * per_byte + 2.0 * len(nbytes) * link.latency_seconds
 
 

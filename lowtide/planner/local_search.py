@@ -16,6 +16,7 @@ Not covered: proving anything. Bounds come from relaxation.py.
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,9 @@ from lowtide.core.fate import Fate
 from lowtide.planner.relaxation import Relaxation
 from lowtide.timeline.events import Timeline, run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
-from lowtide.timeline.step import Item, Link
+from lowtide.timeline.step import Item, Link, Move, making_seconds, ways
 
 Fates = tuple[Fate, ...]
-Move = tuple[tuple[int, Fate], ...]
 
 SMALL = 16
 """Up to as many items, pairs of changes are tried too."""
@@ -148,7 +148,7 @@ def repair(evaluator: Evaluator, fates: Fates, *, max_rounds: int = 200) -> Fate
             break
         wanted = distance[0] or distance[1]
         changes = _returns(evaluator, current) if distance[0] else _evictions(evaluator, current)
-        for several in (_enough(evaluator, changes, wanted), *([change] for change in changes[:MAX_TRIES])):
+        for several in (_enough(evaluator, changes, wanted), *changes[:MAX_TRIES]):
             tried = list(current)
             for index, fate in several:
                 tried[index] = fate
@@ -161,64 +161,76 @@ def repair(evaluator: Evaluator, fates: Fates, *, max_rounds: int = 200) -> Fate
     return tuple(current)
 
 
-def _enough(evaluator: Evaluator, changes: list[tuple[int, Fate]], wanted: int) -> list[tuple[int, Fate]]:
+def _enough(evaluator: Evaluator, changes: list[Move], wanted: int) -> Move:
     """The first changes that are worth this many bytes together, one for each item."""
     chosen: dict[int, Fate] = {}
     total = 0
-    for index, fate in changes:
+    for change in changes:
         if total >= wanted:
             break
+        index = change[0][0]
         if index not in chosen:
-            chosen[index] = fate
+            chosen.update(change)
             total += int(evaluator.arrays.nbytes[index])
-    return list(chosen.items())
+    return tuple(chosen.items())
 
 
-def _evictions(evaluator: Evaluator, fates: list[Fate]) -> list[tuple[int, Fate]]:
+def _evictions(evaluator: Evaluator, fates: list[Fate]) -> list[Move]:
     """Changes that take bytes off the worst tick, cheapest for their bytes first."""
     arrays = evaluator.arrays
+    items = arrays.step.items
     lifetimes = Lifetimes.of(arrays, fates)
     tick = int(np.argmax(floor_curve(arrays, lifetimes)))
-    changes: list[tuple[float, int, Fate]] = []
+    changes: list[tuple[float, int, bool, Move]] = []
     is_waiting = lifetimes.is_held & (arrays.dies <= tick) & (tick < lifetimes.need)
     for index in np.flatnonzero(is_waiting).tolist():
-        item = arrays.step.items[index]
-        for fate in item.fates:
-            if fate is not Fate.KEEP:
-                changes.append((_seconds(evaluator, item, fate) / max(item.nbytes, 1), index, fate))
-    changes.sort(key=lambda change: (change[0], change[1], change[2] is Fate.SWAP))
+        for way in ways(items, index):
+            if way[0][1] is not Fate.KEEP:
+                changes.append((_price(evaluator, way), index, _swaps(way), way))
+    changes.sort(key=operator.itemgetter(0, 1, 2))
     # What is made needs room for its recipe, and keeps its inputs there.
-    others: list[tuple[int, int, Fate]] = []
+    others: list[tuple[int, int, int, Move]] = []
     for index in np.flatnonzero(lifetimes.is_made & (lifetimes.need <= tick) & (tick < lifetimes.release)).tolist():
-        item = arrays.step.items[index]
-        freed = sum(int(arrays.nbytes[source]) for source in item.inputs if arrays.first_read[source] > tick)
+        sources = _made_from(items, fates, index)
+        freed = sum(int(arrays.nbytes[source]) for source in sources if arrays.first_read[source] > tick)
         if freed or lifetimes.need[index] == tick:
-            others += [(-freed, index, fate) for fate in item.fates if fate is not Fate.RECOMPUTE]
-    others.sort()
-    return [(index, fate) for _, index, fate in (*changes, *others)]
+            here = [way for way in ways(items, index) if any(fates[changed] is not fate for changed, fate in way)]
+            others += [(-freed, index, number, way) for number, way in enumerate(here)]
+    others.sort(key=operator.itemgetter(0, 1, 2))
+    return [way for *_, way in (*changes, *others)]
 
 
-def _returns(evaluator: Evaluator, fates: list[Fate]) -> list[tuple[int, Fate]]:
+def _made_from(items: Sequence[Item], fates: Sequence[Fate], index: int) -> tuple[int, ...]:
+    form = items[index].form
+    return items[index].inputs if form is None or fates[form] is Fate.RECOMPUTE else (form,)
+
+
+def _returns(evaluator: Evaluator, fates: list[Fate]) -> list[Move]:
     """Changes of swapped items, those first that are cheapest to make again."""
     changes = []
-    for index, item in enumerate(evaluator.arrays.step.items):
-        if fates[index] is Fate.SWAP:
-            changes += [
-                (_seconds(evaluator, item, fate) / max(item.nbytes, 1), index, fate)
-                for fate in item.fates
-                if fate is not Fate.SWAP
-            ]
-    changes.sort(key=lambda change: (change[2] is Fate.KEEP, change[0], change[1]))
-    return [(index, fate) for _, index, fate in changes]
+    items = evaluator.arrays.step.items
+    for index, item in enumerate(items):
+        own = index if item.form_of is None else item.form_of
+        if fates[index] is Fate.SWAP and (own == index or fates[own] is Fate.RECOMPUTE):
+            changes += [(_price(evaluator, way), own, way) for way in ways(items, own) if not _swaps(way)]
+    changes.sort(key=lambda change: (change[2][0][1] is Fate.KEEP, change[0], change[1]))
+    return [way for *_, way in changes]
 
 
-def _seconds(evaluator: Evaluator, item: Item, fate: Fate) -> float:
-    """What a fate costs when nothing is hidden by anything."""
-    if fate is Fate.KEEP:
-        return 0.0
-    if fate is Fate.RECOMPUTE:
-        return item.recipe_seconds
-    return item.nbytes / evaluator.link.out_bytes_per_second
+def _swaps(way: Move) -> bool:
+    return any(fate is Fate.SWAP for _, fate in way)
+
+
+def _price(evaluator: Evaluator, way: Move) -> float:
+    """Seconds a byte that it frees, when nothing is hidden by anything."""
+    items = evaluator.arrays.step.items
+    seconds, freed = making_seconds(items, way), items[way[0][0]].nbytes
+    for index, fate in way:
+        if fate is Fate.SWAP:
+            seconds += items[index].nbytes / evaluator.link.out_bytes_per_second
+        elif fate is Fate.KEEP:
+            freed -= items[index].nbytes
+    return seconds / max(freed, 1)
 
 
 def improve(evaluator: Evaluator, start: Outcome, *, max_plays: int) -> Outcome:
@@ -244,18 +256,19 @@ def improve(evaluator: Evaluator, start: Outcome, *, max_plays: int) -> Outcome:
 
 def _moves(arrays: StepArrays, outcome: Outcome) -> Iterator[Move]:
     items, fates = arrays.step.items, outcome.fates
-    singles = [(index, fate) for index, item in enumerate(items) for fate in item.fates if fate is not fates[index]]
+    own = [index for index, item in enumerate(items) if item.form_of is None]  # a form goes with what is made from it
+    singles = [way for index in own for way in ways(items, index) if any(fates[at] is not fate for at, fate in way)]
 
-    def promise(move: tuple[int, Fate]) -> float:
-        index, fate = move
-        saved = items[index].recipe_seconds if fates[index] is Fate.RECOMPUTE else 0.0
-        return saved - (items[index].recipe_seconds if fate is Fate.RECOMPUTE else 0.0)
+    def promise(way: Move) -> float:
+        index, form = way[0][0], items[way[0][0]].form
+        now = tuple((at, fates[at]) for at in ((index,) if form is None else (index, form)))
+        return making_seconds(items, now) - making_seconds(items, way)
 
     singles.sort(key=promise, reverse=True)
-    yield from ((move,) for move in singles)
+    yield from singles
     for num_changes, most_items in ((2, SMALL), (3, TINY)):
-        if len(items) > most_items:
+        if len(own) > most_items:
             return
-        for move in itertools.combinations(singles, num_changes):
-            if len({index for index, _ in move}) == num_changes:
-                yield move
+        for several in itertools.combinations(singles, num_changes):
+            if len({way[0][0] for way in several}) == num_changes:
+                yield tuple(itertools.chain.from_iterable(several))

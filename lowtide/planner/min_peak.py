@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import math
 import operator
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +81,14 @@ def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int
 def _timeless(step: Step) -> Step:
     """The step with times that follow from bytes: measured ones are others each time, and so is what is cheapest."""
     ticks = tuple(dataclasses.replace(tick, seconds=_TICK_SECONDS) for tick in step.ticks)
-    items = tuple(
-        dataclasses.replace(item, recipe_seconds=_TICK_SECONDS + item.nbytes * _RECIPE_SECONDS_A_BYTE)
-        if Fate.RECOMPUTE in item.fates
-        else item
-        for item in step.items
-    )
-    return dataclasses.replace(step, ticks=ticks, items=items)
+    return dataclasses.replace(step, ticks=ticks, items=tuple(map(_timeless_item, step.items)))
+
+
+def _timeless_item(item: Item) -> Item:
+    seconds = _TICK_SECONDS + item.nbytes * _RECIPE_SECONDS_A_BYTE
+    if item.form_of is not None:
+        return dataclasses.replace(item, decode_seconds=seconds)
+    return dataclasses.replace(item, recipe_seconds=seconds) if Fate.RECOMPUTE in item.fates else item
 
 
 def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates, bool]:
@@ -96,9 +98,16 @@ def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates,
     evaluator = Evaluator(arrays, Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0), 0, host_bytes)
     missing, peak_bytes = evaluator.excess(fates)
     is_proven = not missing and all(
-        Fate.SWAP in item.fates and item.dies > item.saved for item in items if item.reads and item.dies < item.reads[0]
+        Fate.SWAP in item.fates and (item.dies > item.saved or _is_only_stored(items, item))
+        for item in items
+        if item.reads and item.dies < item.reads[0]
     )
     return (UNREACHABLE if missing else peak_bytes), fates, is_proven
+
+
+def _is_only_stored(items: Sequence[Item], item: Item) -> bool:
+    """It may be made from its smaller form, for which it is there as long as for a copy, and in no other way."""
+    return item.form is not None and Fate.RECOMPUTE not in items[item.form].fates
 
 
 _ORDERS = ((Fate.RECOMPUTE, Fate.SWAP, Fate.KEEP), (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP))

@@ -8,18 +8,23 @@ Per parameter with n elements of w bytes each:
 - AdamW, as torch has it: 2 n w, both moments in the type of the weights.
 - AdamW with fp32 masters, for weights of 16 bits: 12 n, a master copy and both moments in fp32 (Rajbhandari et al.,
   ZeRO, 2020, section 3.1: K = 12). Weights of 32 bits are their own masters: 8 n.
-- Adafactor (Shazeer and Stern, 2018, without momentum, as torch has it): of a tensor of at least two dimensions one
-value   for each row and each column of its last two; of a vector n values; in the type of the weights.
+- Adafactor (Shazeer and Stern, 2018, without momentum, as torch has it): one value for each row and each column of the
+  last two dimensions of a tensor; n values of a vector; in the type of the weights.
 - AdamW in 8 bits (Dettmers et al., 2022; bitsandbytes): 2 n bytes and, for each block of 256 elements, two fp32 scales;
   tensors below 4,096 elements stay in fp32, 8 n.
 - Muon (Jordan et al., 2024): n w of momentum for matrices inside layers; AdamW for all others: embeddings, the head,
   norms and biases.
+
+Of a parameter that ranks share (`fully_shard`), n counts the elements of the first rank, which has the most rows. Not
+counted there: Adafactor, since torch's cannot step shards, and AdamW in 8 bits, whose blocks of shards nobody here has
+tried.
 
 Not covered: temporaries of a step; optimizers that shard, offload or quantise their state in ways of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,16 +35,23 @@ _LEAST_QUANTISED = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """One trained parameter."""
+    """One parameter."""
 
     shape: tuple[int, ...]
     element_bytes: int
     is_in_layer: bool
     """Inside a repeated block; else it is an embedding, a head or a norm at the end."""
+    is_trained: bool = True
+    """An optimizer has no state for others."""
+
+    num_shards: int = 1
+    """Ranks that share it: `fully_shard` deals its rows, and the first rank has the most."""
 
     @property
     def count(self) -> int:
-        return math.prod(self.shape)
+        """Elements on the first rank."""
+        rows, *inner = self.shape or (1,)
+        return math.ceil(rows / self.num_shards) * math.prod(inner)
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +93,17 @@ _KINDS: dict[str, Callable[[Weight], int]] = {
     "AdamW with fp32 masters": _masters,
 }
 
+NOT_OF_SHARDS = ("Adafactor", "AdamW in 8 bits")
+"""Kinds that are not counted for parameters in shards."""
+
 
 def state_by_kind(weights: Sequence[Weight]) -> dict[str, int]:
-    """Name of the optimizer -> bytes of its state between steps."""
-    return {name: sum(map(count, weights)) for name, count in _KINDS.items()}
+    """Name of the optimizer -> bytes of its state between steps, on the first of the ranks that share the weights."""
+    trained = [weight for weight in weights if weight.is_trained]
+    left_out = NOT_OF_SHARDS if any(weight.num_shards > 1 for weight in weights) else ()
+    return {name: sum(map(count, trained)) for name, count in _KINDS.items() if name not in left_out}
+
+
+def shard_of(weight: Weight, num_shards: int) -> Weight:
+    """What the first of the ranks has of a parameter that they share."""
+    return dataclasses.replace(weight, num_shards=num_shards)

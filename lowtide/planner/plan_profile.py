@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide.core.codec import Codec
 from lowtide.core.decisions import Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.pattern import Pattern
@@ -31,14 +30,22 @@ from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, choose_placement
-from lowtide.planner.problem import Problem, decisions, fitting_min_bytes, make_problem, may_be_smaller, state_bytes
-from lowtide.planner.smaller import decodes, merged
+from lowtide.planner.problem import (
+    Problem,
+    decisions,
+    fitting_min_bytes,
+    make_problem,
+    may_be_smaller,
+    state_bytes,
+    stored_form,
+)
+from lowtide.planner.smaller import form_of, is_form
 from lowtide.planner.state_items import StateShares, in_order, split, state_curve, with_state
 from lowtide.planner.ways_out import Change, explained
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Item, Link
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
@@ -283,11 +290,12 @@ def _check_seconds(asked: _Asked, found: _Found, log_seconds: float) -> float:
 
 
 def _has_recipes(found: _Found) -> bool:
-    nodes = found.problem.profile.nodes
-    chosen = zip(found.problem.nodes, found.solution.fates, strict=False)  # the rest is the optimizer's
+    nodes, fates = found.problem.profile.nodes, found.solution.fates
     return any(
-        fate is Fate.RECOMPUTE and nodes[index].anchor is None and not decodes(nodes[index].recipe)
-        for index, fate in chosen
+        fates[position] is Fate.RECOMPUTE
+        and nodes[index].anchor is None
+        and stored_form(found.problem, fates, position) is None
+        for position, index in enumerate(found.problem.nodes)
     )
 
 
@@ -322,11 +330,9 @@ def problem_of(
         layers = layers_by_rule(profile, config)
     step = run_again(profile, layers)
     rules = _left_rules(config, layers)
-    free = [node for node in step.nodes if rules.decide(node.name).rule is None]
-    # A recipe frees all of a site's bytes: a codec is for those that have none, or may not use it.
-    names = {node.name for node in free if node.recipe is None or not config.recomputes_freely}
+    names = {node.name for node in step.nodes if rules.decide(node.name).rule is None}
     least = _min_bytes(profile, config)
-    step = may_be_smaller(step, names, least)
+    step = may_be_smaller(step, names, least, has_recipes=config.recomputes_freely)
     return make_problem(step, allowed=_allowed(step, config, rules), min_bytes=least, has_gradients=has_gradients)
 
 
@@ -346,13 +352,14 @@ def _allowed(profile: Profile, config: MemoryConfig, rules: Rules) -> Mapping[st
     free += [Fate.SWAP] if config.swaps_freely else []
     free += [Fate.RECOMPUTE] if config.recomputes_freely else []
     allowed: dict[str, tuple[tuple[Fate, ...], str]] = {}
+    forms = {node.name for node in profile.nodes if is_form(node)}
     for node in profile.nodes:
         decision = rules.decide(node.name)
         if decision.rule is not None:
             allowed[node.name] = ((decision.fate,), decision.reason)
         elif len(free) < len(_ALL):
             # To be made from a smaller form is a way to be kept.
-            more = (Fate.RECOMPUTE,) if decodes(node.recipe) else ()
+            more = (Fate.RECOMPUTE,) if form_of(node.name) in forms else ()
             allowed[node.name] = ((*free, *more), "the rules leave no other fate")
     return allowed
 
@@ -374,9 +381,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
     bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
     held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
     again = sum(_call_seconds(asked.profile, name) for name in found.layers)
-    sites = merged(
-        decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons), profile, _smaller_reason
-    )
+    sites = decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons)
     codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
     made_seconds = timeline.recompute_seconds - codec_seconds - (choice.streamed_seconds if choice else 0.0)
     touch_seconds = 0.0
@@ -486,10 +491,6 @@ def _reason(item: Item, fate: Fate) -> str:
     if fate is Fate.SWAP:
         return "away and back while compute runs"
     return f"made again in {format_seconds(item.recipe_seconds)}"
-
-
-def _smaller_reason(codec: Codec) -> str:
-    return f"stored as {codec.kind} ({format_bytes(codec.nbytes)})"
 
 
 def _say_nothing(line: str) -> None:

@@ -19,7 +19,7 @@ from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe
-from lowtide.planner.smaller import decodes, is_form, with_codecs
+from lowtide.planner.smaller import form_of, is_form, stored_as, with_codecs
 from lowtide.timeline.step import Item, Step, Tick
 from lowtide.units import MIB
 
@@ -95,6 +95,7 @@ def _fates(
 ) -> tuple[list[tuple[Fate, ...]], dict[int, str]]:
     result: list[tuple[Fate, ...]] = []
     why: dict[int, str] = {}
+    forms = {node.name for node in profile.nodes if is_form(node)}
     for index, node in enumerate(profile.nodes):
         possible = [Fate.KEEP]
         if node.nbytes < min_bytes:
@@ -103,7 +104,7 @@ def _fates(
             why[index] = "something else holds it until backward"
         else:
             possible.append(Fate.SWAP)
-            if node.recipe is not None:
+            if node.recipe is not None or form_of(node.name) in forms:
                 possible.append(Fate.RECOMPUTE)
         if node.name in allowed:
             wanted, reason = allowed[node.name]
@@ -112,10 +113,14 @@ def _fates(
             if possible == [Fate.KEEP]:
                 why.setdefault(index, reason)
         result.append(tuple(possible))
+    # What is made by its recipe has no smaller form.
+    with_recipes = {form_of(node.name) for node in profile.sites if node.recipe is not None}
     # An anchor of its own accord is nothing: it matters only as the input of a recipe.
     needed = _read_by_recipes(profile, result)
     for index, node in enumerate(profile.nodes):
-        if node.anchor is not None and node.name not in needed:
+        if is_form(node):
+            result[index] += (Fate.RECOMPUTE,) if node.name in with_recipes else ()
+        elif node.anchor is not None and node.name not in needed:
             result[index] = ()
     return result, why
 
@@ -137,8 +142,9 @@ def send_ops(profile: Profile) -> list[int]:
     return [op for op, _ in _sends(profile)]
 
 
-def may_be_smaller(profile: Profile, names: Collection[str], min_bytes: int) -> Profile:
-    """The profile in which the sites among `names` that fit a codec may be stored smaller (planner/smaller.py)."""
+def may_be_smaller(profile: Profile, names: Collection[str], min_bytes: int, *, has_recipes: bool = True) -> Profile:
+    """The profile in which the sites among `names` that fit a codec may be stored smaller (planner/smaller.py).
+    `has_recipes`: or made by their recipes."""
     sends = _sends(profile)
     return with_codecs(
         profile,
@@ -146,6 +152,7 @@ def may_be_smaller(profile: Profile, names: Collection[str], min_bytes: int) -> 
         sequences=[sequence for _, sequence in sends],
         names=names,
         min_bytes=min_bytes,
+        has_recipes=has_recipes,
     )
 
 
@@ -279,10 +286,13 @@ def _items(
     def boundary(op: int) -> int:
         return bisect.bisect_left(starts, op)
 
+    own = {form_of(name): position for name, position in place.items()}
     items = []
     for index in chosen:
         node, recipe = profile.nodes[index], profile.nodes[index].recipe
-        can_remake = recipe is not None and Fate.RECOMPUTE in fates[index]
+        can_remake = Fate.RECOMPUTE in fates[index] and not is_form(node)
+        form_at, is_of = place.get(form_of(node.name)), own.get(node.name)
+        codec = None if is_of is None else profile.nodes[chosen[is_of]].codec
         items.append(
             Item(
                 name=node.name,
@@ -295,10 +305,13 @@ def _items(
                 fates=fates[index],
                 recipe_seconds=recipe.seconds if can_remake and recipe else 0.0,
                 recipe_bytes=max(recipe.transient_bytes - node.nbytes, 0) if can_remake and recipe else 0,
-                work_bytes=node.codec.work_bytes if can_remake and node.codec and decodes(recipe) else 0,
                 check_bytes=profile.state.fingerprint if can_remake else 0,
                 check_until=len(starts) - 1,
                 inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
+                form=form_at,
+                form_of=is_of,
+                decode_seconds=codec.seconds if codec else 0.0,
+                work_bytes=codec.work_bytes if codec else 0,
             )
         )
     return tuple(items)
@@ -320,17 +333,35 @@ def decisions(
     """
     profile = problem.profile
     items = {index: position for position, index in enumerate(problem.nodes)}
-    chosen = (profile.nodes[index] for index, fate in zip(problem.nodes, fates, strict=False) if fate is Fate.RECOMPUTE)
-    needed = needed_anchors(profile, {node.name: node.recipe for node in chosen if node.recipe is not None})
+    made = [
+        profile.nodes[index]
+        for position, (index, fate) in enumerate(zip(problem.nodes, fates, strict=False))
+        if fate is Fate.RECOMPUTE and stored_form(problem, fates, position) is None
+    ]
+    needed = needed_anchors(profile, {node.name: node.recipe for node in made if node.recipe is not None})
     clock = _SequenceClock(problem, fates)
     result = []
     for index, node in enumerate(profile.nodes):
         position = items.get(index)
-        if node.anchor is not None and node.name not in needed:
+        if is_form(node) or (node.anchor is not None and node.name not in needed):
             continue
         fate = Fate.KEEP if position is None else fates[position]
-        swap = position if fate is Fate.SWAP else None
         reason = problem.why_fixed.get(index, "fits") if position is None else reasons[position]
+        recipe, codec, sent = node.recipe if fate is Fate.RECOMPUTE else None, None, node
+        cost_seconds = 0.0 if recipe is None else recipe.seconds
+        form = None if position is None else stored_form(problem, fates, position)
+        if form is not None:
+            # It is what is kept or swapped in place of the site.
+            recipe, codec, sent, position, fate = (
+                None,
+                node.codec,
+                profile.nodes[problem.nodes[form]],
+                form,
+                fates[form],
+            )
+            assert codec is not None
+            reason, cost_seconds = stored_as(codec), codec.seconds
+        swap = position if fate is Fate.SWAP else None
         result.append(
             SiteDecision(
                 name=node.name,
@@ -339,10 +370,11 @@ def decisions(
                 dtype=node.dtype,
                 fate=fate,
                 prefetch=None if swap is None else clock.prefetch(swap, prefetch_at[swap]),
-                leave=None if swap is None else clock.leave(node, evict_by[swap]),
+                leave=None if swap is None else clock.leave(sent, evict_by[swap]),
                 anchor=node.anchor,
-                recipe=node.recipe if fate is Fate.RECOMPUTE else None,
-                cost_seconds=node.recipe.seconds if fate is Fate.RECOMPUTE and node.recipe else 0.0,
+                recipe=recipe,
+                codec=codec,
+                cost_seconds=cost_seconds,
                 reason=reason,
             )
         )
@@ -358,6 +390,13 @@ def decisions(
         for entry in profile.staying
     )
     return (*result, *stay)
+
+
+def stored_form(problem: Problem, fates: Sequence[Fate], position: int) -> int | None:
+    """The item that an item is made from, if that is its smaller form; None where it is not stored smaller."""
+    form = problem.step.items[position].form
+    is_stored = form is not None and fates[position] is Fate.RECOMPUTE and fates[form] is not Fate.RECOMPUTE
+    return form if is_stored else None
 
 
 def needed_anchors(profile: Profile, recipes: Mapping[str, Recipe]) -> set[str]:
@@ -395,7 +434,8 @@ class _SequenceClock:
         need = [problem.profile.nodes[index].last_sequence for index in problem.nodes]
         for position in reversed(range(len(need))):
             if fates[position] is Fate.RECOMPUTE:
-                for source in problem.step.items[position].inputs:
+                form = stored_form(problem, fates, position)
+                for source in problem.step.items[position].inputs if form is None else (form,):
                     need[source] = max(need[source], need[position])
         return need
 

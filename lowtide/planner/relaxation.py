@@ -64,13 +64,13 @@ class Needs:
         dependents: list[list[int]] = [[] for _ in items]
         for index, item in enumerate(items):
             if Fate.RECOMPUTE in item.fates:
-                for source in item.inputs:
+                for source in item.sources:
                     dependents[source].append(index)
         last, first = arrays.first_read.copy(), arrays.first_read.copy()
         for index in arrays.dependents_first:
             if Fate.RECOMPUTE not in items[index].fates:
                 continue
-            for source in items[index].inputs:
+            for source in items[index].sources:
                 first[source] = min(first[source], first[index])
         never = arrays.num_ticks
         for index, users in enumerate(dependents):
@@ -85,6 +85,9 @@ class _Columns:
 
     swap: int = -1
     recompute: int = -1
+    """By a recipe."""
+    decode: int = -1
+    """From the smaller form."""
     keeps: Sequence[tuple[int, int]] = ()
     """Anchors only: (first point past it, column) for each end that keeping it may have."""
 
@@ -147,9 +150,14 @@ class Program:
                 # Both copies run, and compute falls behind by its share of them.
                 behind = share * (self._out_seconds(item.nbytes) + self._back_seconds(item.nbytes))
                 entry.swap = build.column(behind, 1.0, whole=True)
-            if Fate.RECOMPUTE in item.fates:
-                entry.recompute = build.column(item.recipe_seconds / self._unit_seconds, 1.0, whole=True)
-            terms = [(col, 1.0) for col in (entry.swap, entry.recompute) if col >= 0]
+            if Fate.RECOMPUTE in item.fates and item.form_of is None:
+                form = None if item.form is None else items[item.form]
+                if form is None or Fate.RECOMPUTE in form.fates:
+                    entry.recompute = build.column(item.recipe_seconds / self._unit_seconds, 1.0, whole=True)
+                if form is not None:
+                    entry.decode = build.column(form.decode_seconds / self._unit_seconds, 1.0, whole=True)
+                    later.append(index)  # its form is made, and so listed, after it
+            terms = [(col, 1.0) for col in (entry.swap, entry.recompute, entry.decode) if col >= 0]
             if item.is_anchor:
                 # A kept anchor lives until the last recipe that reads it; each possible end is a share of its own.
                 ends = {self._index(ticks, int(needs.first[user]) + 1) for user in needs.dependents[index]}
@@ -160,12 +168,10 @@ class Program:
                 # Every item has one fate; a site that may not be kept has one of the others.
                 forced = Fate.KEEP not in item.fates and not item.is_anchor
                 build.row(terms, 1.0 if forced else -math.inf, 1.0)
-            if entry.recompute >= 0 and max(item.inputs, default=0) > index:
-                later.append(index)  # a smaller form is made, and so listed, after what is made from it
-            elif entry.recompute >= 0:
+            if entry.recompute >= 0:
                 self._needs_anchors(build, ticks, index, columns)
         for index in later:
-            self._needs_anchors(build, ticks, index, columns)
+            self._needs_anchors(build, ticks, index, columns, is_decoded=True)
         return columns
 
     def _is_free(self, index: int) -> bool:
@@ -175,16 +181,26 @@ class Program:
             return self.needs.last[index] == self.arrays.num_ticks
         return Fate.KEEP in item.fates and item.dies >= item.reads[0]
 
-    def _needs_anchors(self, build: Linear, ticks: NDArray[np.int64], index: int, columns: list[_Columns]) -> None:
-        """What is made again needs its anchors held, kept at least until it can first be needed."""
+    def _needs_anchors(
+        self,
+        build: Linear,
+        ticks: NDArray[np.int64],
+        index: int,
+        columns: list[_Columns],
+        *,
+        is_decoded: bool = False,
+    ) -> None:
+        """What is made again needs its anchors held, or its form, kept at least until it can first be needed."""
+        item, entry = self.step.items[index], columns[index]
         end = self._index(ticks, int(self.needs.first[index]) + 1)
-        for source in self.step.items[index].inputs:
+        made = entry.decode if is_decoded else entry.recompute
+        for source in item.inputs if not is_decoded or item.form is None else (item.form,):
             if not self.step.items[source].is_anchor:
                 continue
             held = columns[source]
             terms = [(col, 1.0) for last, col in held.keeps if last >= end]
             terms += [(col, 1.0) for col in (held.swap, held.recompute) if col >= 0]
-            build.row([*terms, (columns[index].recompute, -1.0)], 0.0, math.inf)
+            build.row([*terms, (made, -1.0)], 0.0, math.inf)
 
     def _watch(
         self,
@@ -206,16 +222,23 @@ class Program:
             for end, col in entry.keeps:
                 moves.away[dies].append((col, -size))
                 moves.away[end].append((col, size))
-            if entry.recompute >= 0:
+            gone = [(entry.swap, dies), (entry.recompute, dies)]
+            made = [(entry.recompute, item.recipe_seconds, item.recipe_bytes)]
+            if item.form is not None:
+                form = self.step.items[item.form]
+                gone.append((entry.decode, max(dies, self._index(ticks, form.born + 1))))
+                made.append((entry.decode, form.decode_seconds, form.work_bytes))
+                born_at = self._index(ticks, form.born)
+                if entry.decode >= 0 and form.work_bytes and born_at < num and ticks[born_at] == form.born:
+                    moves.transient[born_at].append((entry.decode, form.work_bytes / self._unit_bytes))
+            for col, seconds, transient_bytes in made:
+                if col < 0:
+                    continue
                 # It runs in one of these ticks; which one depends on what is made from it, so each gets the time.
-                seconds = item.recipe_seconds / self._unit_seconds
                 for k in range(self._index(ticks, first + 1), min(self._index(ticks, read + 1), num - 1) + 1):
-                    moves.extra[k].append((entry.recompute, seconds))
-                if first == read and at < num and ticks[at] == read and item.recipe_bytes:
-                    moves.transient[at].append((entry.recompute, item.recipe_bytes / self._unit_bytes))
-                saved_at = self._index(ticks, item.saved)
-                if item.work_bytes and saved_at < num and ticks[saved_at] == item.saved:
-                    moves.transient[saved_at].append((entry.recompute, item.work_bytes / self._unit_bytes))
+                    moves.extra[k].append((col, seconds / self._unit_seconds))
+                if first == read and at < num and ticks[at] == read and transient_bytes:
+                    moves.transient[at].append((col, transient_bytes / self._unit_bytes))
             if entry.swap >= 0:
                 out, back = self._out_seconds(item.nbytes), self._back_seconds(item.nbytes)
                 moves.dead[dies].append((entry.swap, out))
@@ -226,9 +249,9 @@ class Program:
                 moves.back.append((entry.swap, back))
             if item.is_anchor or dies >= at:
                 continue
-            for col in (entry.swap, entry.recompute):
-                if col >= 0:
-                    moves.away[dies].append((col, size))
+            for col, start in gone:
+                if col >= 0 and start < at:
+                    moves.away[start].append((col, size))
                     moves.away[at].append((col, -size))
             self._early(build, ticks, index, columns, moves)
         if minimise_peak:
@@ -251,7 +274,7 @@ class Program:
     ) -> None:
         """What another item is made from is there when that one is read, and stays until its own reads."""
         entry, item = columns[index], self.step.items[index]
-        if entry.swap < 0 and entry.recompute < 0:
+        if entry.swap < 0 and entry.recompute < 0 and entry.decode < 0:
             return
         dies = self._index(ticks, item.dies)
         read = self._index(ticks, int(self.needs.last[index]))
@@ -261,7 +284,7 @@ class Program:
             at = self._index(ticks, int(self.needs.last[user]))
             if dies <= at < read and columns[user].recompute >= 0:
                 levels.setdefault(at, []).append(columns[user].recompute)
-        back: dict[int, list[int]] = {col: [] for col in (entry.swap, entry.recompute) if col >= 0}
+        back: dict[int, list[int]] = {col: [] for col in (entry.swap, entry.recompute, entry.decode) if col >= 0}
         for at in sorted(levels):
             for col, parts in back.items():
                 part = build.column(0.0, 1.0)
@@ -310,7 +333,11 @@ class Program:
         swap, recompute, held = none.copy(), none.copy(), none.copy()
         for index, entry in enumerate(columns):
             swap[index] = solved.values[entry.swap] if entry.swap >= 0 else 0.0
-            recompute[index] = solved.values[entry.recompute] if entry.recompute >= 0 else 0.0
+            by_recipe = solved.values[entry.recompute] if entry.recompute >= 0 else 0.0
+            recompute[index] += by_recipe + (solved.values[entry.decode] if entry.decode >= 0 else 0.0)
+            form = self.step.items[index].form
+            if form is not None:
+                recompute[form] = by_recipe  # what has no form, that is
             held[index] = sum(solved.values[col] for _, col in entry.keeps)
         keep = np.where(self.is_anchor, held, 1.0 - swap - recompute)
         return Relaxation(

@@ -95,4 +95,4 @@ def _swaps(plan: Plan) -> bool:
 
 
 def _swapped_bytes(plan: Plan) -> int:
-    return sum(site.nbytes for site in plan.sites if site.fate is Fate.SWAP)
+    return sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP)

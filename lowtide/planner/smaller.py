@@ -1,32 +1,33 @@
-"""Storages that are kept or swapped in a smaller form: a further way for a site, in terms that the solver has already.
+"""Storages that are kept or swapped in a smaller form: further ways for a site, beside its recipe.
 
-What: `with_codecs` gives a site that fits a codec two things: a node for its smaller form, which nothing but a plan
-makes, and a recipe of no steps, which makes the site from that node. So "kept smaller" is: the site is made, the form
-is kept; "swapped smaller": the site is made, the form is swapped. Ticks, lifetimes, the program, the search and the
-timeline stay as they are. `merged` turns the answer into one decision for each site.
+What: `with_codecs` gives a site that fits a codec a node for its smaller form, which nothing but a plan makes. To the
+solver, a site with the fate recompute is made from its form where that one is kept or swapped, and by its recipe where
+that one's own fate is recompute, which means that there is none (`Item.form` of timeline/step.py). So a site has up to
+five ways: kept, swapped, made by its recipe, its form kept, its form swapped; and all are in one program, one search
+and one timeline. `problem.decisions` turns the answer into one decision for each site.
 
 The account, in half-open lifetimes: the site is there until the operator after which it can be sent (`send_ops` of
 problem.py: the runtime encodes when the next operator saves something), its form from that operator to the site's first
 need, where both are there; while either is made, `Codec.work_bytes` on top. So a storage that something else holds for
 long frees little, and one that is held until backward frees nothing and gets no codec.
 
-Which sites: without a recipe that rules allow (a recipe frees all of its bytes), of at least `min_bytes`, and not named
-by a rule (rules name fates, and a fate is about a storage as it is).
+Which sites: those of at least `min_bytes` that no rule names (rules name fates, and a fate is about a storage as it
+is), also those that have a recipe: one may be dear, or start from what would have to be kept for it.
 
-Cost: linear in nodes. Not covered: the choice between a codec and a recipe for one site; encoding is charged with
-decoding, in backward.
+Cost: linear in nodes. Not covered: more than one codec for a site; encoding is charged with decoding, in backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lowtide.core.codec import Codec
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
-from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput
+from lowtide.core.recipe import Anchor
+from lowtide.units import format_bytes
 
 SIDE = "smaller form"
 """`Anchor.side` of the nodes that stand for smaller forms."""
@@ -39,18 +40,21 @@ def with_codecs(
     sequences: Sequence[int],
     names: Collection[str],
     min_bytes: int,
+    has_recipes: bool = True,
 ) -> Profile:
     """The profile in which sites among `names` may be stored smaller. `sends`: for each node the operator after which
-    it can be sent away; `sequences`: autograd's number at that operator."""
+    it can be sent away; `sequences`: autograd's number at that operator. `has_recipes`: these sites may be made by
+    their recipes, too."""
     nodes: list[Site] = []
     for node, send, sequence in zip(profile.nodes, sends, sequences, strict=True):
-        codec, dies = node.codec, max(node.dies, send + 1)
         is_asked = node.name in names and node.nbytes >= min_bytes
-        if codec is None or not is_asked or not node.reads or dies >= node.reads[0]:
+        if node.codec is None or not is_asked or not node.reads or max(node.dies, send + 1) >= node.reads[0]:
             nodes.append(node)
             continue
-        form = _form(node, codec, send, sequence)
-        nodes += [dataclasses.replace(node, dies=dies, recipe=_decoding(node, codec, form)), form]
+        nodes += [
+            node if has_recipes else dataclasses.replace(node, recipe=None),
+            _form(node, node.codec, send, sequence),
+        ]
     return dataclasses.replace(profile, nodes=tuple(sorted(nodes, key=lambda node: node.saved)))
 
 
@@ -69,17 +73,6 @@ def _form(node: Site, codec: Codec, send: int, sequence: int) -> Site:
     )
 
 
-def _decoding(node: Site, codec: Codec, form: Site) -> Recipe:
-    flat = Geometry(size=(codec.nbytes,), stride=(1,), offset=0, dtype="uint8")
-    return Recipe(
-        inputs=(RecipeInput(kind="node", name=form.name, geometry=flat),),
-        steps=(),
-        seconds=codec.seconds,
-        transient_bytes=node.nbytes + codec.work_bytes,
-        is_shape_free=True,
-    )
-
-
 def form_of(name: str) -> str:
     """The name of a site's smaller form. No storage of a model has a name with a blank."""
     return f"{name} smaller"
@@ -90,45 +83,18 @@ def is_form(node: Site) -> bool:
     return node.anchor is not None and node.anchor.side == SIDE
 
 
-def decodes(recipe: Recipe | None) -> bool:
-    """Whether a recipe makes a site from its smaller form."""
-    return recipe is not None and not recipe.steps
-
-
-def merged(decisions: Iterable[SiteDecision], profile: Profile, describe: Callable[[Codec], str]) -> list[SiteDecision]:
-    """One decision for each site: that of its smaller form, where it is made from that. `profile` has the codecs."""
-    listed = list(decisions)
-    by_name = {site.name: site for site in listed}
-    codecs = {node.name: node.codec for node in profile.nodes}
-    result = []
-    for site in listed:
-        if site.anchor is not None and site.anchor.side == SIDE:
-            continue
-        if not decodes(site.recipe):
-            result.append(site)
-            continue
-        form, codec = by_name[form_of(site.name)], codecs[site.name]
-        assert codec is not None
-        result.append(
-            dataclasses.replace(
-                site,
-                fate=form.fate,
-                prefetch=form.prefetch,
-                leave=form.leave,
-                recipe=None,
-                codec=codec,
-                cost_seconds=codec.seconds,
-                reason=describe(codec),
-            )
-        )
-    return result
+def stored_as(codec: Codec) -> str:
+    """What a plan says of a site that is stored smaller."""
+    return f"stored as {codec.kind} ({format_bytes(codec.nbytes)})"
 
 
 def fates_of(sites: Iterable[SiteDecision]) -> dict[str, Fate]:
-    """The reverse of `merged`: fates by name, of sites and of their smaller forms."""
+    """Of a plan: fates by name, of sites and of their smaller forms, as a solver has them."""
     fates: dict[str, Fate] = {}
     for site in sites:
         fates[site.name] = site.fate
         if site.codec is not None:
             fates[site.name], fates[form_of(site.name)] = Fate.RECOMPUTE, site.fate
+        elif site.fate is Fate.RECOMPUTE:
+            fates[form_of(site.name)] = Fate.RECOMPUTE
     return fates

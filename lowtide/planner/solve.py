@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.core.fate import Fate
+from lowtide.core.plan_table import percent
 from lowtide.errors import BudgetError
 from lowtide.planner.greedy import closed_form
 from lowtide.planner.local_search import SMALL, Evaluator, Fates, Outcome, improve, repair, roundings
@@ -254,7 +255,7 @@ def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, ti
             continue
         way = what.format(host=format_bytes(printed_up(best.timeline.slower_bytes)))
         slower = best.seconds / max(arrays.step.compute_seconds, 1e-12) - 1
-        sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {slower:.1%} over keeping everything")
+        sentences.append(f"{way}: {format_seconds(best.seconds)} a step, {percent(slower)} over keeping everything")
     return BudgetError(
         _what_is_in_the_way(arrays, budget_bytes, host_bytes, floor_bytes, floor_fates),
         floor_bytes=floor_bytes,
@@ -277,7 +278,7 @@ def _what_is_in_the_way(
     nameless = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
     where = arrays.step.ticks[tick].name or nameless
     base_bytes = int(arrays.base[tick])
-    there = (arrays.born <= tick) & (tick < arrays.dies) | (lifetimes.need <= tick) & (tick < lifetimes.release)
+    there = (arrays.born <= tick) & (tick < lifetimes.dies) | (lifetimes.need <= tick) & (tick < lifetimes.release)
     there |= lifetimes.is_held & (arrays.born <= tick) & (tick < lifetimes.release)
     largest = ""
     if there.any():
@@ -294,5 +295,6 @@ def _what_is_in_the_way(
 def _unrestricted(item: Item) -> Item:
     if len(item.fates) > 1 and Fate.KEEP not in item.fates:
         return item  # state of an optimizer that is to move
-    has_recipe = bool(item.inputs) or item.recipe_seconds > 0
+    is_form = item.form_of is not None
+    has_recipe = Fate.RECOMPUTE in item.fates if is_form else bool(item.sources) or item.recipe_seconds > 0
     return dataclasses.replace(item, fates=(Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if has_recipe else [])))

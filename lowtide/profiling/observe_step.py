@@ -39,9 +39,17 @@ from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
+from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.tensors.private import gradient_hooks, num_compiled_graphs, tree_leaves
+from lowtide.tensors.private import (
+    TENSOR_HOOKS,
+    gradient_hooks,
+    joint_gradient_hooks,
+    num_compiled_graphs,
+    parametrized_weights,
+    tree_leaves,
+)
 from lowtide.tensors.snapshot import Snapshot, take
 
 _DID_NOT_FIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
@@ -203,7 +211,7 @@ def record_step(
         with recorder.saves.hooks():
             roots = _forward(model, batch, loss, needs_scalar)
         recorder.begin_backward(roots, model)
-        with _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
+        with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
@@ -281,6 +289,26 @@ def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulate
 
 
 @contextlib.contextmanager
+def _joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks on several leaves at once work under `.backward()` only."""
+    hooks = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
+    before = [dict(found) for found, _ in hooks]
+
+    def put_back() -> None:
+        for (found, _), then in zip(hooks, before, strict=True):
+            found.clear()  # for the order of those that stayed
+            found.update(then)
+
+    try:
+        for found, keys in hooks:
+            for key in keys:
+                del found[key]
+        yield
+    finally:
+        to_the_end(put_back)
+
+
+@contextlib.contextmanager
 def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
     if any(gradient_hooks(tensor) for tensor in tensors):
         raise ConfigError(
@@ -288,13 +316,34 @@ def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
             "observed step would set off; use use_reentrant=False"
         )
     before = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for tensor, grad in zip(tensors, before):
             tensor.grad = grad
+
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        to_the_end(put_back)
+
+
+@contextlib.contextmanager
+def _parametrized_weights_set_aside() -> Iterator[None]:
+    """What `parametrize.cached()` remembers has graphs, and a backward pass frees them."""
+    found = parametrized_weights()
+    before = dict(found)
+
+    def put_back() -> None:
+        found.clear()
+        found.update(before)
+
+    try:
+        found.clear()
+        yield
+    finally:
+        to_the_end(put_back)
 
 
 @contextlib.contextmanager
@@ -308,21 +357,28 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
     devices = {parameter.device for parameter in parameters} | {device}
     before = take(model, beside=(inputs, [grad for grad in grads if grad is not None]), code=True, devices=devices)
     filters = list(warnings.filters)
-    try:
-        with (
-            Modes().again(),
-            torch.set_grad_enabled(torch.is_grad_enabled()),
-            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        ):
-            yield before
-    finally:
-        lost = before.lost()
+
+    def put_back() -> None:
         before.restore()
         for parameter, grad in zip(parameters, grads):
             if parameter.grad is not grad:
                 parameter.grad = grad
         if warnings.filters != filters:
             warnings.filters[:] = filters  # type: ignore[index]
+
+    try:
+        with (
+            Modes().again(),
+            _parametrized_weights_set_aside(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        ):
+            yield before
+    finally:
+        try:
+            lost = before.lost()
+        finally:
+            to_the_end(put_back)
     if lost:
         raise ConfigError(
             f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "

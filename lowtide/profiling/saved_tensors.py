@@ -23,13 +23,14 @@ from lowtide.profiling.compiled_calls import StepRecord
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node
 from lowtide.recipes.graph import Storage
+from lowtide.recipes.index_limit import index_limit
 from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
 from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
 from lowtide.tensors.private import base_of, next_sequence_number
 from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
 
-CodecOf = Callable[[torch.UntypedStorage, torch.dtype], Codec | None]
-"""The smallest form that holds a storage's bytes, read as elements of a dtype."""
+CodecOf = Callable[[torch.UntypedStorage, torch.dtype, int | None], Codec | None]
+"""The smallest form that holds a storage's bytes, as elements of a dtype; these may be known to be below a limit."""
 
 WRITTEN_IN_PARTS = "written in parts that do not know of each other"
 """One copy, made when the first part was saved, would have old bytes of the others."""
@@ -59,7 +60,8 @@ class _Parked:
         if self.back is None:
             self.back = self.saves.bring_back(self)
             if self.node.codec is None:
-                self.node.codec = self.saves.codec_of(self.back, self.node.dtype)
+                limit = index_limit(self.node.storage)
+                self.node.codec = self.saves.codec_of(self.back, self.node.dtype, limit)
             if self.recorder.compiled is not None:
                 self.recorder.compiled.brought(self.back.nbytes())
         return self.back
@@ -112,6 +114,7 @@ class SavedTensorRecorder:
         """Saved-tensor hooks for the forward of the step."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
 
+    @never_compiled
     def _pack(self, saved: torch.Tensor) -> Any:
         with self._recorder.silently():
             tensor = arrived(saved)
@@ -221,6 +224,7 @@ class SavedTensorRecorder:
         return storage
 
 
+@never_compiled
 def _open(handle: Any) -> torch.Tensor:
     return handle.open() if isinstance(handle, _Handle) else handle
 

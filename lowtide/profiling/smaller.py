@@ -3,8 +3,8 @@
 What: `measured_codec` tries the kinds of a dtype on the bytes that backward is about to read, which are final by then,
 and takes the smallest that holds them; its price is the time of encoding and decoding. Where the size depends on
 values, a plan counts a tenth more than it was, and what needs more in a later step is stored whole. On an accelerator
-only kinds that fit unseen are tried. `traced_codec` says the same of a storage that has no bytes, at a
-roofline's price.
+only kinds that fit unseen are tried, and integers that are below a limit by what made them. `traced_codec` says the
+same of a storage that has no bytes, at a roofline's price.
 
 Cost: in the observed step only. What fits is encoded four times and decoded three times; of the rest 4,096 elements are
 read for each kind, and zeros are counted. Not covered: whether the bytes fit in a later step; that is looked at in each
@@ -25,6 +25,7 @@ from lowtide.tensors.codecs import (
     encode,
     encoded_bytes,
     fits_unseen,
+    kinds_below,
     kinds_of,
     num_operators,
     work_bytes,
@@ -34,6 +35,8 @@ from lowtide.timeline.hardware import Hardware
 
 # Bytes that encoding and decoding read and write, for each element of a mask.
 _TRAFFIC = 15
+# Operators that narrow integers, and make them wide again.
+_NARROWING = 8
 _TRIALS = 3
 # Where the size depends on values, later steps may have so much more of them.
 _MARGIN = 0.1
@@ -43,14 +46,19 @@ _MOST_SHARE = 0.8
 _LEAST_BYTES = 1024
 
 
-def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
-    """The smallest form that holds these bytes, and what it took; None where none is smaller."""
-    unseen, nbytes = fits_unseen(dtype), storage.nbytes()
-    kinds = kinds_of(dtype) if storage.device.type == "cpu" else ((unseen,) if unseen else ())
-    if nbytes < _LEAST_BYTES:
+def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None = None) -> Codec | None:
+    """The smallest form that holds these bytes, and what it took; None where none is smaller. `limit`: elements are
+    below it, and not below 0, whatever the step (recipes/index_limit.py)."""
+    kinds = kinds_of(dtype) if storage.device.type == "cpu" else _kinds_unseen(dtype, limit)
+    if storage.nbytes() < _LEAST_BYTES:
         return None
     with DisableTorchDispatch():
         return _measured(kinds, storage, dtype)
+
+
+def _kinds_unseen(dtype: torch.dtype, limit: int | None) -> tuple[str, ...]:
+    unseen = fits_unseen(dtype)
+    return (unseen,) if unseen else kinds_below(dtype, limit)[:1]
 
 
 def _measured(kinds: tuple[str, ...], storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
@@ -96,13 +104,17 @@ def _round_trip(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) ->
     encoded.decoder.run([encoded.data], storage.device)
 
 
-def traced_codec(nbytes: int, dtype: torch.dtype, hardware: Hardware) -> Codec | None:
-    """The form that a storage of `nbytes` fits whatever its values are; None where there is none."""
-    kind = fits_unseen(dtype)
-    if kind is None or nbytes < _LEAST_BYTES:
+def traced_codec(nbytes: int, dtype: torch.dtype, hardware: Hardware, limit: int | None = None) -> Codec | None:
+    """The form that a storage of `nbytes` fits whatever its values are; None where there is none. `limit` as above."""
+    kinds = _kinds_unseen(dtype, limit)
+    if not kinds or nbytes < _LEAST_BYTES:
         return None
-    count = nbytes // dtype.itemsize
-    moved, launches = hardware.op_seconds(0.0, _TRAFFIC * count, "float32"), num_operators(count)
+    kind, count = kinds[0], nbytes // dtype.itemsize
+    traffic, launches = _TRAFFIC * count, num_operators(count)
+    if kind != fits_unseen(dtype):
+        # Read twice, for its extremes and to be narrowed; written and read; made again.
+        traffic, launches = 3 * nbytes + 2 * encoded_bytes(kind, nbytes, dtype), _NARROWING
+    moved = hardware.op_seconds(0.0, traffic, "float32")
     seconds = max(moved, launches * hardware.launch_seconds)
     codec = _codec(kind, nbytes, dtype, seconds, encoded_bytes(kind, nbytes, dtype))
     return codec if codec.nbytes < nbytes else None

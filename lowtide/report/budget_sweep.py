@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import align, percent
+from lowtide.core.plan_table import percent
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import align
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
@@ -75,12 +76,11 @@ def budget_sweep(
     return tuple(sorted(rungs, key=lambda swept: -swept.budget_bytes))
 
 
-def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
-    """Lines of text: a head, and one line for each budget. 'optimizer' is what its state costs on its way, where it
-    moves."""
-    moves_state = any(swept.predicted.optimizer_seconds for swept in rungs)
+def sweep_lines(rungs: tuple[SweptBudget, ...], width: int | None = None) -> list[str]:
+    """Lines of text: a head, and one line for each budget. 'codecs' is what storing smaller costs, 'optimizer' what its
+    state costs on its way, each where there is any."""
     cells: list[tuple[str, ...]] = [
-        ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "optimizer", "gap", "")
+        ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "codecs", "optimizer", "gap", "")
     ]
     for swept in rungs:
         found = swept.predicted
@@ -93,11 +93,17 @@ def sweep_lines(rungs: tuple[SweptBudget, ...]) -> list[str]:
                 percent(found.step_seconds / found.plain_seconds - 1 if found.plain_seconds else 0.0),
                 format_seconds(found.stall_seconds),
                 format_seconds(found.recompute_seconds),
+                format_seconds(found.codec_seconds),
                 format_seconds(found.optimizer_seconds),
                 percent(found.gap),
                 "<- this plan" if swept.is_asked else "",
             )
         )
-    if not moves_state:
-        cells = [(*row[:7], *row[8:]) for row in cells]
-    return align(cells, numeric=tuple(range(9 if moves_state else 8)))
+    absent = set()
+    if not any(swept.predicted.codec_seconds for swept in rungs):
+        absent.add("codecs")
+    if not any(swept.predicted.optimizer_seconds for swept in rungs):
+        absent.add("optimizer")
+    columns = [place for place, name in enumerate(cells[0]) if name not in absent]
+    cells = [tuple(row[place] for place in columns) for row in cells]
+    return align(cells, numeric=tuple(range(len(columns) - 1)), width=width)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
 
 _WIDTH = 72
+_BESIDE = 20
+"""Characters of a line beside the curve: a size in front, `  budget` behind."""
 _HEIGHT = 12
 
 
@@ -31,9 +33,10 @@ def memory_curve(
     return play(plan, profile, config, link=link, has_gradients=has_gradients).curve
 
 
-def curve_lines(curve: Curve) -> list[str]:
-    """About 14 lines of text."""
-    planned, plain = _columns(curve, curve.planned_bytes), _columns(curve, curve.plain_bytes)
+def curve_lines(curve: Curve, width: int | None = None) -> list[str]:
+    """About 14 lines of text, of at most `width` characters."""
+    wide = _WIDTH if width is None else min(_WIDTH, width - _BESIDE)
+    planned, plain = (_columns(curve, counts, wide) for counts in (curve.planned_bytes, curve.plain_bytes))
     top = max(*planned, *plain)
     bottom = int(min(planned)) if min(planned) > top / 2 else 0  # from 0, the part that changes would be one line high
     row_bytes = max((top - bottom) / _HEIGHT, 1.0)
@@ -49,8 +52,8 @@ def curve_lines(curve: Curve) -> list[str]:
         label = format_bytes(int(high)) if row in (_HEIGHT, _HEIGHT // 2) else ""
         mark = "  budget" if is_budget else ""
         lines.append(f"{label:>10} |{''.join(cells)}{mark}".rstrip())
-    lines.append(f"{format_bytes(bottom):>10} +{'-' * _WIDTH}")
-    turn = min(int(_WIDTH * _share_of_forward(curve)), _WIDTH - len("backward"))
+    lines.append(f"{format_bytes(bottom):>10} +{'-' * wide}")
+    turn = min(int(wide * _share_of_forward(curve)), wide - len("backward"))
     total = format_seconds(sum(curve.seconds))
     lines.append(f"{'':>10}  {'forward'[:turn]:<{turn}}backward")
     lines.append(f"{'':>10}  #: planned  .: everything kept, {total}")
@@ -62,13 +65,13 @@ def _share_of_forward(curve: Curve) -> float:
     return sum(curve.seconds[: curve.num_forward_ticks]) / total if total else 0.5
 
 
-def _columns(curve: Curve, counts: tuple[int, ...]) -> list[int]:
-    """The most bytes in each of `_WIDTH` equal parts of the time."""
+def _columns(curve: Curve, counts: tuple[int, ...], wide: int) -> list[int]:
+    """The most bytes in each of `wide` equal parts of the time."""
     ends = np.cumsum(curve.seconds)
     total = float(ends[-1]) or 1.0
-    first = np.minimum((ends - curve.seconds) / total * _WIDTH, _WIDTH - 1).astype(int)
-    last = np.minimum(np.ceil(ends / total * _WIDTH), _WIDTH).astype(int)
-    columns = [0] * _WIDTH
+    first = np.minimum((ends - curve.seconds) / total * wide, wide - 1).astype(int)
+    last = np.minimum(np.ceil(ends / total * wide), wide).astype(int)
+    columns = [0] * wide
     for count, begin, end in zip(counts, first.tolist(), last.tolist(), strict=True):
         for column in range(begin, max(end, begin + 1)):
             columns[column] = max(columns[column], count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.report.parts import Measured, Table, Tile
-from lowtide.report.report import Report, report_of_plan
+from lowtide.report.report import Report, report_of_plan, saved_tile_of_forwards
 from lowtide.report.story import story_of, tables_of
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_source import BudgetSource
@@ -37,7 +37,8 @@ def report_of_handle(handle: Tide | Autopilot) -> Report:
             link=handle.link,
             has_gradients=handle.has_gradients,
             measured=Measured(
-                peak_bytes=max(stats.peak_device_bytes, audited_bytes),  # only an audit counts temporaries on a CPU
+                peak_bytes=max(stats.peak_device_bytes, audited_bytes),
+                is_without_temporaries=not audited_bytes and handle.engine.device_peak_bytes() is None,
                 stall_seconds=stats.stall_seconds,
                 curve=None if tide is None else tide.audited_curve,
             ),
@@ -50,8 +51,14 @@ def report_of_handle(handle: Tide | Autopilot) -> Report:
 def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
     tiles = (
         Tile(what="peak, measured", value=format_bytes(peak_bytes)),
-        Tile(what="swapped", value=format_bytes(stats.swapped_bytes)),
-        Tile(what="recomputed", value=format_bytes(stats.recomputed_bytes)),
+        saved_tile_of_forwards(
+            "the rules",
+            saved_bytes=stats.saved_bytes,
+            held_bytes=stats.kept_bytes + stats.aliased_bytes,
+            num_forwards=stats.num_forwards,
+        ),
+        Tile(what="swapped", value=format_bytes(stats.swapped_bytes), beside="in all forward passes"),
+        Tile(what="recomputed", value=format_bytes(stats.recomputed_bytes), beside="in all forward passes"),
         Tile(what="waits for copies", value=format_seconds(stats.stall_seconds)),
     )
     return Report(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.core.decisions import Prediction
-from lowtide.core.plan_table import align
 from lowtide.core.profile import StateBytes
-from lowtide.planner.optimizer_kinds import Weight, state_by_kind
+from lowtide.core.text_table import align
+from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, state_by_kind
 from lowtide.units import format_bytes
 
 
@@ -42,11 +42,14 @@ def optimizer_forecast(
     )
 
 
-def forecast_lines(forecast: Sequence[OptimizerForecast], state: StateBytes) -> list[str]:
-    """A head, one line for each kind, and the gradients."""
+def forecast_lines(forecast: Sequence[OptimizerForecast], state: StateBytes, width: int | None = None) -> list[str]:
+    """A head, one line for each kind, those that are left out for parameters in shards, and the gradients."""
     cells: list[tuple[str, ...]] = [("optimizer", "its state", "everything kept", "floor")]
     for kind in forecast:
         sizes = (kind.state_bytes, kind.plain_peak_bytes, kind.floor_bytes)
         cells.append((kind.name, *map(format_bytes, sizes)))
     gradients = f"gradients: {format_bytes(state.gradients)} when backward is over; none are there before it begins"
-    return ["what other optimizers would need", *align(cells, numeric=(1, 2, 3)), gradients]
+    unknown = [name for name in NOT_OF_SHARDS if name not in [kind.name for kind in forecast]]
+    left_out = [f"not counted for parameters in shards: {', '.join(unknown)}"] if unknown else []
+    table = align(cells, numeric=(1, 2, 3), width=width)
+    return ["what other optimizers would need", *table, *left_out, gradients]

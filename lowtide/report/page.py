@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lowtide.core.plan_table import percent, plan_table
+from lowtide.report.laid_on import most_apart
 from lowtide.report.pictures import (
     DARK,
     LIGHT,
@@ -134,9 +135,16 @@ def _measured_line(report: Report) -> str:
             " The measured line is one figure, the highest peak of all steps. The bytes over time were not measured; a "
             "step inside of tide.audit() measures them."
         )
-    return (
+    said = (
         " The measured line has the bytes after each operator of an audited step (tide.audit()). Counting makes a step "
-        "slower, so its forward and its backward pass are each stretched to the predicted time."
+        "slower, so each layer's part is stretched to the predicted time; within a layer the line may lie to the left "
+        "or to the right of the prediction."
+    )
+    assert report.played is not None
+    apart, num_parts = most_apart(report.measured.curve, report.played)
+    return said + (
+        f" From layer to layer the step has {num_parts} parts; their highest bytes, measured and predicted, are at "
+        f"most {format_bytes(apart)} apart."
     )
 
 

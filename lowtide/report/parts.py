@@ -30,6 +30,8 @@ class Measured:
     """What a run did, beside what its plan said."""
 
     peak_bytes: int | None = None
+    is_without_temporaries: bool = False
+    """Nobody counted what lives for a few operators, so the peak is no measure of the prediction."""
     step_seconds: float | None = None
     """Forward and backward of one micro-batch."""
     stall_seconds: float | None = None

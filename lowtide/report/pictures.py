@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowtide.core.fate import Fate
-from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.core.plan_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.laid_on import laid_on
 from lowtide.report.parts import NOTHING, Measured, StepRow
 from lowtide.report.played_step import OWNERS, Played
 from lowtide.units import GIB, MIB, format_bytes
@@ -98,8 +98,11 @@ def memory_picture(played: Played, theme: Theme, measured: Measured = NOTHING) -
         most = _draw_budget(panel, played.curve.budget_bytes, most, scale, theme)
         turn = played.starts[played.curve.num_forward_ticks] * times
         if measured.curve is not None:
-            at, counted = _laid_on(measured.curve, turn, float(x[-1]))
-            panel.plot(at, counted / scale, color=theme.ink, linewidth=1.2, label="measured")
+            shown = _fullest(np.array(measured.curve.nbytes), _thinned_starts(len(measured.curve.nbytes)))
+            at, counted = laid_on(measured.curve, played)[shown], np.array(measured.curve.nbytes)[shown]
+            panel.plot(
+                at * times, counted / scale, color=theme.ink, linewidth=1.2, drawstyle="steps-pre", label="measured"
+            )
             most = max(most, float(counted.max()) / scale)
         elif measured.peak_bytes is not None:
             panel.axhline(measured.peak_bytes / scale, color=theme.ink, linewidth=1.2, label="peak, measured")
@@ -308,17 +311,6 @@ def _fullest(totals: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """In each part, which begins at one of `starts`, the tick with most bytes: all that is drawn was there at once."""
     ends = np.append(starts[1:], len(totals))
     return np.array([start + int(totals[start:end].argmax()) for start, end in zip(starts, ends)])
-
-
-def _laid_on(curve: MeasuredCurve, turn: float, end: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where each sample stands, and its bytes: the forward pass from 0 to `turn`, the backward pass from there to
-    `end`, each stretched on its own. Thinned to the fullest sample of each part."""
-    seconds, turned_at = np.array(curve.seconds), curve.seconds[curve.num_forward - 1]
-    forward = seconds[: curve.num_forward] * (turn / turned_at if turned_at else 0.0)
-    backward = seconds[curve.num_forward :] - turned_at
-    backward = turn + backward * ((end - turn) / backward[-1] if backward[-1] else 0.0)
-    shown = _fullest(np.array(curve.nbytes), _thinned_starts(len(seconds)))
-    return np.concatenate([forward, backward])[shown], np.array(curve.nbytes)[shown]
 
 
 def _draw_budget(panel: Any, budget_bytes: int | None, most: float, scale: int, theme: Theme) -> float:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import align, layers_label, plural, runs
+from lowtide.core.plan_table import layers_label, plural, runs
+from lowtide.core.text_table import align, wrapped
 from lowtide.units import format_bytes, format_seconds
 
 _ABSENT = "-"
@@ -39,7 +40,7 @@ class Change:
     """Sites of one name in a run of layers that have another fate in the second plan."""
 
     before: str
-    """'keep', 'swap', 'recompute', 'anchor'; 'absent': this plan does not know them."""
+    """'keep', 'swap', 'recompute', 'anchor', 'keep as bits'; 'absent': this plan does not know them."""
     after: str
     where: str
     """`layers 0-3: mlp.act_fn.silu`, or the whole name outside of layers."""
@@ -85,19 +86,19 @@ def plan_diff(first: Plan, second: Plan) -> PlanDiff:
     )
 
 
-def diff_lines(diff: PlanDiff, first: str, second: str) -> list[str]:
-    """Lines of text; `first` and `second` are what the user calls the plans."""
+def diff_lines(diff: PlanDiff, first: str, second: str, width: int | None = None) -> list[str]:
+    """Lines of text, of at most `width` characters; `first` and `second` are what the user calls the plans."""
     cells = [("", first, second, "change"), *((f.what, f.first, f.second, f.change) for f in diff.figures)]
-    lines = align(cells, numeric=(1, 2, 3))
+    lines = align(cells, numeric=(1, 2, 3), width=width)
     for head, rules in ((f"rules only in {first}", diff.rules_gone), (f"rules only in {second}", diff.rules_new)):
-        lines += ["", head, *(f"  {rule}" for rule in rules)] if rules else []
+        lines += ["", head, *wrapped((f"  {rule}" for rule in rules), width)] if rules else []
     if not diff.changes:
         known = f"all {diff.num_sites} {plural('site', diff.num_sites)}" if diff.num_sites else "no sites known"
         return [*lines, "", f"the same fates: {known}"]
     num_changed = sum(change.num_sites for change in diff.changes)
     rows = [(f"{c.before} -> {c.after}", str(c.num_sites), format_bytes(c.nbytes), c.where) for c in diff.changes]
     columns = (f"other fates: {num_changed} {plural('site', num_changed)}", "sites", "bytes", "which")
-    return [*lines, "", *align([columns, *rows], numeric=(1, 2))]
+    return [*lines, "", *align([columns, *rows], numeric=(1, 2), width=width)]
 
 
 def _fate(site: SiteDecision | None) -> str:
@@ -105,7 +106,9 @@ def _fate(site: SiteDecision | None) -> str:
         return "absent"
     if site.anchor is not None and site.fate is Fate.KEEP:
         return "anchor"  # held because a recipe starts from it
-    return f"{site.fate.value} ({site.tier.value})" if site.tier is not None else site.fate.value
+    where = f" ({site.tier.value})" if site.tier is not None else ""
+    smaller = f" as {site.codec.kind}" if site.codec is not None else ""
+    return f"{site.fate.value}{where}{smaller}"
 
 
 def _rules(plan: Plan) -> list[str]:

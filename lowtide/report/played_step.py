@@ -7,15 +7,17 @@ Cost: two runs of the timeline. Not covered: what really happened; the clock is 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lowtide.core.fate import Fate
+from lowtide.core.measured_curve import LayerTimes
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
@@ -86,6 +88,8 @@ class Played:
     blocks: tuple[Block, ...] = ()
     """Activations, anchors and travelling optimizer state: twice where something leaves and comes back. What else is on
     the device has no blocks."""
+    layers: tuple[LayerTimes, ...] = ()
+    """When each layer's forward pass begins and its backward pass ends: by them laid_on.py works."""
 
 
 def played_to_json(played: Played) -> str:
@@ -107,6 +111,7 @@ def played_from_json(text: str) -> Played:
             step_seconds=content["step_seconds"],
             events=tuple(Event(**event) for event in content["events"]),
             blocks=tuple(Block(**block) for block in content.get("blocks", ())),
+            layers=tuple(LayerTimes(**layer) for layer in content.get("layers", ())),
         )
     except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
         raise ConfigError("not a step that lowtide wrote") from None
@@ -133,13 +138,15 @@ def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_
     )
     events = tuple(sorted(timeline.events, key=lambda event: event.start))
     presences = _presences(problem.step, fates, timeline, num_items)
+    starts = _starts(events, curve)
     return Played(
         curve=curve,
-        starts=_starts(events, curve),
+        starts=starts,
         bytes_by_owner=_by_owner(problem.step, timeline, presences, num_ticks),
         step_seconds=timeline.step_seconds,
         events=events,
         blocks=_shown(presences, num_ticks),
+        layers=tuple(_layer_times(problem, profile.layers, starts)),
     )
 
 
@@ -161,6 +168,23 @@ def _starts(events: Sequence[Event], curve: Curve) -> tuple[float, ...]:
     return tuple(starts)
 
 
+def _layer_times(problem: Problem, layers: Sequence[str], starts: Sequence[float]) -> Iterator[LayerTimes]:
+    """Backward is over with a layer when it comes to an operator that ran before the layer did."""
+    profile, ticks = problem.profile, problem.starts
+    forward = profile.op_names[: profile.num_forward_ops]
+    place = {name: index for index, name in enumerate(forward)}
+    reached = [place.get(name.removesuffix(":backward"), len(forward)) for name in profile.op_names[len(forward) :]]
+    least = np.minimum.accumulate(np.array(reached or [0]))
+    for layer in layers:
+        first = next((index for index, name in enumerate(forward) if name.startswith(f"{layer}.")), None)
+        if first is None:
+            continue
+        last = len(forward) + int(np.searchsorted(-least, -first, side="right"))
+        begin, end = (bisect.bisect_right(ticks, op) - 1 for op in (first, last))
+        if end < len(starts):
+            yield LayerTimes(name=layer, begins=starts[begin], ends=starts[end])
+
+
 def _presences(step: Step, fates: Sequence[Fate], timeline: Timeline, num_items: int) -> list[Block]:
     """When each item is there, by the rules of timeline/memory.py. Items from `num_items` on are optimizer state."""
     arrays = StepArrays.of(step)
@@ -168,9 +192,10 @@ def _presences(step: Step, fates: Sequence[Fate], timeline: Timeline, num_items:
     found = []
     for index, (item, fate) in enumerate(zip(step.items, fates, strict=True)):
         need, release = int(lives.need[index]), int(lives.release[index])
-        spans = [(item.born, item.dies)]
+        dies = int(lives.dies[index])
+        spans = [(item.born, dies)]
         if lives.is_held[index]:
-            spans = [(item.born, max(item.dies, release))]
+            spans = [(item.born, max(dies, release))]
         elif lives.is_made[index]:
             spans.append((need, release))
         elif lives.is_swapped[index]:

@@ -139,9 +139,8 @@ def tiles_of(plan: Plan, measured: Measured) -> list[Tile]:
     ]
     if measured.peak_bytes is not None:
         off = measured.peak_bytes / predicted.peak_bytes - 1 if predicted.peak_bytes else 0.0
-        tiles.append(
-            Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=f"{100 * off:+.1f} % off")
-        )
+        beside = "temporaries not counted" if measured.is_without_temporaries else f"{100 * off:+.1f} % off"
+        tiles.append(Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=beside))
     tiles.append(
         Tile(
             what="everything kept",
@@ -149,6 +148,8 @@ def tiles_of(plan: Plan, measured: Measured) -> list[Tile]:
             beside=f"floor {format_bytes(predicted.floor_bytes)}",
         )
     )
+    saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes
+    tiles.append(saved_tile("the plan", saved_bytes, predicted.plain_peak_bytes, "everything kept"))
     tiles.append(
         Tile(
             what="step, predicted",
@@ -169,6 +170,24 @@ def tiles_of(plan: Plan, measured: Measured) -> list[Tile]:
         )
     )
     return tiles
+
+
+def saved_tile(who: str, saved_bytes: int, whole_bytes: int, of_what: str) -> Tile:
+    """What was won, and which share of the whole that is."""
+    saved_bytes = max(saved_bytes, 0)
+    share = saved_bytes / whole_bytes if whole_bytes else 0.0
+    return Tile(what=f"saved by {who}", value=format_bytes(saved_bytes), beside=f"{100 * share:.0f} % of {of_what}")
+
+
+def saved_tile_of_forwards(who: str, *, saved_bytes: int, held_bytes: int, num_forwards: int) -> Tile:
+    """Where no peak was predicted: what autograd would have kept in a forward pass, and what of it did not stay.
+
+    `saved_bytes` (what autograd saved) and `held_bytes` (what of it stayed) are totals of `num_forwards` passes.
+    """
+    passes = max(num_forwards, 1)
+    whole = saved_bytes // passes
+    of_what = f"the {format_bytes(whole)} that a forward pass saves"
+    return saved_tile(who, whole - held_bytes // passes, whole, of_what)
 
 
 def remarks_of(plan: Plan) -> list[str]:

@@ -51,9 +51,9 @@ class RunFiles:
         self._peaks: list[tuple[int, int]] = []
         self._num_rank_steps = 0
 
-    def begin(self, *, num_steps: int, num_ranks: int, is_first: bool) -> None:
+    def begin(self, *, num_steps: int, num_ranks: int, is_first: bool, device: str) -> None:
         """Training begins. The first rank says so, and clears what an earlier run has left."""
-        self._state = RunState.now(num_steps=num_steps, num_ranks=num_ranks)
+        self._state = RunState.now(num_steps=num_steps, num_ranks=num_ranks, device=device)
         if is_first:
             for name in (PLAN, STEP, EVENTS, *(path.name for path in self._folder.glob("rank-*.json"))):
                 with contextlib.suppress(OSError):

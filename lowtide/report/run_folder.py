@@ -21,7 +21,7 @@ from lowtide.report import rank_step, run_state
 from lowtide.report.parts import Measured, StepRow, Table, Tile
 from lowtide.report.played_step import Played, played_from_json
 from lowtide.report.rank_step import RankStep, rank_table
-from lowtide.report.report import Report, account_table, remarks_of, tiles_of
+from lowtide.report.report import Report, account_table, remarks_of, saved_tile_of_forwards, tiles_of
 from lowtide.report.run_files import EVENTS, METRICS, PLAN, RUN, STEP, rank_name
 from lowtide.report.story import story_from_json, tables_of
 from lowtide.units import format_bytes, format_seconds
@@ -51,12 +51,17 @@ def report_of_folder(folder: Path) -> Report:
     ranks = tuple(_ranks(folder))
     peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
     recorded = (rows[-1] if rows else {}).get("plan") or {}
-    measured = Measured(peak_bytes=max(peaks, default=None), step_seconds=recorded.get("measured_seconds"))
+    state = _read(folder, RUN, run_state.from_json)
+    measured = Measured(
+        peak_bytes=max(peaks, default=None),
+        is_without_temporaries=state is not None and state.device == "cpu",
+        step_seconds=recorded.get("measured_seconds"),
+    )
     story = _read(folder, EVENTS, story_from_json)
     return Report(
         title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
-        tiles=tuple(_tiles(plan, history, measured, ranks)),
+        tiles=tuple(_tiles(plan, history, measured, ranks, _moved(rows[-1] if rows else {}))),
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
@@ -64,7 +69,7 @@ def report_of_folder(folder: Path) -> Report:
         history=history,
         measured=measured,
         ranks=ranks,
-        failure=_failure(folder, history, plan, measured),
+        failure=_failure(state, history, plan, measured),
     )
 
 
@@ -77,7 +82,11 @@ def _what(plan: Plan | None, ranks: tuple[RankStep, ...]) -> str:
 
 
 def _tiles(
-    plan: Plan | None, history: tuple[StepRow, ...], measured: Measured, ranks: tuple[RankStep, ...]
+    plan: Plan | None,
+    history: tuple[StepRow, ...],
+    measured: Measured,
+    ranks: tuple[RankStep, ...],
+    moved: Tile | None,
 ) -> Iterator[Tile]:
     last = history[-1] if history else None
     yield Tile(
@@ -89,10 +98,27 @@ def _tiles(
         yield from tiles_of(plan, measured)
     elif last is not None:
         if measured.peak_bytes is not None:
-            which = "of the first rank" if ranks else ""
-            yield Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=which)
+            which = ("of the first rank",) if ranks else ()
+            lacks = ("temporaries not counted",) if measured.is_without_temporaries else ()
+            yield Tile(
+                what="peak, measured", value=format_bytes(measured.peak_bytes), beside=", ".join((*which, *lacks))
+            )
+        if moved is not None:
+            yield moved
         seconds = sorted(row.seconds for row in history)[len(history) // 2]
         yield Tile(what="step, median", value=format_seconds(seconds))
+
+
+def _moved(row: dict[str, Any]) -> Tile | None:
+    """What did not stay on the device in this step; None where lowtide did nothing."""
+    counted = row.get("tide") or {}
+    found = [counted.get(name) for name in ("saved_bytes", "kept_bytes", "aliased_bytes", "num_forwards")]
+    numbers = [number for number in found if isinstance(number, int)]
+    if len(numbers) < len(found):  # of another version
+        return None
+    saved, kept, aliased, num_forwards = numbers
+    who = "the plans" if row.get("plan") else "the rules"
+    return saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
 
 
 def _tables(plan: Plan | None, ranks: tuple[RankStep, ...]) -> Iterator[Table]:
@@ -102,9 +128,10 @@ def _tables(plan: Plan | None, ranks: tuple[RankStep, ...]) -> Iterator[Table]:
         yield account_table(plan)
 
 
-def _failure(folder: Path, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured) -> tuple[str, ...]:
+def _failure(
+    state: run_state.RunState | None, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured
+) -> tuple[str, ...]:
     """What ended the run, and what was known of its memory until then."""
-    state = _read(folder, RUN, run_state.from_json)
     said = () if state is None else run_state.verdict(state, history[-1].step if history else 0)
     if not said:
         return ()

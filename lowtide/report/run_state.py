@@ -40,9 +40,11 @@ class RunState:
     """In which it failed; 0: before the first."""
     rank: int = 0
     """That failed first."""
+    device: str = ""
+    """'cpu', 'cuda', ...; empty in files that say nothing of it."""
 
     @classmethod
-    def now(cls, *, num_steps: int, num_ranks: int) -> RunState:
+    def now(cls, *, num_steps: int, num_ranks: int, device: str) -> RunState:
         """Of a run that begins in this process."""
         return cls(
             state="running",
@@ -52,6 +54,7 @@ class RunState:
             pid=os.getpid(),
             process_start=_start_of(os.getpid()) or "",
             began=datetime.now(UTC).isoformat(timespec="seconds"),
+            device=device,
         )
 
     @property
@@ -70,7 +73,7 @@ def to_json(state: RunState) -> str:
 def from_json(text: str) -> RunState:
     """What `to_json` wrote. Raises ConfigError for anything else."""
     try:
-        content = json.loads(text)
+        content = {"device": "", **json.loads(text)}
         for field in dataclasses.fields(RunState):
             kind = int if field.type == "int" else str
             if not isinstance(content[field.name], kind):

@@ -18,7 +18,8 @@ is masked with its own bit. All but `float16` works on integers: NaN, -0.0 (not 
 are bit patterns like any other, and nothing is rounded. `float16` casts, and compares bit patterns.
 
 Why it is safe: whether values fit is looked at in each call on the host. On an accelerator a look would make the host
-wait, so only kinds that fit unseen are used there (`fits_unseen`).
+wait. There only bool is stored smaller, which fits unseen (`fits_unseen`), and integers that are below a limit by what
+made them (indices of a max-pool): `Encoded.misfit` says on the device, for whoever asks later, whether some were not.
 
 Cost: memory traffic, 2 to 4 passes over the storage; on 2 cores of a shared host about 0.5 ns an element to encode bits
 and 1 ns to decode them (processor time). Beside the storage and its smaller form at most `work_bytes`, because all goes
@@ -109,11 +110,21 @@ class Encoded(NamedTuple):
     data: torch.Tensor
     """Flat; alone on its storage."""
     decoder: Decoder
+    misfit: torch.Tensor | None = None
+    """On an accelerator, where values may not fit: an int32 there, 1 if some did not. `data` is of no use then."""
 
 
 def fits_unseen(dtype: torch.dtype) -> str | None:
     """The kind that every storage of this dtype fits, whatever its values; None where there is none."""
     return BITS if dtype is torch.bool else None
+
+
+def kinds_below(dtype: torch.dtype, limit: int | None) -> tuple[str, ...]:
+    """The kinds that integers from 0 to `limit` - 1 fit, the smallest first. None: nothing is known of them."""
+    if limit is None or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return ()
+    narrower = (kind for kind, narrow in _NARROW.items() if narrow.itemsize < dtype.itemsize)
+    return tuple(kind for kind in narrower if limit - 1 <= torch.iinfo(_NARROW[kind]).max)
 
 
 def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
@@ -161,18 +172,20 @@ def encode(
     """The smaller form of a whole storage, read as elements of `dtype`; None where it does not fit, or where it takes
     more than `limit_bytes`.
 
-    On the host every element is looked at. On an accelerator only a kind that `fits_unseen` may be asked for. Runs on
-    the current stream, below autograd and autocast.
+    On the host every element is looked at. On an accelerator only a kind that `fits_unseen` may be asked for, or a
+    narrower integer, whose `misfit` has to be read then. Runs on the current stream, below autograd and autocast.
     """
     nbytes = storage.nbytes()
     if nbytes == 0 or nbytes % dtype.itemsize or storage.data_ptr() % _LANES or kind not in kinds_of(dtype):
         return None
     is_host = storage.device.type == "cpu"
-    assert is_host or kind == fits_unseen(dtype)
+    assert is_host or kind == fits_unseen(dtype) or kind in _NARROW
     with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
         count = nbytes // dtype.itemsize
         integers = torch.empty(0, dtype=_INTEGERS[dtype.itemsize], device=storage.device)
         elements = integers.set_(storage, 0, (count,), (1,))
+        if not is_host and kind in _NARROW:
+            return _narrowed_unseen(elements.view(dtype), kind)
         if kind == BITS:
             found = _bits(elements, looks=is_host)
         elif kind == TWO_VALUES:
@@ -236,6 +249,13 @@ def _narrowed(elements: torch.Tensor, narrow: torch.dtype) -> _Found:
         if least < limits.min or most > limits.max:
             return None
     return elements.to(narrow), ()
+
+
+def _narrowed_unseen(elements: torch.Tensor, kind: str) -> Encoded:
+    limits = torch.iinfo(_NARROW[kind])
+    least, most = elements.aminmax()
+    misfit = least.lt(limits.min).logical_or_(most.gt(limits.max)).to(torch.int32)
+    return Encoded(elements.to(_NARROW[kind]), Decoder(kind, elements.dtype, len(elements)), misfit)
 
 
 def _halves(elements: torch.Tensor, half: int) -> torch.Tensor:

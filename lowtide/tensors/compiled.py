@@ -26,6 +26,7 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.tensors.fsdp import is_fsdp
+from lowtide.tensors.kinds import modules_of
 from lowtide.tensors.private import (
     AROUND_COMPILED,
     COMPILED_CALL,
@@ -95,7 +96,7 @@ def lies_in(name: str, parts: Collection[str]) -> str | None:
 
 def has_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, or has a part that is."""
-    return any(how_compiled(each) is not None for each in module.modules())
+    return any(how_compiled(each) is not None for each in modules_of(module))
 
 
 def without_wrappers(forward: Any) -> Any:

@@ -5,6 +5,7 @@ Cost: a few attribute reads a tensor. Not covered: where the tensor goes.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from lowtide.tensors.private import (
     is_transformed,
     is_view,
     is_zero_tensor,
+    own_buffers,
+    own_modules,
+    own_parameters,
     storage_key,
     tree_leaves,
 )
@@ -25,6 +29,7 @@ PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
+_ACCUMULATOR = "torch::autograd::AccumulateGrad"
 _VIEWS_AND_CASTS = (
     "TBackward",
     "ToCopyBackward",
@@ -65,10 +70,10 @@ def leads_to_parameter(tensor: torch.Tensor) -> bool:
     for _ in range(_MAX_STEPS_TO_PARAMETER):
         if node is None:
             return False
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return isinstance(variable, nn.Parameter)
-        if not node.name().startswith(_VIEWS_AND_CASTS):
+        name = node.name()
+        if name == _ACCUMULATOR:
+            return isinstance(getattr(node, "variable", None), nn.Parameter)
+        if not name.startswith(_VIEWS_AND_CASTS):
             return False
         node = node.next_functions[0][0] if node.next_functions else None
     return False
@@ -99,5 +104,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def storage_keys(module: nn.Module) -> set[int]:
     """Addresses of the storages of a module's parameters and buffers; of distributed ones, of this rank's part."""
-    tensors = [inside(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    tables = (table.values() for each in modules_of(module) for table in (own_parameters(each), own_buffers(each)))
+    tensors = [inside(tensor) for tensor in chain.from_iterable(tables) if tensor is not None]
     return {storage_key(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all that are inside of it, each once. Faster than `module.modules()`: layers are walked in every
+    pass."""
+    found, seen = [module], {module}
+    for each in found:
+        for child in own_modules(each).values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found

@@ -99,21 +99,25 @@ class Modes:
         """Inside, all is as it was when this was made; afterwards it is as it was before."""
         now = [read() for read in _READS]
         try:
+            self._set(self._values, now)
+            if not self._modes:
+                yield
+                return
             with contextlib.ExitStack() as stack:
-                if now != self._values:
-                    self._set(self._values)
-                if self._modes:
-                    active = _modes_of_the_user()
-                    for mode in self._modes:
-                        if not any(mode is other for other in active):
-                            stack.enter_context(mode)
+                active = _modes_of_the_user()
+                for mode in self._modes:
+                    if not any(mode is other for other in active):
+                        stack.enter_context(mode)
                 yield
         finally:
-            self._set(now)
+            self._set(now, [read() for read in _READS])
 
     @staticmethod
-    def _set(values: list[Any]) -> None:
+    def _set(values: list[Any], now: list[Any]) -> None:
+        if values == now:
+            return
         for (read, write), value in zip(_SETTINGS, values, strict=True):
+            # Read again: to write one may have changed others.
             if read() != value:
                 write(value)
 

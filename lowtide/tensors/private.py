@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from lowtide.tensors.versions import missing
 
@@ -193,6 +194,24 @@ def gradient_hooks(tensor: torch.Tensor) -> Any:
     return getattr(tensor, TENSOR_HOOKS[1], None)
 
 
+def joint_gradient_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The keys of those hooks of a leaf that `register_multi_grad_hook` has added to it and to other tensors. No public
+    way to tell them."""
+    hooks = getattr(tensor, TENSOR_HOOKS[0], None) or {}
+    names = {key: f"{hook.__module__}.{getattr(hook, '__qualname__', '')}" for key, hook in hooks.items()}
+    return [key for key, name in names.items() if name.startswith("torch.autograd.graph.register_multi_grad_hook.")]
+
+
+find("torch.nn.utils.parametrize._cache")
+
+
+def parametrized_weights() -> dict[Any, Any]:
+    """What `torch.nn.utils.parametrize.cached()` remembers now: weights that were computed inside of it, with their
+    graphs. No public way to ask."""
+    found: dict[Any, Any] = parametrize._cache
+    return found
+
+
 # -- modes, dispatch, derivatives --------------------------------------------------------------------------------------
 
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = find(
@@ -328,6 +347,10 @@ own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgett
 
 own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter(MODULE_TABLES[1])
 """The mapping in which a module itself keeps its buffers, to be written to."""
+
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULE_TABLES[2])
+"""The mapping in which a module keeps its children. The public walks make a name for each, which takes most of their
+time."""
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

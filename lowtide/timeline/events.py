@@ -125,7 +125,7 @@ def run(
     return Timeline(
         step_seconds=clock.now,
         stall_seconds=clock.stall_seconds,
-        recompute_seconds=float(arrays.recipe_seconds[lifetimes.is_made].sum()),
+        recompute_seconds=float(lifetimes.made_seconds[lifetimes.is_made].sum()),
         contention_seconds=float(clock.contention.sum()),
         peak_bytes=peak_bytes,
         peak_tick=peak_tick,
@@ -159,7 +159,8 @@ class _Clock:
         self.contention = np.zeros(arrays.num_ticks)
         np.add.at(self.contention, arrays.saved[self.swapped] + 1, self.out_seconds * link.compute_share)
         self.made_seconds = np.zeros(arrays.num_ticks)
-        np.add.at(self.made_seconds, lifetimes.need[lifetimes.is_made], arrays.recipe_seconds[lifetimes.is_made])
+        made = lifetimes.is_made
+        np.add.at(self.made_seconds, lifetimes.need[made], lifetimes.made_seconds[made])
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -321,9 +322,9 @@ class _Clock:
                 place += 1
             now = shifts[place][1] + float(starts[tick - num_forward])
             for index in made.get(tick, ()):
-                item = arrays.step.items[index]
-                self._note("compute", f"recompute {item.name}", now, now + item.recipe_seconds)
-                now += item.recipe_seconds
+                seconds = float(self.lifetimes.made_seconds[index])
+                self._note("compute", f"recompute {arrays.step.items[index].name}", now, now + seconds)
+                now += seconds
             seconds = float(arrays.seconds[tick] + self.contention[tick])
             self._note("compute", f"backward {tick - num_forward}", now, now + seconds)
 

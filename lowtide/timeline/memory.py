@@ -4,7 +4,8 @@ What: for each item its first need, its readers and its end (`Lifetimes`), and t
 An item's presence, in half-open ticks:
 - keep: [born, max(dies, release)); an anchor that no recipe reads: [born, dies), whatever its fate;
 - swap: [born, max(dies, evict_by)) and [prefetch_at, release), where the two may meet;
-- recompute: [born, dies) and [first need, release).
+- recompute: [born, dies) and [first need, release); where it is made from its smaller form, the first lasts until that
+  form is there. A smaller form whose own fate is recompute is never there.
 A recipe's inputs are needed when its result is first needed; a recomputed item is made once and held until its last
 reader, recipes among them, has read it. The transient bytes of the recipes that run in one tick do not coexist, so the
 largest counts; so do those of storing items smaller, in the ticks after which they could be sent. What is made again
@@ -52,6 +53,7 @@ class StepArrays:
     release: Ints
     recipe_seconds: Floats
     recipe_bytes: Ints
+    decode_seconds: Floats
     work_bytes: Ints
     check_bytes: Ints
     check_until: Ints
@@ -80,6 +82,7 @@ class StepArrays:
             release=np.array([max(item.release, item.reads[-1] + 1 if item.reads else 0) for item in items], np.int64),
             recipe_seconds=np.array([item.recipe_seconds for item in items], float),
             recipe_bytes=np.array([item.recipe_bytes for item in items], np.int64),
+            decode_seconds=np.array([item.decode_seconds for item in items], float),
             work_bytes=np.array([item.work_bytes for item in items], np.int64),
             check_bytes=np.array([item.check_bytes for item in items], np.int64),
             check_until=np.array([item.check_until for item in items], np.int64),
@@ -112,10 +115,18 @@ class Lifetimes:
     """First tick in backward at which it must be there; the number of ticks if it need not."""
     release: Ints
     """First tick in which backward no longer needs it."""
+    dies: Ints
+    """First tick in which only autograd still holds it, or its smaller form."""
+    made_seconds: Floats
+    """What making it again takes, if it is made."""
+    made_bytes: Ints
+    """Bytes beyond all items while it is made again, if it is made."""
+    forms: Ints
+    """Smaller forms that are there: indices of their items."""
 
     @classmethod
     def of(cls, step: Step | StepArrays, fates: Sequence[Fate]) -> Lifetimes:
-        """Follow needs from readers to the inputs of recipes."""
+        """Follow needs from readers to the inputs of recipes, and to smaller forms."""
         arrays = StepArrays.of(step)
         items = arrays.step.items
         assert len(fates) == len(items)
@@ -123,23 +134,39 @@ class Lifetimes:
             assert fate in item.fates, f"{item.name} cannot be {fate}"
         never, swap, recompute = arrays.num_ticks, Fate.SWAP, Fate.RECOMPUTE
         need, release = arrays.first_read.tolist(), arrays.release.tolist()
+        decoded: list[int] = []
         for index in arrays.dependents_first:
-            tick = need[index]
+            tick, form = need[index], items[index].form
             if fates[index] is not recompute or tick == never:
                 continue
-            for source in items[index].inputs:
+            sources = items[index].inputs
+            if form is not None and fates[form] is not recompute:
+                sources = (form,)
+                decoded.append(index)
+            for source in sources:
                 need[source] = min(need[source], tick)
                 release[source] = max(release[source], tick + 1)
         need_array = np.array(need, np.int64)
         is_needed = need_array < never
         is_swapped = np.array([fate is swap for fate in fates], bool) & is_needed
         is_made = np.array([fate is recompute for fate in fates], bool) & is_needed
+        forms = np.array([items[index].form for index in decoded], np.int64)
+        dies, seconds, made_bytes = arrays.dies, arrays.recipe_seconds, arrays.recipe_bytes
+        if decoded:
+            dies, seconds, made_bytes = dies.copy(), seconds.copy(), made_bytes.copy()
+            # It stays until its form was made of it.
+            dies[decoded] = np.maximum(dies[decoded], arrays.born[forms] + 1)
+            seconds[decoded], made_bytes[decoded] = arrays.decode_seconds[forms], arrays.work_bytes[forms]
         return cls(
             is_swapped=is_swapped,
             is_made=is_made,
             is_held=is_needed & ~is_swapped & ~is_made,
             need=need_array,
             release=np.array(release, np.int64),
+            dies=dies,
+            made_seconds=seconds,
+            made_bytes=made_bytes,
+            forms=forms,
         )
 
 
@@ -190,7 +217,7 @@ def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     """The curve when every copy lands at once and every fetch takes no time."""
     held, made, swapped = map(np.flatnonzero, (lifetimes.is_held, lifetimes.is_made, lifetimes.is_swapped))
     need, release, nbytes = lifetimes.need, lifetimes.release, arrays.nbytes
-    end = arrays.dies.copy()
+    end = lifetimes.dies.copy()
     end[held] = np.maximum(end[held], release[held])
     back = np.maximum(need[swapped], end[swapped])
     end[swapped] = np.maximum(end[swapped], arrays.saved[swapped] + 1)
@@ -204,8 +231,8 @@ def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     if not len(made):
         return total
     transient = np.zeros(arrays.num_ticks, np.int64)
-    np.maximum.at(transient, need[made], arrays.recipe_bytes[made])
-    np.maximum.at(transient, arrays.saved[made], arrays.work_bytes[made])
+    np.maximum.at(transient, need[made], lifetimes.made_bytes[made])
+    np.maximum.at(transient, arrays.born[lifetimes.forms], arrays.work_bytes[lifetimes.forms])
     return total + transient
 
 
@@ -236,22 +263,22 @@ def _stops(step: Step) -> dict[str, Ints]:
 
 
 def _dependents_first(items: tuple[Item, ...]) -> tuple[int, ...]:
-    """Depth first over inputs; reversed, every item comes before what it is made from."""
+    """Depth first over sources; reversed, every item comes before what it is made from."""
     inputs_first: list[int] = []
     is_seen = [False] * len(items)
     for root, item in enumerate(items):
-        if is_seen[root] or not item.inputs:
+        if is_seen[root] or not item.sources:
             continue
         is_seen[root] = True
-        stack = [(root, iter(item.inputs))]
+        stack = [(root, iter(item.sources))]
         while stack:
             index, rest = stack[-1]
             source = next((source for source in rest if not is_seen[source]), None)
             if source is None:
                 stack.pop()
-                if items[index].inputs:
+                if items[index].sources:
                     inputs_first.append(index)
                 continue
             is_seen[source] = True
-            stack.append((source, iter(items[source].inputs)))
+            stack.append((source, iter(items[source].sources)))
     return tuple(reversed(inputs_first))

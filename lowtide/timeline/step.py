@@ -10,6 +10,7 @@ Units: bytes, seconds, tick indices. Not covered: how a profile becomes a step (
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lowtide.core.fate import Fate
@@ -46,19 +47,59 @@ class Item:
     recipe_seconds: float = 0.0
     recipe_bytes: int = 0
     """Bytes that its recipe needs beyond its inputs and its result, while it runs."""
-    work_bytes: int = 0
-    """Bytes that are needed in tick `saved` beyond all items if its fate is recompute: to store it smaller."""
     check_bytes: int = 0
     """Bytes of its fingerprint if its fate is recompute: from tick `born` to `check_until - 1`."""
     check_until: int = 0
     """First tick in which the fingerprint is gone: backward is over."""
     inputs: tuple[int, ...] = ()
-    """Items that its recipe reads (indices into `Step.items`): produced before it, or made from it (smaller forms)."""
+    """Items that its recipe reads (indices into `Step.items`), produced before it."""
+    form: int | None = None
+    """The item that stands for its smaller form. Where that one is kept or swapped, a fate of recompute means made from
+    it, and not by the recipe. Where that one may not be recomputed, this item has no recipe."""
+    form_of: int | None = None
+    """Of a smaller form: the item that is made from it. Its own fate recompute means that there is no such form: what
+    is made again is made by its recipe."""
+    decode_seconds: float = 0.0
+    """Of a smaller form: what making it costs, and making the item from it."""
+    work_bytes: int = 0
+    """Of a smaller form: bytes beyond all items, in tick `born` while it is made, and while the item is made from
+    it."""
 
     @property
     def is_anchor(self) -> bool:
         """Not saved by autograd: present only if a recipe reads it."""
         return not self.reads
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """All that it may be made from."""
+        return self.inputs if self.form is None else (*self.inputs, self.form)
+
+
+Move = tuple[tuple[int, Fate], ...]
+"""Items and the fates that they get."""
+
+
+def ways(items: Sequence[Item], index: int) -> Iterator[Move]:
+    """What may become of an item: each fate, and where it may be made from its smaller form, each fate of that one."""
+    item = items[index]
+    for fate in item.fates:
+        if fate is Fate.RECOMPUTE and item.form is not None:
+            for form_fate in items[item.form].fates:
+                yield ((index, fate), (item.form, form_fate))
+        else:
+            yield ((index, fate),)
+
+
+def making_seconds(items: Sequence[Item], way: Move) -> float:
+    """What one of the `ways` costs compute: that of the recipe, or of the codec; nothing where nothing is made."""
+    (index, fate), *of_form = way
+    if fate is not Fate.RECOMPUTE:
+        return 0.0
+    for form, form_fate in of_form:
+        if form_fate is not Fate.RECOMPUTE:
+            return items[form].decode_seconds
+    return items[index].recipe_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,19 +85,21 @@ def train(
                     summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.state_dict()))
             ranks.leave()
         except Exception as error:
-            ranks.fail(_told(error, ranks), tell=files.failed)
+            ranks.fail(_told(error, ranks, run), tell=files.failed)
     return summary
 
 
-def _told(error: Exception, ranks: Ranks) -> Exception:
+def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
     """Alone, a run that is out of memory ends with one line; in a group, `Ranks.fail` says which rank it was."""
     if not ranks.is_alone or not is_out_of_memory(error):
         return error
     where = f"step {ranks.step}" if ranks.step else "while the run started"
     lines = str(error).splitlines() or [type(error).__name__]
-    told = TrainingError(
-        f"{where}: out of memory: {lines[0]}; lower train.batch_size, or write a budget into the section 'memory'"
-    )
+    if run.memory is not None and run.memory.has_budget:
+        way_out = "lower train.batch_size or memory.budget"
+    else:
+        way_out = "lower train.batch_size, or write a budget into the section 'memory'"
+    told = TrainingError(f"{where}: out of memory: {lines[0]}; {way_out}")
     told.__cause__ = error
     return told
 
@@ -115,7 +117,12 @@ def _loop(
     if ranks.is_first:
         metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step, warn=say_on_stderr)
     if trainer.step < settings.steps:
-        files.begin(num_steps=settings.steps, num_ranks=ranks.num_ranks, is_first=ranks.is_first)
+        files.begin(
+            num_steps=settings.steps,
+            num_ranks=ranks.num_ranks,
+            is_first=ranks.is_first,
+            device=trainer.device.type,
+        )
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
         open_progress(

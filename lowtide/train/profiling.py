@@ -82,14 +82,18 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
 
 
 def weights_of_run(run: RunConfig, layers: Sequence[str]) -> list[Weight]:
-    """The trained parameters of the run's model, of which nothing is built."""
+    """The parameters of the run's model, which is built without memory."""
     with torch.device("meta"):
         model = fresh_model(run, model_config(run), getattr(torch, run.model.dtype))
     heads = tuple(f"{name}." for name in layers)
     return [
-        Weight(shape=tuple(p.shape), element_bytes=p.element_size(), is_in_layer=name.startswith(heads))
+        Weight(
+            shape=tuple(p.shape),
+            element_bytes=p.element_size(),
+            is_in_layer=name.startswith(heads),
+            is_trained=p.requires_grad,
+        )
         for name, p in model.named_parameters()
-        if p.requires_grad
     ]
 
 

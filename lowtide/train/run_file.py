@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from lowtide.config.loader import FieldError, Locations, load_tree
-from lowtide.config.memory import MemoryConfig
+from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig
 from lowtide.config.parallel import ParallelConfig
 from lowtide.config.source import Node, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import Sections, has_sections, read_sections
+from lowtide.mindformers.schema.file import SECTIONS
 from lowtide.pipeline.generators import make_schedule
 
 DType = Literal["float32", "bfloat16"]
@@ -248,6 +249,7 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     root = read_yaml(path)
     sections = read_sections(path, root) if has_sections(root) else None
     root = root if sections is None else _without_sections(root)
+    _check_names(root)
     file = load_tree(root, _RunFile)
     entries = {entry.key: entry for entry in root.entries}
     key_places = {entry.key: entry.place for entry in entries["model"].node.entries}
@@ -280,6 +282,14 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     )
 
 
+def _check_names(root: Node) -> None:
+    """A section that nobody reads is a mistake, most often in its name."""
+    for entry in root.entries:
+        if entry.key not in _OURS:
+            hint = did_you_mean(entry.key, (*_OURS, *SECTIONS)) or f"; known sections: {', '.join(_OURS)}"
+            raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
+
+
 def _without_sections(root: Node) -> Node:
     """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in.
     `parallel` is upstream's beside them."""
@@ -306,7 +316,7 @@ def _without_sections(root: Node) -> Node:
 def _check_beside_sections(file: _RunFile) -> None:
     """Beside the two sections, `memory` says where bytes may go, not what happens to them."""
     memory = file.memory
-    for key in ("budget", "recompute", "swap", "keep") if memory is not None else ():
+    for key in ("budget", "preset", "recompute", "swap", "keep") if memory is not None else ():
         if getattr(memory, key) not in (None, ()):
             raise ConfigError(
                 f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
@@ -356,8 +366,8 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
 
 def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoReturn]) -> None:
     """What the plans for the stages of a pipeline do not know of."""
-    if memory.preset is not None:
-        fail("memory.preset", "'memory.preset' cannot stand beside 'pipeline' yet; write a budget")
+    if memory.preset not in (None, "fastest"):
+        fail("memory.preset", f"'memory.preset' {PRESET_OF_STAGES.format(memory.preset)}")
     if memory.loss == "sliced":
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
     if memory.race:

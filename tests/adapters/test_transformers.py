@@ -17,6 +17,7 @@ from lowtide.adapters.transformers import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests import two_ranks
 from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, environment_of, llama, on_a_rank
+from tests.adapters.saving import saved_share
 
 
 def _callback(budget: str | None = BUDGET, memory: Any = SMALL, said: list[str] | None = None) -> TideCallback:
@@ -90,6 +91,7 @@ def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path, plain_outcome: C
         trainer = _trained(tmp_path, callback, **HABITS[habit])
         assert _same(_outcome(trainer), plain)
         assert bool(callback.stats.swapped_bytes) == (budget == BUDGET)
+        assert (saved_share(callback.tide) > 0) == (budget == BUDGET)
         logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
         assert logged["lowtide/swapped_bytes"] == callback.stats.swapped_bytes
         assert patched_module(trainer.model) is None
@@ -316,6 +318,7 @@ def test_lora_in_sft_trainer(tmp_path: Path) -> None:
     budget = _callback("8MiB")  # TRL's loss has one buffer of 6 MiB, whatever the model's size
     assert _same(trained(budget), plain)
     assert budget.stats.kept_bytes
+    assert saved_share(budget.tide) >= 0
     rules = _callback(None, {"swap": "all", "recompute": ["layers.0"], "min_bytes": 0})
     assert _same(trained(rules), plain)
     assert rules.stats.swapped_bytes

@@ -89,6 +89,7 @@ def test_largest_writes_a_record(tmp_path: Path) -> None:
     assert checkpointing["peak_bytes"] <= checkpointing["budget_bytes"] == plain["peak_bytes"]
     assert checkpointing["is_equal"] is True
     assert rows["trl offloading"]["error"]
+    assert {(row["vocabulary"], row["optimizer"]) for row in rows.values()} == {(32, "none")}
 
 
 @pytest.mark.parametrize("question", ["time_against_memory", "largest", "idle"])

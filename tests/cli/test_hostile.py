@@ -73,7 +73,8 @@ NO_FOLDER = "cannot be made or written to: No such file or directory; choose ano
         ),
         (
             ("explain", "run.yaml", "--num-layers", "100000000"),
-            "run.yaml:1:1: missing section 'recompute_config' or 'swap_config'",
+            "run.yaml:1:1: missing section 'recompute_config' or 'swap_config'; write one of them, or use lowtide plan for "
+            "a section 'memory'",
         ),
         (("train", "/dev/zero"), "/dev/zero: this is a pipe or a device; write its content to a file first"),
         (("train", "a\nb\x1b[2J"), r"a\nb\x1b[2J: no such file; check the path"),

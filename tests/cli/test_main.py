@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from lowtide.cli import main as cli
 from lowtide.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_help_is_fast_and_imports_no_torch() -> None:
@@ -109,3 +114,22 @@ def test_our_own_bugs_are_not_hidden(command) -> None:
 def test_python_dash_m() -> None:
     result = subprocess.run([sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, timeout=200)
     assert (result.returncode, result.stdout) == (0, "lowtide 0.1.0\n")
+
+
+def test_lines_fit_the_terminal_and_a_pipe_has_them_whole() -> None:
+    """With a real terminal of 60 columns: what is printed is the same, in lines of at most so many characters."""
+    code = "import sys; from lowtide.cli.main import main; sys.exit(main(['glossary']))"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        environment = {**os.environ, "COLUMNS": "60"}
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, cwd=ROOT, env=environment)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal without writers so
+            while part := terminal.read(4096):
+                shown += part
+        assert process.wait(60) == 0
+    lines = shown.decode().splitlines()
+    assert max(map(len, piped.stdout.splitlines())) > 100 and max(map(len, lines)) <= 60
+    assert " ".join(lines).split() == piped.stdout.split()

@@ -20,10 +20,11 @@ from lowtide.cli.main import main
 from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS
 from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.hardware import load_hardware
-from lowtide.train.profiling import trace_run
+from lowtide.train.profiling import trace_run, weights_of_run
 from lowtide.train.run_file import load_run
 from tests import processes
 
@@ -112,6 +113,18 @@ def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "recomputed: " in text or "away and back: " in text
     assert text.count("<- this plan") == 1
     assert any(line.strip().startswith("#: planned  .: everything kept, ") for line in lines)
+
+
+def test_every_line_fits_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No word is cut: what the plan has as JSON stands there, in the units of the text."""
+    saved = Plan.from_json(json.dumps(document(capsys, "--budget", "1.2MiB")["plan"]))
+    monkeypatch.setattr("lowtide.cli.plan.width_of_stdout", lambda: 80)
+    assert plan("--budget", "1.2MiB", "--curve") == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, str(saved).splitlines())) > 100 and max(map(len, narrow.splitlines())) <= 80
+    assert {word for word in str(saved).split() if word not in narrow.split()} <= {"why"}  # no head of its own there
 
 
 def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,13 +253,18 @@ def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -
     for what in ("weights", "optimizer state"):
         assert after[what] == pytest.approx(before[what] / 4, rel=0.01)
     assert after["activations"] == before["activations"]
+    kinds = {kind["name"]: kind["state_bytes"] for kind in found["optimizers"]}
+    assert kinds["AdamW"] == 2 * kinds["SGD with momentum"] == 2 * after["weights"]
+    assert set(NOT_OF_SHARDS).isdisjoint(kinds) and {"SGD", "AdamW with fp32 masters"} < set(kinds)
     network = found["network"]
     assert (network["ranks"], network["cluster"]) == (4, "h200")
     added = network["exposed_seconds"] + network["slowed_seconds"] + network["copy_seconds"]
     assert network["step_seconds"] == pytest.approx(found["plan"]["predicted"]["step_seconds"] + added)
     assert 0 < network["exposed_seconds"] <= network["network_seconds"]
     assert plan("--budget", "1GiB", "--cluster", "ideal") == 0
-    assert "\nfully sharded over 4 ranks (cluster ideal): step " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nfully sharded over 4 ranks (cluster ideal): step " in printed
+    assert "\nnot counted for parameters in shards: Adafactor, AdamW in 8 bits\n" in printed
     write(RUN + "parallel: {data: 4, shard: hsdp, replicas: 2}\n")
     assert plan("--budget", "1GiB") == 0
     assert "\nfully sharded over 2 ranks, 2 replicas (cluster h200): step " in capsys.readouterr().out
@@ -301,7 +319,6 @@ def test_a_fake_profile_plans_as_the_run_itself(capsys: pytest.CaptureFixture[st
     assert lines[0] == f"LlamaForCausalLM, one step of {BATCH}: traced, times by roofline of h200"
     assert [line.split("  ")[0] for line in lines[4:6]] == ["layers 0-2", "outside layers"]
     direct = document(capsys, "--budget", "1.2MiB")
-    direct.pop("optimizers")  # a saved profile has no shapes of parameters
     assert main(["plan", "run.yaml", "--profile", "profile.json", "--budget", "1.2MiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == direct
 
@@ -339,7 +356,9 @@ def test_a_model_in_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture
 
 
 def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    profile = dataclasses.replace(decoder_profile(2, hidden=True), batch=BATCH)
+    made = decoder_profile(2, hidden=True)
+    run_bytes = sum(weight.nbytes for weight in weights_of_run(load_run("run.yaml"), ()))
+    profile = dataclasses.replace(made, batch=BATCH, state=dataclasses.replace(made.state, parameters=run_bytes))
     Path("profile.json").write_text(profile.to_json(), encoding="utf-8")
     assert plan("--profile", "profile.json", "--budget", "2GiB") == 0
     said = capsys.readouterr().out
@@ -464,6 +483,16 @@ def test_a_profile_of_another_batch(capsys: pytest.CaptureFixture[str]) -> None:
     said = error_of(capsys, "plan", "run.yaml", "--budget", "1GiB", "--profile", "profile.json")
     assert said == (
         f"--profile: it is of {BATCH}, the run has input_ids=int64[4, 64], labels=int64[4, 64]; profile the run again"
+    )
+
+
+def test_a_profile_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lowtide("profile", "run.yaml", "--fake", "--out", "profile.json") == 0
+    capsys.readouterr()
+    write(RUN.replace("num_hidden_layers: 3", "num_hidden_layers: 2"))
+    said = error_of(capsys, "plan", "run.yaml", "--budget", "1GiB", "--profile", "profile.json")
+    assert said == (
+        "--profile: it is of a model with 189,312 bytes of weights, the run's has 148,096; profile the run again"
     )
 
 

@@ -82,12 +82,29 @@ def refused_run(text: str) -> str:
             "run.yaml:2:14: nested more than 64 deep; no setting is",
         ),
         ("a: &a {b: [*a]}", "run.yaml:1:4: this alias contains itself; write the value out"),
-        ("a: *b", "run.yaml:1:4: not valid YAML: found undefined alias 'b'"),
-        ("*b : 1", "run.yaml:1:1: expected a plain key, not an alias"),
-        ('"a\\nb\\e[31m": 1', r"run.yaml:1:1: expected a plain key, not 'a\nb\x1b[31m'"),
-        ("? " + "k" * 2000 + "\n: 1", f"run.yaml:1:3: expected a plain key, not '{'k' * 59}...{'k' * 16}'"),
+        ("a: *b", "run.yaml:1:4: not valid YAML: found undefined alias 'b'; put text that begins with * in quotes"),
+        ("a: *.mlp", "run.yaml:1:5: not valid YAML: expected alphabetic or numeric character, but found '.'; "
+         "put text that begins with * or & in quotes: '*.mlp'"),
+        ("a:\n\tb: 1", "run.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token; "
+         "indent with blanks, and put text that begins with @, % or ` in quotes"),
+        ("a: 'b", "run.yaml:1:6: not valid YAML: found unexpected end of stream; close the quote that is open there"),
+        ("a: [1, 2\nb: 3", "run.yaml:2:2: not valid YAML: expected ',' or ']', but got ':'; "
+         "write a comma between values and close the bracket"),
+        ("a: 1\n  b: 2", "run.yaml:2:4: not valid YAML: mapping values are not allowed here; "
+         "put the value in quotes, or write one 'key: value' a line"),
+        (" a: 1\nb: 2", "run.yaml:2:1: not valid YAML: expected '<document start>', but found '<block mapping start>'; "
+         "begin all keys of a section in one column"),
+        ("a: \"\\q\"", "run.yaml:1:6: not valid YAML: found unknown escape character 'q'; "
+         "write each \\ twice, or use single quotes"),
+        ("a:\n  b: 1\n c: 2", "run.yaml:3:2: not valid YAML: expected <block end>, but found '<block mapping start>'; "
+         "begin all keys of a section in one column, and close quotes"),
+        ("a: !!", "run.yaml:1:6: not valid YAML: expected URI, but found '\\x00'; "
+         "look for an open quote or bracket and for uneven indentation there"),
+        ("*b : 1", "run.yaml:1:1: expected a plain key, not an alias; write 'key: value'"),
+        ('"a\\nb\\e[31m": 1', r"run.yaml:1:1: expected a plain key, not 'a\nb\x1b[31m'; write a short word"),
+        ("? " + "k" * 2000 + "\n: 1", f"run.yaml:1:3: expected a plain key, not '{'k' * 59}...{'k' * 16}'; write a short word"),
         ("<<: {a: 1}", "run.yaml:1:1: merge keys ('<<') are not supported; write the keys out"),
-        ("a: {b: 1, b: 2}", "run.yaml:1:11: duplicate key 'a.b'; it is already set at run.yaml:1:5"),
+        ("a: {b: 1, b: 2}", "run.yaml:1:11: duplicate key 'a.b'; it is already set at run.yaml:1:5; remove one of them"),
         (
             "a: !!python/object/apply:os.system ['touch pwned']",
             "run.yaml:1:4: tags such as 'tag:yaml.org,2002:python/object/apply:os.system' are not supported; remove it",
@@ -95,9 +112,9 @@ def refused_run(text: str) -> str:
         ("!!python/name:os.system a: 1", "run.yaml:1:1: tags such as 'tag:yaml.org,2002:python/name:os.system' are "
          "not supported; remove it"),
         ("a: !" + "x" * 9000 + " 1", f"run.yaml:1:4: tags such as '!{'x' * 58}...{'x' * 16}' are not supported; remove it"),
-        ("a: \x00", "run.yaml: not valid YAML: character 4: special characters are not allowed"),
-        ('a: "\\U00110000"', "run.yaml: not valid YAML: a character or a version that does not exist"),
-        (f"%YAML {MANY}.1\n---\na: 1", "run.yaml: not valid YAML: a character or a version that does not exist"),
+        ("a: \x00", "run.yaml: not valid YAML: character 4: special characters are not allowed; remove it"),
+        ('a: "\\U00110000"', "run.yaml: not valid YAML: a character or a version that does not exist; remove it"),
+        (f"%YAML {MANY}.1\n---\na: 1", "run.yaml: not valid YAML: a character or a version that does not exist; remove it"),
         ("#" * MOST_YAML_BYTES + "\n", "run.yaml: larger than 262,144 bytes; this is another kind of file"),
     ],
 )  # fmt: skip
@@ -259,7 +276,7 @@ def test_chunks_and_stages_together() -> None:
         ({"swap": [{"match": "a", "prefetch": -(10**5000)}]}, "memory.swap[0].prefetch: expected an integer or null, not a "
          "number of 5001 digits; the most is 18"),
         ({"x" * 10_000: 1}, None),
-        ({10**5000: 1}, "memory: expected text keys, not a value of type int"),
+        ({10**5000: 1}, "memory: expected text keys, not a value of type int; write the key in quotes"),
     ],
 )  # fmt: skip
 def test_mappings(value: Any, message: str | None) -> None:

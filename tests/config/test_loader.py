@@ -126,14 +126,15 @@ def test_a_section_is_read_alone(read: Any) -> None:
     assert read("memory: {rate: 2}\nother: [1\n  ]\n", Memory, section="memory").rate == 2.0
 
 
+KEYS = "budget, min_bytes, swap, patterns, pin, rate, steps, colour, path, betas"
 MEMORY_MISTAKES = [
     ("  budgett: 1", "run.yaml:3:3: unknown key 'memory.budgett'; did you mean 'budget'?"),
     (
         "  xyzzy: 1",
-        "run.yaml:3:3: unknown key 'memory.xyzzy'; known keys: budget, min_bytes, swap, patterns, pin, rate, steps, "
-        "colour, path, betas",
+        "run.yaml:3:3: unknown key 'memory.xyzzy'; known keys: " + KEYS,
     ),
-    ("  rate: 1\n  rate: 2", "run.yaml:4:3: duplicate key 'memory.rate'; it is already set at run.yaml:3:3"),
+    ("  rate: 1\n  rate: 2", "run.yaml:4:3: duplicate key 'memory.rate'; it is already set at run.yaml:3:3; remove one "
+     "of them"),
     ("  rate: fast", "run.yaml:3:9: expected a number for 'memory.rate', not 'fast'"),
     ("  rate: '1'", "run.yaml:3:9: expected a number for 'memory.rate', not the text '1'"),
     ("  rate: [1]", "run.yaml:3:9: expected a number for 'memory.rate', not a list"),
@@ -164,13 +165,14 @@ MEMORY_MISTAKES = [
         "  swap: [{match: b, prefetch: -1}]",
         "run.yaml:3:31: 'memory.swap[0].prefetch' must be 0 or more, not -1",
     ),
-    ("  swap: [[a]]", "run.yaml:3:10: expected a mapping for 'memory.swap[0]', not a list"),
+    ("  swap: [[a]]", "run.yaml:3:10: expected a mapping for 'memory.swap[0]', not a list; write 'key: value', with "
+     "these keys: match, prefetch"),
     ("  betas: [0.9]", "run.yaml:3:10: expected a list of 2 for 'memory.betas', not of 1"),
     ("  path: [a]", "run.yaml:3:9: expected a path or null for 'memory.path', not a list"),
     ("  rate: !!python/name:os.system 1", "run.yaml:3:9: tags such as 'tag:yaml.org,2002:python/name:os.system' "
      "are not supported; remove it"),
     ("  <<: {rate: 1}", "run.yaml:3:3: merge keys ('<<') are not supported; write the keys out"),
-    ("  ? [a]\n  : 1", "run.yaml:3:5: expected a plain key, not a list or a mapping"),
+    ("  ? [a]\n  : 1", "run.yaml:3:5: expected a plain key, not a list or a mapping; write 'key: value'"),
 ]  # fmt: skip
 
 
@@ -188,13 +190,30 @@ def test_mistakes_below_memory(read: Any, line: str, message: str | None) -> Non
     [
         ("", "run.yaml:1:1: the file is empty; write its sections, as in examples/"),
         ("# only a comment\n", "run.yaml:1:1: the file is empty; write its sections, as in examples/"),
-        ("- a\n", "run.yaml:1:1: expected a mapping, not a list"),
+        (
+            "- a\n",
+            "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: name, memory, model",
+        ),
         ("memory: {}\n", "run.yaml:1:1: missing key 'name'; expected text"),
-        ("name: x\nmemory:\n", "run.yaml:2:8: expected a mapping for 'memory', not nothing"),
-        ("name: x\nmodel: [\n", "run.yaml:3:1: not valid YAML: expected the node content, but found '<stream end>'"),
-        ("name: a: b\n", "run.yaml:1:8: not valid YAML: mapping values are not allowed here"),
-        ("name: x\n---\nname: y\n", "run.yaml:2:1: not valid YAML: but found another document"),
-        ("name: \x07\n", "run.yaml: not valid YAML: character 7: special characters are not allowed"),
+        (
+            "name: x\nmemory:\n",
+            "run.yaml:2:8: expected a mapping for 'memory', not nothing; write 'key: value', with these keys: " + KEYS,
+        ),
+        (
+            "name: x\nmodel: [\n",
+            "run.yaml:3:1: not valid YAML: expected the node content, but found '<stream end>'; "
+            "close the bracket or the quote that is open there",
+        ),
+        (
+            "name: a: b\n",
+            "run.yaml:1:8: not valid YAML: mapping values are not allowed here; put the value in quotes, or "
+            "write one 'key: value' a line",
+        ),
+        (
+            "name: x\n---\nname: y\n",
+            "run.yaml:2:1: not valid YAML: found a second document; remove the line '---' and one of them",
+        ),
+        ("name: \x07\n", "run.yaml: not valid YAML: character 7: special characters are not allowed; remove it"),
         ("name: x\nmodel: &a {b: *a}\n", "run.yaml:2:8: this alias contains itself; write the value out"),
     ],
 )
@@ -220,10 +239,12 @@ def test_a_directory_and_a_binary_file(tmp_path: Path) -> None:
 def test_a_missing_section(read: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         read("memry: {}\n", Memory, section="memory")
-    assert str(caught.value) == "run.yaml:1:1: missing section 'memory'; did you mean 'memry'?"
+    assert str(caught.value) == "run.yaml:1:1: unknown section 'memry'; did you mean 'memory'?"
     with pytest.raises(ConfigError) as caught:
         read("[]\n", Memory, section="memory")
-    assert str(caught.value) == "run.yaml:1:1: expected a mapping with the section 'memory', not a list"
+    assert str(caught.value) == (
+        "run.yaml:1:1: expected a mapping with the section 'memory', not a list; write 'memory:' and its keys below it"
+    )
 
 
 def test_a_good_mapping() -> None:
@@ -259,8 +280,8 @@ class _Loose:
         ({"budget": -1}, "memory.budget: -1 is not a size; a size is never negative"),
         ({"budget": 1.5}, "memory.budget: expected a size such as 20GiB, not 1.5"),
         ({"swap": [{"match": "a", "prefetch": -1}]}, "memory.swap[0].prefetch: must be 0 or more, not -1"),
-        ({1: 2}, "memory: expected text keys, not 1"),
-        ([], "memory: expected a mapping, not a list"),
+        ({1: 2}, "memory: expected text keys, not 1; write the key in quotes"),
+        ([], "memory: expected a mapping, not a list; write 'key: value', with these keys: " + KEYS),
     ],
 )
 def test_mistakes_in_a_mapping(mapping: Any, message: str) -> None:

@@ -165,7 +165,8 @@ def test_a_budget_sets_the_solver_free() -> None:
             {"swap": [{"match": "a", "tier": "dsk"}]},
             "memory.swap[0].tier: expected host, disk or null, not 'dsk'; did you mean 'disk'?",
         ),
-        ({"recompute": "layers.0-15"}, "memory.recompute: expected auto, none, all, a list or null, not 'layers.0-15'"),
+        ({"recompute": "layers.0-15"}, "memory.recompute: expected auto, none, all, a list or null, not 'layers.0-15'; "
+         "write ['layers.0-15']"),
         ({"recompute": ["a", "b..c"]},
          "memory.recompute[1]: pattern 'b..c': nothing between two dots; write '*' for any one name"),
     ],
@@ -173,6 +174,26 @@ def test_a_budget_sets_the_solver_free() -> None:
 def test_mistakes(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_memory(mapping)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memroy: {swap: all}\n", "run.yaml:1:1: unknown section 'memroy'; did you mean 'memory'?"),
+        ("train: {steps: 1}\nmemmory: {}\n", "run.yaml:2:1: unknown section 'memmory'; did you mean 'memory'?"),
+        ("model: {path: x}\n", "run.yaml:1:1: missing section 'memory'; write 'memory:' and its keys below it: budget, "
+         "preset, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, check, race, "
+         "layers"),
+        ("budgett: 1GiB\n", "run.yaml:1:1: unknown key 'budgett'; did you mean 'budget'?"),
+        ("[a]\n", "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: budget, preset, "
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, check, race, layers"),
+    ],
+)  # fmt: skip
+def test_a_file_without_the_section(in_tmp: Path, text: str, message: str) -> None:
+    Path("run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_memory("run.yaml")
     assert str(caught.value) == message
 
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.config.memory import load_memory
+from lowtide.core.budget import DeviceMemory
+from lowtide.errors import ConfigError
 from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
@@ -173,3 +176,21 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
         with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
             assert (plans.optimizer_swap is not None) == moves
             assert plans.found.peak_bytes <= budget
+
+
+def test_the_fastest_preset_is_a_budget_of_auto() -> None:
+    """So stages take it; the other presets need plans for several budgets."""
+    memory = DeviceMemory(total_bytes=64 << 30, free_bytes=60 << 30, where="of a made-up device")
+    settled, auto = (
+        load_memory(asked).settled(lambda: memory) for asked in ({"preset": "fastest"}, {"budget": "auto"})
+    )
+    assert (settled.config, settled.budget_bytes) == (auto.config, auto.budget_bytes)
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=1)
+    pipeline = Pipeline(schedule, {0: nn.Linear(4, 4)}, loss=nn.functional.mse_loss)
+    batch = [torch.ones(2, 4)]
+    with pytest.raises(ConfigError) as caught:
+        fit_stages(pipeline, batch, batch, memory={"preset": "smallest"})
+    assert str(caught.value) == (
+        "memory.preset: cannot be smallest beside a pipeline yet; write preset: fastest, or a budget such as 20GiB "
+        "or 90%"
+    )

@@ -11,6 +11,7 @@ from lowtide.planner.min_peak import UNREACHABLE, floor
 from lowtide.timeline.events import Timeline, run
 from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Item, Link, Step, Tick
+from tests.timeline.steps import with_forms
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -70,10 +71,13 @@ def random_step(rng: random.Random, max_items: int) -> Step:
     return Step(ticks=ticks, num_forward_ticks=num_forward, items=tuple(items))
 
 
-def random_case(seed: int, max_items: int) -> Case:
-    """Links from far too slow to instant, with and without latency and contention; budgets from below the floor up."""
+def random_case(seed: int, max_items: int, *, has_forms: bool = False) -> Case:
+    """Links from far too slow to instant, with and without latency and contention; budgets from below the floor up.
+    `has_forms`: some items may be made from a smaller form."""
     rng = random.Random(seed)
     step = random_step(rng, max_items)
+    if has_forms:
+        step = with_forms(step, random.Random(seed))
     total, seconds = sum(item.nbytes for item in step.items), step.compute_seconds
     link = Link(
         out_bytes_per_second=total / seconds * rng.choice([0.3, 1, 3, 30]),

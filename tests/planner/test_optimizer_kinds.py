@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowtide.core.decisions import Prediction
 from lowtide.core.profile import StateBytes
-from lowtide.planner.optimizer_kinds import Weight, state_by_kind
+from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, shard_of, state_by_kind
 from lowtide.report.optimizer_forecast import forecast_lines, optimizer_forecast
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.units import GIB
@@ -58,6 +63,37 @@ def test_published_sizes() -> None:
     assert state_by_kind(large)["AdamW in 8 bits"] == 2 * count + 8 * (count // 256)
     experts = [Weight(shape=(8, 100, 10), element_bytes=4, is_in_layer=True)]
     assert state_by_kind(experts)["Adafactor"] == 8 * 110 * 4
+
+
+MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+def state_of_shards(kind: Any) -> int:
+    """Of a real optimizer of the first of 3 ranks; the others are not there, and none of their bytes is asked for."""
+    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        layer = nn.Module()
+        for name, shape in SHAPES.items():
+            layer.register_parameter(name.replace(".", "_"), nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)))
+        fully_shard(layer, mesh=init_device_mesh("cpu", (3,)))
+        optimizer = kind(layer.parameters(), lr=1e-3)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        tensors = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
+        return unique_bytes(tensor.to_local() for tensor in tensors)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_the_first_of_several_ranks_has() -> None:
+    """3 ranks: 22, 11 and 3 rows of 64, 32 and 8, and 11 elements of the norm, as `fully_shard` deals them."""
+    found = state_by_kind([shard_of(weight, 3) for weight in weights(torch.bfloat16)])
+    num = 2 * 22 * 32 + 11 * 32 + 3 * 32 + 11
+    assert found["AdamW"] == 2 * num * 2 and found["AdamW with fp32 masters"] == 12 * num
+    assert found["SGD with momentum"] == num * 2 and found["Muon"] == (2 * num - 14 * 32) * 2
+    assert not set(NOT_OF_SHARDS) & set(found)
+    assert (found["AdamW"], found["SGD with momentum"]) == tuple(map(state_of_shards, (torch.optim.AdamW, MOMENTUM)))
 
 
 def test_every_peak_moves_by_the_difference() -> None:

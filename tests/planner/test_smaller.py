@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import pytest
@@ -10,14 +11,16 @@ from lowtide.config.memory import load_memory
 from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, Site
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile, problem_of
 from lowtide.planner.problem import send_ops
+from lowtide.planner.smaller import form_of
 from lowtide.report.memory_curve import memory_curve
+from lowtide.timeline.events import run
 from lowtide.timeline.memory import curve, plain_curve
 from lowtide.timeline.step import Link
-from tests.profiles import MIB, decoder_profile
+from tests.profiles import MIB, SECONDS, decoder_profile
 
 FAST = Link(out_bytes_per_second=1e15, in_bytes_per_second=1e15)
 SLOW = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
@@ -120,16 +123,77 @@ def test_what_rules_name_stays_as_it_is() -> None:
     assert [site.name for site in plan.sites if site.codec is not None] == [SDPA.format(3)]
 
 
-def test_a_site_with_a_recipe_keeps_to_it_unless_rules_forbid_recipes() -> None:
-    profile = coded()
-    nodes = (
-        dataclasses.replace(node, codec=CODEC) if node.name.endswith("mlp.mul") else node for node in profile.nodes
-    )
-    both = dataclasses.replace(profile, nodes=tuple(nodes))
-    made = planned(both, 20, {"recompute": "auto", "swap": "none"})
-    assert all(site.codec is None for site in made.sites if site.name.endswith("mlp.mul"))
-    stored = planned(both, 200, {"recompute": "none", "swap": "none"})
-    assert any(site.codec is not None for site in stored.sites if site.name.endswith("mlp.mul"))
+MUL = "model.layers.{}.mlp.mul"
+
+
+def both(codec: Codec, recipe_seconds: float = SECONDS / 20) -> Profile:
+    """The decoder, in which `mlp.mul` (56 MiB) fits a codec beside its recipe."""
+    profile = decoder_profile(2)
+
+    def with_both(node: Site) -> Site:
+        assert node.recipe is not None
+        return dataclasses.replace(node, codec=codec, recipe=dataclasses.replace(node.recipe, seconds=recipe_seconds))
+
+    nodes = (with_both(node) if node.name.endswith("mlp.mul") else node for node in profile.nodes)
+    return dataclasses.replace(profile, nodes=tuple(nodes))
+
+
+WAYS = {"recompute": "auto", "swap": "none"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "recipe_seconds", "nbytes", "less_mib", "is_stored"),
+    [
+        (1e-5, 1e-3, 2 * MIB, 20, True),  # the cheaper of the two
+        (1e-3, 1e-5, 2 * MIB, 20, False),
+        (1e-5, 1e-3, 50 * MIB, 20, False),  # cheap, but it frees 6 MiB
+        (1e-5, 1e-3, 50 * MIB, 4, True),
+    ],
+)
+def test_a_codec_is_weighed_beside_a_recipe(
+    seconds: float, recipe_seconds: float, nbytes: int, less_mib: int, is_stored: bool
+) -> None:
+    profile = both(dataclasses.replace(CODEC, seconds=seconds, nbytes=nbytes), recipe_seconds)
+    only_mul = {**WAYS, "keep": ["layers.*.norm.mul", "layers.*.mlp.silu"]}
+    plan = planned(profile, less_mib, only_mul)
+    (changed,) = [site for site in plan.sites if site.codec is not None or site.fate is not Fate.KEEP]
+    assert changed.name in (MUL.format(0), MUL.format(1))
+    assert (changed.codec is not None, changed.recipe is None) == (is_stored, is_stored)
+    assert changed.fate is (Fate.KEEP if is_stored else Fate.RECOMPUTE)
+    assert changed.cost_seconds == min(seconds, recipe_seconds) if nbytes < 50 * MIB else True
+    predicted = plan.predicted
+    assert predicted is not None
+    parts = (predicted.codec_seconds, predicted.recompute_seconds)
+    assert parts == pytest.approx((seconds, 0.0) if is_stored else (0.0, recipe_seconds))
+    drawn = memory_curve(plan, profile, load_memory({"budget": "1GiB", **only_mul}), link=SLOW)
+    assert max(drawn.planned_bytes) == predicted.peak_bytes
+
+
+def test_rules_without_recipes_leave_codecs() -> None:
+    stored = planned(both(CODEC), 40, {"recompute": "none", "swap": "none"})
+    assert [site.name for site in stored.sites if site.codec is not None]
+    assert all(site.recipe is None for site in stored.sites)
+
+
+def test_what_a_recipe_starts_from_need_not_stay_for_a_site_that_is_stored_smaller() -> None:
+    """`mlp.mul` by its recipe needs `silu`, which needs `gate`, and `up`, all at once; from its form nothing."""
+    problem = problem_of(both(CODEC), load_memory({"budget": "1GiB", **WAYS}))
+    items = {item.name: index for index, item in enumerate(problem.step.items)}
+    mul = next(node for node in problem.profile.nodes if node.name == MUL.format(0))
+    tick = bisect.bisect_right(problem.starts, mul.reads[0]) - 1
+    fates = [Fate.KEEP] * len(items)
+    for name, fate in ((MUL.format(0), Fate.RECOMPUTE), ("model.layers.0.mlp.silu", Fate.RECOMPUTE)):
+        fates[items[name]] = fate
+    form = items[form_of(MUL.format(0))]
+    needs = []
+    for fate in (Fate.KEEP, Fate.RECOMPUTE):
+        fates[form] = fate
+        needs.append(run(problem.step, fates, SLOW).needs)
+    silu, read = items["model.layers.0.mlp.silu"], items[MUL.format(0)]
+    assert (needs[0][form], needs[1][form]) == (tick, None)
+    assert (needs[0][read], needs[1][read]) == (tick, tick)
+    assert needs[0][silu] > tick  # at its own read
+    assert needs[1][silu] == tick
 
 
 def test_a_site_that_something_else_holds_until_backward_has_no_codec() -> None:

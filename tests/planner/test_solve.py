@@ -25,9 +25,9 @@ def _solve(case: Case) -> Solution:
     return solve(case.step, case.link, case.budget_bytes, host_bytes=case.host_bytes, time_limit_seconds=60.0)
 
 
-def _compare(seed: int, max_items: int) -> float | None:
+def _compare(seed: int, max_items: int, *, has_forms: bool = False) -> float | None:
     """Checks one case; the share by which the step is slower than the fastest, or None where nothing fits."""
-    case = random_case(seed, max_items)
+    case = random_case(seed, max_items, has_forms=has_forms)
     fastest = exhaustive(case)
     if fastest is None:
         with pytest.raises(BudgetError) as caught:
@@ -51,6 +51,14 @@ def test_small_random_steps_are_as_fast_as_exhaustive_search() -> None:
     assert len(found) > 20
     assert max(found) <= 0.01
     assert len(slower) - len(found) > 2, "some cases must have no solution"
+
+
+def test_smaller_forms_are_weighed_as_exhaustive_search_does() -> None:
+    """Kept, swapped, by a recipe, its smaller form kept or swapped: up to five ways for an item."""
+    slower = [_compare(seed, max_items=3, has_forms=True) for seed in range(40)]
+    found = [share for share in slower if share is not None]
+    assert len(found) > 20
+    assert max(found) <= 0.01
 
 
 @pytest.mark.slow
@@ -195,8 +203,8 @@ def test_a_budget_below_the_floor_says_where_what_and_how() -> None:
         "make the micro-batch smaller"
     )
     assert error.suggestions == (
-        "a budget of 3.0 GiB: 400.0 ms a step, 0.0% over keeping everything",
-        "a budget of 4.0 GiB: 400.0 ms a step, 0.0% over keeping everything",
+        "a budget of 3.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
+        "a budget of 4.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
     )
 
 
@@ -206,16 +214,16 @@ def test_ways_out_name_the_host_and_the_rules() -> None:
         solve(step, FAST, 4 * GIB, host_bytes=GIB)
     assert caught.value.floor_bytes == 5 * GIB
     assert caught.value.suggestions == (
-        "a host budget of 2.0 GiB: 400.0 ms a step, 0.0% over keeping everything",
-        "a budget of 5.0 GiB: 400.0 ms a step, 0.0% over keeping everything",
+        "a host budget of 2.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
+        "a budget of 5.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
     )
     kept = _two_item_step(fates=(Fate.KEEP,))
     slow = Link(out_bytes_per_second=20 * GIB, in_bytes_per_second=20 * GIB)
     with pytest.raises(BudgetError) as caught:
         solve(kept, slow, 4 * GIB)
     assert caught.value.suggestions == (
-        "every fate allowed for the 1 activation that rules restrict: 600.0 ms a step, 50.0% over keeping everything",
-        "a budget of 5.0 GiB: 400.0 ms a step, 0.0% over keeping everything",
+        "every fate allowed for the 1 activation that rules restrict: 600.0 ms a step, 50.0 % over keeping everything",
+        "a budget of 5.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
     )
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,20 @@ from torch import nn
 import lowtide
 from lowtide.cli.main import main
 from lowtide.config.memory import load_memory
-from lowtide.core.measured_curve import MeasuredCurve
+from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
+from lowtide.report.laid_on import laid_on, most_apart
+from lowtide.report.of_handle import report_of_handle
 from lowtide.report.page import _sweep_caption, page
-from lowtide.report.pictures import _laid_on
 from lowtide.report.played_step import play
 from lowtide.report.report import Report, document, report_of_plan
 from lowtide.report.trace import trace
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
+from lowtide.units import format_bytes
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9)
 
@@ -35,6 +38,13 @@ LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9)
 def _model(num_layers: int = 4) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(num_layers)))
+
+
+class Mean(nn.Module):
+    """A loss inside of the model, so that a plan covers the whole step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +114,14 @@ def test_the_document_has_the_same_figures(profile: Profile) -> None:
     assert max(content["step"]["planned_bytes"]) == report.plan.predicted.peak_bytes
     assert content["figures"][0]["what"] == "peak, predicted"
     assert [row["is_asked"] for row in content["budgets"]].count(True) == 1
+    tiles = {tile["what"]: tile for tile in content["figures"]}
+    predicted = report.plan.predicted
+    saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes
+    assert tiles["saved by the plan"]["value"] == format_bytes(saved_bytes)
+    assert (
+        tiles["saved by the plan"]["beside"]
+        == f"{100 * saved_bytes / predicted.plain_peak_bytes:.0f} % of everything kept"
+    )
 
 
 def test_a_run_within_a_budget(tmp_path: Path) -> None:
@@ -126,17 +144,17 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: Path) -> None:
-    model = _model()
+    model = nn.Sequential(*_model(), Mean())
     memory = {"min_bytes": 0, "swap": ["0"], "race": False}
     with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
         for _ in range(2):
-            model(torch.ones(32, 64)).sum().backward()
+            model(torch.ones(32, 64)).backward()
         missing = "were not measured; a step inside of tide.audit() measures them."
         before = lowtide.write_report(tide, tmp_path / "run.html").read_text(encoding="utf-8")
         assert missing in before
         assert json.loads(lowtide.write_report(tide, tmp_path / "a.json").read_text())["audited_step"] is None
         with tide.audit() as audit:
-            model(torch.ones(32, 64)).sum().backward()
+            model(torch.ones(32, 64)).backward()
         after = lowtide.write_report(tide, tmp_path / "run.html").read_text(encoding="utf-8")
         assert missing not in after and "the bytes after each operator of an audited step (tide.audit())" in after
         curve = json.loads(lowtide.write_report(tide, tmp_path / "a.json").read_text())["audited_step"]
@@ -144,6 +162,13 @@ def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: 
         plan = tide.plan
         assert plan is not None and plan.predicted is not None
         assert max(curve["nbytes"]) == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
+        played = report_of_handle(tide).played
+        assert played is not None and tide.tide is not None and tide.tide.audited_curve is not None
+        apart, num_parts = most_apart(tide.tide.audited_curve, played)
+        assert apart <= 256 and num_parts == 8  # of 290,000; each layer's forward and backward
+        assert "the step has 8 parts; their highest bytes, measured and predicted, are at most <0.001 MiB apart." in (
+            unescape(after)
+        )
 
 
 def test_the_caption_of_other_budgets_says_where_the_search_ended_early(profile: Profile) -> None:
@@ -157,16 +182,24 @@ def test_the_caption_of_other_budgets_says_where_the_search_ended_early(profile:
     )
 
 
-def test_each_half_of_a_measured_curve_is_stretched_on_its_own() -> None:
-    curve = MeasuredCurve(seconds=(0.0, 1.0, 2.0, 4.0, 10.0), nbytes=(1, 2, 3, 2, 1), num_forward=3)
-    at, counted = _laid_on(curve, 30.0, 70.0)
-    assert at.tolist() == [0, 15, 30, 40, 70]
-    assert counted.tolist() == [1, 2, 3, 2, 1]
-    long = MeasuredCurve(seconds=tuple(range(5000)), nbytes=(*range(2500), *range(2500, 0, -1)), num_forward=2500)
-    at, counted = _laid_on(long, 1.0, 2.0)
-    assert len(at) == 600 and counted.max() == 2500 and at.tolist() == sorted(at.tolist())
+def test_each_layer_of_a_measured_curve_is_stretched_on_its_own(profile: Profile) -> None:
+    played = _report(profile).played
+    assert played is not None
+    played = replace(
+        played,
+        starts=(0.0, 10.0, 30.0, 40.0, 60.0, 70.0),
+        curve=replace(played.curve, planned_bytes=(1, 3, 2, 2, 1, 9), num_forward_ticks=2),
+        step_seconds=70.0,
+        layers=(LayerTimes(name="0", begins=10.0, ends=60.0), LayerTimes(name="1", begins=20.0, ends=40.0)),
+    )
+    bare = MeasuredCurve(seconds=(0.0, 1.0, 2.0, 4.0, 10.0), nbytes=(1, 2, 3, 2, 1), num_forward=3)
+    assert laid_on(bare, played).tolist() == [0, 15, 30, 40, 70]  # forward and backward, each on its own
+    own = (LayerTimes(name="0", begins=1.0, ends=8.0), LayerTimes(name="other", begins=1.5, ends=3.0))
+    assert laid_on(replace(bare, layers=own), played).tolist() == [0, 10, 30, 40, 70]
+    assert most_apart(bare, played) == (0, 2)
+    assert most_apart(replace(bare, nbytes=(1, 2, 3, 7, 1)), played) == (5, 2)
     instant = MeasuredCurve(seconds=(0.0, 0.0), nbytes=(1, 2), num_forward=1)
-    assert _laid_on(instant, 1.0, 2.0)[0].tolist() == [0, 1]
+    assert laid_on(instant, played).tolist() in ([0, 0], [70, 70])
 
 
 def test_a_run_by_rules(tmp_path: Path) -> None:
@@ -175,6 +208,7 @@ def test_a_run_by_rules(tmp_path: Path) -> None:
     model(torch.ones(32, 64)).sum().backward()
     text = lowtide.write_report(model, tmp_path / "run.html").read_text(encoding="utf-8")
     assert "Sequential: a run by rules" in text
+    assert "saved by the rules" in text and "% of the " in text and " that a forward pass saves" in text
     assert text.count("<figure>") == 1
     with pytest.raises(
         lowtide.ConfigError, match=r"only a plan for a budget has a step on the clock; write \.html or \.json$"

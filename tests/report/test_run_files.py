@@ -28,7 +28,7 @@ from lowtide.train.progress import MetricsFile, StepRecord
 STATE = RunState(
     state="running", num_steps=9, num_ranks=1, host="elsewhere", pid=1, process_start="5", began="2026-01-01T00:00:00"
 )
-HERE = RunState.now(num_steps=9, num_ranks=2)
+HERE = RunState.now(num_steps=9, num_ranks=2, device="cpu")
 STEP = RankStep(
     rank=1,
     step=7,
@@ -177,7 +177,7 @@ def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path: Path) -> None:
 def test_other_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     files = RunFiles(tmp_path, said.append)
-    files.begin(num_steps=9, num_ranks=1, is_first=True)
+    files.begin(num_steps=9, num_ranks=1, is_first=True, device="cpu")
 
     def full(self: Path, text: str, encoding: str) -> int:
         with self.open("w") as file:
@@ -245,7 +245,7 @@ def _fails_at(step: int, folder: Path, monkeypatch: pytest.MonkeyPatch, error: E
         (ValueError("a <bad> batch"), "ValueError: a <bad> batch"),
         (
             MemoryError("no room"),
-            "step 4: out of memory: no room; lower train.batch_size, or write a budget into the section 'memory'",
+            "step 4: out of memory: no room; lower train.batch_size or memory.budget",
         ),
     ],
 )

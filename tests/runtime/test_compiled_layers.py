@@ -53,6 +53,16 @@ def test_the_bits_are_those_of_the_compiled_model_and_nothing_is_compiled_for_lo
     assert num_frames() == before
 
 
+@pytest.mark.parametrize("plan", [*PLANS, "budget"])
+def test_no_code_of_lowtides_is_compiled_where_a_graph_breaks_at_a_number(plan: str) -> None:
+    """There torch runs operators between two graphs, and the hooks that they call with them."""
+    truth = train(build(habits=("counts", "counts")))
+    before = num_frames()
+    with _apply(build(habits=("counts", "counts")), PLANS.get(plan, {"budget": "1GiB", "min_bytes": 0})) as tide:
+        assert_same(train(tide.model), truth)
+    assert num_frames() == before
+
+
 def test_other_lengths_make_other_graphs_and_change_no_bit() -> None:
     """One graph is compiled for eight rows, one for any number of them; each saves something else."""
     lengths = (8, 12, 8, 5)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import lowtide
 import lowtide.runtime
+from lowtide.profiling.observe_step import untouched
+from lowtide.runtime.autopilot.observe_call import _own_hooks_aside
 from lowtide.runtime.saved.stats import Ledger
 from tests import zoo
 from tests.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
@@ -124,6 +126,38 @@ def test_ctrl_c_while_finalizers_run_in_a_backward_changes_no_account() -> None:
             end=torch.Tensor.backward,
             is_hit=lambda name: name == "__del__",
         )
+
+
+def test_ctrl_c_while_the_observed_step_is_undone_loses_nothing() -> None:
+    """At each bytecode of what puts the model, its gradients and its hooks back; and it is raised. (Not within the
+    context managers of torch that `restore` enters: between their bytecodes Python lets no signal in.)"""
+    model, batch = nn.BatchNorm1d(4), torch.ones(2, 4)
+    model.register_forward_hook(lambda *_: None)
+    model.weight.grad = torch.ones(4)
+
+    def state() -> list[Any]:
+        assert model.weight.grad is not None
+        tensors = [*model.state_dict().values(), model.weight.grad, torch.get_rng_state()]
+        return [[each.tolist() for each in tensors], len(model._forward_hooks), model.training]
+
+    before, at, is_over = state(), 0, False
+    while not is_over:
+        has_come = False
+        interrupt = Interrupt(at, lambda name: name == "put_back")
+        try:
+            with untouched(model, batch, torch.device("cpu")), _own_hooks_aside(model):
+                model.eval().running_mean.add_(torch.rand(4))
+                model.weight.grad = None
+                interrupt.__enter__()
+        except KeyboardInterrupt:
+            has_come = True
+        finally:
+            interrupt.__exit__()
+        assert state() == before, f"at bytecode {at}"
+        is_over = interrupt.num_passed <= at
+        assert has_come != is_over
+        at += 1
+    assert at > 20
 
 
 def test_ctrl_c_while_the_ledger_settles_loses_nothing() -> None:

@@ -327,6 +327,32 @@ def test_hooks_of_tensors() -> None:
     assert not private.gradient_hooks(tensor)
 
 
+def test_hooks_of_several_tensors() -> None:
+    one, other = leaf(), leaf()
+    one.register_hook(lambda gradient: None)
+    assert private.joint_gradient_hooks(one) == private.joint_gradient_hooks(other) == []
+    handle = torch.autograd.graph.register_multi_grad_hook((one, other), lambda gradients: None)
+    for tensor in (one, other):
+        (key,) = private.joint_gradient_hooks(tensor)
+        assert key == [*getattr(tensor, private.TENSOR_HOOKS[0])][-1]
+    loss = (one * other).sum()
+    with pytest.raises(RuntimeError, match=r"currently running autograd\.grad"):
+        torch.autograd.grad(loss, (one, other), retain_graph=True)
+    loss.backward()
+    handle.remove()
+    assert not private.joint_gradient_hooks(one)
+
+
+def test_parametrized_weights_that_are_remembered() -> None:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with nn.utils.parametrize.cached():
+        weight = linear.weight
+        assert [found is weight for found in private.parametrized_weights().values()] == [True]
+        private.parametrized_weights().clear()
+        assert linear.weight is not weight
+    assert private.parametrized_weights() == {}
+
+
 # -- modes, dispatch, derivatives --------------------------------------------------------------------------------------
 
 
@@ -514,7 +540,7 @@ def test_what_a_module_keeps() -> None:
     parameters, buffers, modules = (vars(module)[name] for name in private.MODULE_TABLES)
     assert private.own_parameters(module) is parameters and list(parameters) == ["weight", "bias"]
     assert private.own_buffers(module) is buffers and "running_mean" in buffers
-    assert modules == {}
+    assert private.own_modules(module) is modules and modules == {}
     private.own_parameters(module)["weight"] = None
     assert module.weight is None
 

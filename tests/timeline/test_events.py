@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timeline.steps import Case, cases, steps
+from timeline.steps import Case, cases, sources_of, steps
 
 from lowtide.core.fate import Fate
 from lowtide.timeline.events import Event, Timeline, run
@@ -191,8 +191,9 @@ def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
         assert out[item.name][1] <= starts[leave] + 1e-9
         assert ends[fetch - 1] <= back[item.name][0] + 1e-9
         assert back[item.name][1] <= starts[need] + 1e-9
-        for made, chosen, made_need in zip(step.items, fates, played.needs):
-            is_reader = chosen is RECOMPUTE and made_need is not None and step.items.index(item) in made.inputs
+        for place, (made, chosen, made_need) in enumerate(zip(step.items, fates, played.needs)):
+            sources = sources_of(step, fates, place)
+            is_reader = chosen is RECOMPUTE and made_need is not None and step.items.index(item) in sources
             assert not is_reader or back[item.name][1] <= compute[f"recompute {made.name}"][0] + 1e-9
 
 

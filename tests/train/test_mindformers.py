@@ -93,4 +93,4 @@ def test_a_misspelt_section_is_not_taken_for_one_of_upstream(
     text = (EXAMPLES / "swap_1_default.yaml").read_text() + "trainer: {type: CausalLanguageModelingTrainer}\n"
     Path("run.yaml").write_text(text + "memoryy: {}\n")
     assert main(["train", "run.yaml"]) == 2
-    assert capfd.readouterr().err == "run.yaml:28:1: unknown key 'memoryy'; did you mean 'memory'?\n"
+    assert capfd.readouterr().err == "run.yaml:28:1: unknown section 'memoryy'; did you mean 'memory'?\n"

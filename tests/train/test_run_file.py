@@ -56,6 +56,38 @@ def test_memory_section_is_read_with_its_places() -> None:
             "run.yaml:3:3: unknown key 'train.stepps'; did you mean 'steps'?",
         ),
         (
+            "model: {model_type: llama}\ntrian: {steps: 1}\n",
+            "run.yaml:2:1: unknown section 'trian'; did you mean 'train'?",
+        ),
+        (
+            GOOD + "recompute_confg: {recompute: true}\n",
+            "run.yaml:3:1: unknown section 'recompute_confg'; did you mean 'recompute_config'?",
+        ),
+        (
+            GOOD + "optimiser: adamw\n",
+            "run.yaml:3:1: unknown section 'optimiser'; known sections: model, data, train, memory, pipeline, parallel",
+        ),
+        (
+            GOOD + "memory: 20GiB\n",
+            "run.yaml:3:9: expected a mapping or null for 'memory', not '20GiB'; write 'key: value', with these keys: "
+            "budget, preset, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, "
+            "check, race, layers",
+        ),
+        (
+            GOOD + "memory: {keep: layers.3}\n",
+            "run.yaml:3:16: expected a list for 'memory.keep', not 'layers.3'; write [layers.3]",
+        ),
+        (
+            GOOD + "pipeline: {stages: 2, micro_batches: 4}\nmemory: {preset: balanced}\n",
+            "run.yaml:4:18: 'memory.preset' cannot be balanced beside a pipeline yet; write preset: fastest, or a "
+            "budget such as 20GiB or 90%",
+        ),
+        (
+            GOOD + "recompute_config: {recompute: true}\nmemory: {preset: balanced}\n",
+            "run.yaml:4:18: 'memory.preset' cannot stand beside recompute_config and swap_config; write all of it "
+            "here, or all of it there",
+        ),
+        (
             "model: {model_type: llama}\ntrain: {}\n",
             "run.yaml:2:8: missing key 'train.steps'; expected an integer",
         ),
@@ -125,6 +157,12 @@ def test_memory_section_is_read_with_its_places() -> None:
 )
 def test_mistakes(text: str, expected: str) -> None:
     assert message(text) == expected
+
+
+def test_the_fastest_preset_stands_beside_a_pipeline() -> None:
+    Path("run.yaml").write_text(GOOD + "pipeline: {stages: 2, micro_batches: 4}\nmemory: {preset: fastest}\n")
+    memory = load_run("run.yaml").memory
+    assert memory is not None and memory.preset == "fastest"
 
 
 def test_settings_hold_what_shapes_the_curve_and_nothing_else() -> None:

@@ -110,7 +110,8 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
     root = read_yaml(path) if root is None else root
     if root.kind != "mapping":
         raise ConfigError(
-            f"{root.place}: expected a mapping with the section 'recompute_config', not {root.describe()}"
+            f"{root.place}: expected a mapping with the section 'recompute_config', not {root.describe()}; write "
+            "'recompute_config:' and its keys below it"
         )
     places: dict[str, str] = {}
     values = _values(root, "", places)
@@ -170,7 +171,7 @@ def _check_sections(name: str, values: dict[str, Any], issues: Issues) -> None:
     for key in others:
         if did_you_mean(key, [section for section in SECTIONS if section not in keys]):
             hint = did_you_mean(key, SECTIONS)
-            raise ConfigError(f"{issues.places[key]}: unknown key '{key}'{hint}")
+            raise ConfigError(f"{issues.places[key]}: unknown section '{key}'{hint}")
     older = next((key for key in keys if key in SECTIONS), None)
     if newer and older:
         issues.refuse(
@@ -178,7 +179,10 @@ def _check_sections(name: str, values: dict[str, Any], issues: Issues) -> None:
             f"belongs to the newer schema of MindSpore Transformers, and '{older}' to the older; write one of them",
         )
     if not newer and not older:
-        raise ConfigError(f"{name}:1:1: missing section 'recompute_config' or 'swap_config'")
+        raise ConfigError(
+            f"{name}:1:1: missing section 'recompute_config' or 'swap_config'; write one of them, "
+            "or use lowtide plan for a section 'memory'"
+        )
     for key in others:
         below = values[key].items() if isinstance(values[key], dict) else ()
         named = [join_path(key, inner) for inner, _ in below if is_foreign(inner)]

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lowtide.core.plan_table import percent
+from lowtide.core.text_table import align, wrapped
 from lowtide.pipeline.cluster.rank import RankPlan
 from lowtide.pipeline.cluster.search import (
     GRADIENT_BYTES,
@@ -43,10 +45,10 @@ _LEFT_OUT = (
 )
 
 
-def lines(plan: ClusterPlan) -> list[str]:
-    """The plan for people."""
+def lines(plan: ClusterPlan, width: int | None = None) -> list[str]:
+    """The plan for people, in lines of at most `width` characters; None: of any length."""
     question, best = plan.question, plan.best
-    return [
+    told = [
         _title(question),
         *_choice(plan),
         "",
@@ -54,12 +56,13 @@ def lines(plan: ClusterPlan) -> list[str]:
         *_time_lines(best),
         "",
         "what each pipeline rank holds at its worst moment",
-        *_rank_lines(best),
+        *_rank_lines(best, width),
         *_reasons(plan),
         "",
         "assumed",
         *_assumption_lines(question),
     ]
+    return wrapped(told, width)
 
 
 def document(plan: ClusterPlan) -> dict[str, Any]:
@@ -159,8 +162,8 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
         f"{format_bytes(best.peak_bytes)} of {format_bytes(question.budget_bytes)}"
     )
     yield (
-        f"forwards and backwards gain {best.gain:.1%} over recompute of every layer; no plan of this layout gains more "
-        f"than {best.ceiling_gain:.1%}"
+        f"forwards and backwards gain {percent(best.gain)} over recompute of every layer; no plan of this layout gains "
+        f"more than {percent(best.ceiling_gain)}"
     )
 
 
@@ -169,14 +172,14 @@ def _time_lines(plan: LayoutPlan) -> Iterator[str]:
     width = max(map(len, _PARTS.values()))
     for key, words in _PARTS.items():
         seconds = getattr(parts, key)
-        yield f"  {words:<{width}}  {format_seconds(max(seconds, 0.0)):>9}  {seconds / parts.total:6.1%}"
+        yield f"  {words:<{width}}  {format_seconds(max(seconds, 0.0)):>9}  {percent(seconds / parts.total):>7}"
     if plan.exchange_seconds:
         hidden = 1 - min(parts.exchange / plan.exchange_seconds, 1.0)
-        yield f"  of {format_seconds(plan.exchange_seconds)} of all-to-all, {hidden:.0%} costs nothing"
+        yield f"  of {format_seconds(plan.exchange_seconds)} of all-to-all, {percent(hidden)} costs nothing"
 
 
-def _rank_lines(plan: LayoutPlan) -> list[str]:
-    head = ("ranks", "layers", "in flight", "state", "activations", "kept", "swapped", "made again", "peak")
+def _rank_lines(plan: LayoutPlan, width: int | None) -> list[str]:
+    head = ("ranks", "layers", "in flight", "state", "activations", "kept", "swapped", "recomputed", "peak")
     rows: list[tuple[str, ...]] = [head]
     start = 0
     while start < len(plan.ranks):
@@ -186,8 +189,8 @@ def _rank_lines(plan: LayoutPlan) -> list[str]:
         rank = plan.ranks[start]
         rows.append((f"{start}-{end - 1}" if end - start > 1 else str(start), *_looks(rank)))
         start = end
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    inner = None if width is None else width - 2
+    return [f"  {line}" for line in align(rows, numeric=tuple(range(len(head))), width=inner)]
 
 
 def _looks(rank: RankPlan) -> tuple[str, ...]:
@@ -198,7 +201,7 @@ def _looks(rank: RankPlan) -> tuple[str, ...]:
         "+".join(map(str, rank.task.chunks)),
         f"{rank.task.state_bytes / GIB:.1f} GiB",
         f"{rank.saved_bytes / GIB:.1f} GiB",
-        *(f"{nbytes / saved:.0%}" for nbytes in (rank.kept_bytes, rank.swapped_bytes, rank.recomputed_bytes)),
+        *(percent(nbytes / saved) for nbytes in (rank.kept_bytes, rank.swapped_bytes, rank.recomputed_bytes)),
         f"{rank.peak_bytes / GIB:.1f} GiB",
     )
 
@@ -211,7 +214,7 @@ def _reasons(plan: ClusterPlan) -> Iterator[str]:
     yield "the next best, and where they lose"
     for other in plan.plans[1:]:
         slower = other.step_seconds / best.step_seconds - 1
-        times = f"{format_seconds(other.step_seconds)} ({slower:+.1%})"
+        times = f"{format_seconds(other.step_seconds)} (+{percent(slower)})"
         yield f"  {other.layout}: {times}, {_difference(best.parts, other.parts)}"
 
 

@@ -194,8 +194,8 @@ def _trace(
     mode = mode_of(model)
     clock = _Roofline(setting.hardware, setting.layers, setting.compiled)
 
-    def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
-        return traced_codec(storage.nbytes(), dtype, setting.hardware)
+    def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None) -> Codec | None:
+        return traced_codec(storage.nbytes(), dtype, setting.hardware, limit)
 
     recorder = StepRecorder(
         device=torch.device("cpu"), clock=clock, stash=FakeStash(), layers=setting.layers, codec_of=codec_of

@@ -1,33 +1,35 @@
 """The autopilot: observe, plan, apply, compare, correct, race.
 
-What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed (one extra step whose
-saved activations are parked outside the device, and which leaves no trace), planned for the budget, and then carried
-out under the plan, as are all that follow. After each of the first two planned steps the measured stalls and, on an
-accelerator, the measured peak are compared with the predicted ones; where they are off by more than 2 %, the model of
-the memory, of compute or of the link is corrected by the difference (corrections.py) and the plan is made again: from
-start to stable in three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
+What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
+saved activations are stored off the device, and after which everything is as before. A plan is made for the budget, and
+this pass and all later ones run under a plan. After each of the first two planned steps the measured stalls and, on an
+accelerator, the measured peak are compared with the predicted ones. If they are off by more than 2 %, the bytes, the
+times of operators or the speed of the link are corrected (corrections.py), and a new plan is made. So the plan is
+stable after three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
 
-Where it stands is a phase (phases.py); plans are made, and agreed among ranks, by `Planning` (planning.py). They come
-from a `PlanSource` (plan_source.py), which need not have a budget: then plans are carried out as they are, and of the
-above only observe, plan, apply is left.
+The state of the autopilot is a phase (phases.py). `Planning` makes plans and has the ranks agree on them (planning.py).
+Plans come from a `PlanSource` (plan_source.py). A source may have no budget: then plans are carried out as they are,
+and nothing is compared, corrected or raced.
 
-Gradients: once a forward pass finds some (micro-batches accumulate), plans count them from the start of a pass on.
-Shapes: a plan is made for the shapes of a batch, and serves smaller ones too (plan_cache.py). When the first smaller
-batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are put aside
-and taken up as they were.
-Ranks: all use the smallest budget, and the first one's plan as long as all have the same shapes and come to each
-decision together; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks or, where
-the model itself has collectives, not at all: it runs under the largest plan there is, and the guard keeps the limit.
+Gradients: if a forward pass finds gradients (micro-batches accumulate), later plans count them from the start of a
+pass.
+Shapes: a plan is made for the shapes of a batch, and is used for smaller ones too (plan_cache.py). When the first
+smaller batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are
+kept, and used again unchanged.
+Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
+first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks. If only
+some ranks have it and the model itself has collectives, it is not observed: it runs under the largest plan that exists,
+and the guard holds the limit.
 
-Threads: those that train one model at once come to a plan one after another; one that arrives while another thread
-observes or plans waits until a plan is in force. Plans do not race when several threads train: none may change while
-another thread is in the middle of a forward pass.
+Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
+observes or plans waits until there is a plan. Plans do not race then, because no plan may change while another thread
+is in the middle of a forward pass.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: what the caller does around the model's forward (a loss of one's own) is not observed: on an accelerator it
-is measured and the plan corrected, on the host it must fit beside the budget. A backward pass of another thread that is
-under way while a new shape is observed: its gradients may be lost. A model that fails in the observed forward pass
-under several ranks: the error is raised, and what that forward drew or wrote is put back.
+Not covered: what the caller does around the model's forward (a loss of one's own) is not observed; on an accelerator it
+is measured and the plan corrected, on the host it must fit beside the budget. If a backward pass of another thread runs
+while a new shape is observed, its gradients may be lost. If a model fails in the observed forward pass under several
+ranks, the error is raised, and what that forward drew or wrote is restored.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.first_step import FirstStep
@@ -63,13 +66,14 @@ from lowtide.runtime.autopilot.plan_race import RACE, Controls, PlanRaces
 from lowtide.runtime.autopilot.plan_source import PlanSource
 from lowtide.runtime.autopilot.planning import Planning
 from lowtide.runtime.autopilot.step_clock import StepClock
+from lowtide.runtime.autopilot.unplanned import Unplanned
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import refuse_capture
-from lowtide.runtime.session.forward_patch import ForwardPatch
+from lowtide.runtime.session.forward_patch import ForwardPatch, patched_part
 from lowtide.runtime.session.memory_words import add_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
@@ -145,6 +149,7 @@ class Autopilot:
         """A step since the last review was smaller than the one that was planned."""
         self._has_collectives = False
         """In the model's own forward pass: then no rank may observe a step alone."""
+        self._unplanned = Unplanned(model)
         self._has_warned = False
         self._patch = ForwardPatch(model, self._around, self)
         self._witness: Witness | None = None
@@ -179,6 +184,8 @@ class Autopilot:
         """The last one that was asked for."""
         self._threads: set[int] = set()
         """Those that have come with a forward pass."""
+        self._inside = threading.local()
+        """Of each thread: whether it is in a forward pass of the model, which may call itself."""
         self._rollback = Rollback(
             model,
             optimizer,
@@ -289,7 +296,8 @@ class Autopilot:
         if self._is_audited:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
         before = self._num_forwards
-        self._audit = Audit(self.model, self._optimizer, self.engine.device_type, scheduler=scheduler, done=done)
+        of = (self.model, self._optimizer, self.engine.device_type)
+        self._audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
         return self._audit
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
@@ -306,6 +314,7 @@ class Autopilot:
 
         Where there is no memory for the optimizer's state, the model is restored all the same; call it again.
         """
+        self._unplanned.close()
         if self.phase is Phase.REMOVED:
             self._placed.remove()
             return
@@ -349,6 +358,8 @@ class Autopilot:
         if not is_training():
             self._unseen.was_aside = True
             return forward(*args, **kwargs)
+        if getattr(self._inside, "is_on", False):  # a model that calls itself: a part of the pass that is under way
+            return self._patch.original(*args, **kwargs)
         refuse_capture(self.model, self.engine)
         with self._lock:
             if self.phase in _PLAIN:
@@ -361,18 +372,24 @@ class Autopilot:
             witness, self._witness = self._witness, None
             planned, tide = self._patch.original, self.tide
         self._first.begin()
+        self._inside.is_on = True
         try:
             output = planned(*args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error) and not self._rollback.is_running:
                 error.add_note(f"lowtide: out of memory in a forward pass. {self._describe_floor()}")
             raise
+        finally:
+            self._inside.is_on = False
+        if tide is None:  # the step could not be observed, or the user was done meanwhile
+            self._unplanned.follow(output)
+            return output
         self._first.follow(output)
         if witness is not None:
             witness.compare(output)
         if self.source.races:
             self._steps.follow(output)
-        if self.phase is Phase.COMPARED and tide is not None:
+        if self.phase is Phase.COMPARED:
             self._peak.follow(output)
             self._loop.follow(output)
             if self.engine.device_type == "cpu":
@@ -391,6 +408,7 @@ class Autopilot:
 
     def _prepare(self, args: tuple, kwargs: dict) -> None:
         """See that a plan for these inputs is in force."""
+        self._unplanned.tell_interrupt()
         self._steps.stop()
         self._threads.add(threading.get_ident())
         if self._planning.has_budget:
@@ -470,10 +488,16 @@ class Autopilot:
         start = time.perf_counter()
         why = "new shape" if self._shapes else "first step"
         self._say(f"lowtide: observing one step ({why})")
+        if self.phase is Phase.WAITING and (under := patched_part(self.model)) is not None:
+            raise ConfigError(
+                f"lowtide.optimize: its module '{under}' came under another lowtide plan since; call remove() on that "
+                "one first"
+            )
         if self.phase is not Phase.WAITING:
             self._take_off()
             self._patch = self._patch.again()  # other threads wait in it until this is over
         self._enter(Phase.OBSERVING)
+        profile = None
         try:
             self._witness = Witness(type(self.model).__name__)
             how: Any = {"is_inside": self._entry is None, "witness": self._witness}
@@ -494,22 +518,34 @@ class Autopilot:
             else:
                 self._enter(Phase.REFUSED)
                 self._leave()
-            if witness is not None and witness.error is error:
-                self._fail_for_real(witness.error, args, kwargs)
+                self._unplanned.note_refusal(error)
+            if not isinstance(error, Exception):
+                self._unplanned.note_interrupt(error)
+            if profile is None and witness is not None and self._is_the_models(error):
+                if witness.error is error:
+                    self._fail_for_real(error, args, kwargs)
+                elif witness.is_over and self._unplanned.may_go_on():
+                    self._unplanned.go_on(error)
+                    return
             raise
+        self._unplanned.note_success()
         if self.phase is Phase.REMOVED:  # by a hook of the user's, or in another thread: this forward is a plain one
             self._witness = None
             return
         self._shapes.add(key, shape)
         self._use(key, why=why, seconds=time.perf_counter() - start)
 
-    def _fail_for_real(self, error: Exception, args: tuple, kwargs: dict) -> None:
+    def _is_the_models(self, error: BaseException) -> bool:
+        """Whether the model raised it, for reasons of its own; and no other rank waits meanwhile."""
+        is_ours = isinstance(error, ConfigError) or str(error).startswith("lowtide:")
+        if is_ours or not isinstance(error, Exception) or is_out_of_memory(error):
+            return False
+        return self._entry is None and not has_company(self._group)
+
+    def _fail_for_real(self, error: BaseException, args: tuple, kwargs: dict) -> None:
         """The model raised `error` while it was observed, and nothing of that forward is left. A loop may leave such a
         batch out and go on: then random numbers were drawn and statistics moved until the error. So the forward runs
         once more, without a plan, and raises the error itself. Returns where it does not."""
-        is_ours = isinstance(error, ConfigError) or str(error).startswith("lowtide:")
-        if is_ours or is_out_of_memory(error) or self._entry is not None or has_company(self._group):
-            return
         try:
             self._patch.original(*args, **kwargs)
         except Exception as again:
@@ -563,13 +599,16 @@ class Autopilot:
                 self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
             return
         before = self._planning.facts
-        failed = {name: why for name, why in failed.items() if name not in before.unsteady}
+        # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
+        smaller = {site.name for site in self.tide.plan.sites if site.codec is not None} if self.tide and failed else ()
+        lost = {name: form_of(name) if name in smaller else name for name in failed}
+        failed = {name: why for name, why in failed.items() if lost[name] not in before.unsteady}
         refused = {name: why for name, why in refused.items() if name not in before.refused}
         key = self._state.key
         if key is None or not (failed or refused):
             return
         start = time.perf_counter()
-        unsteady, layers = before.unsteady | failed.keys(), before.refused | refused.keys()
+        unsteady, layers = before.unsteady | {lost[name] for name in failed}, before.refused | refused.keys()
         self._planning.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
@@ -699,6 +738,7 @@ class Autopilot:
             if is_joint and any_rank(self._is_beginning and is_above, self._group):
                 refusal = self._first_step_error(pass_bytes, needed_bytes)
                 self.remove()
+                self._unplanned.note_refusal(refusal)
                 raise refusal from None
             # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
             self._warn_that_nothing_fits(found, needed_bytes)

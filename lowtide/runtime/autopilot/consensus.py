@@ -1,14 +1,14 @@
 """What the ranks of a job agree on: one budget, one plan, one moment to correct it.
 
-What: small collectives over Python objects; alone, each gives back what it was given. An error on one rank is an error
-on all, so that nobody waits for a rank that has given up. `PlanConsensus` answers the question that comes before every
-collective but the first: is every rank here? Where batches have different lengths on different ranks, one of them
-meets a new shape when the others do not, and a collective would wait for ever. So the ranks meet at the store of the
-process group, each with the name of what it wants to decide; if one does not come in time, nobody waits any longer,
-now or later, and from then on each decides for itself.
+What: small collectives over Python objects; with one rank each returns its argument. An error on one rank is an error
+on all, so that no rank waits for one that has failed. Before every collective but the first, `PlanConsensus` asks
+whether all ranks have come to it. If batches have different lengths on different ranks, one rank may have a new shape
+when the others do not, and a collective would wait for ever. So each rank writes the name of its decision to the store
+of the process group. If one rank does not come in time, no rank waits any longer, now or later, and from then on each
+decides for itself.
 
-Why that is safe: a solved plan has no collective in any recipe, so two ranks may follow different plans. (One that was
-written by name may have some: between ranks that meet the same shapes, since the model's own collectives match.)
+Why that is safe: a plan of the solver has no collective in any recipe, so two ranks may follow different plans. (A plan
+of `select_comm_recompute` may have some. Its ranks have the same shapes, since the model's own collectives match.)
 Cost: one `all_gather_object` a call; a meeting is a few messages to the store, and happens only when something is to be
 decided. Not covered: a job that fails on one rank alone ends the others as it would without lowtide.
 """

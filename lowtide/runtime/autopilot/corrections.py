@@ -3,11 +3,10 @@
 What: `memory_excess` compares the device's own peak with the predicted one, `correct_times` measured stalls with
 predicted ones. Each gives the one correction that it asks for, in words and in numbers, or nothing.
 
-Which model is wrong when stalls are seen? On the host backward passes are timed until then. If compute took less than
-the profile says by more than a tenth, there was less to hide copies behind: the profile's times are scaled. Else the
-link is slower than it was measured. And 2 % is of the time that the step really took: on a busy machine stalls take
-longer, as everything does. Scaled one after the other, never both for one measurement: a stall has one cause
-here, and the next step shows what is left.
+Which number is wrong when there are stalls? On the host, backward passes are timed. If compute took at least a tenth
+less time than the profile says, there was less to hide copies behind, and the profile's times are scaled. Otherwise the
+link is slower than it was measured. The 2 % are a share of the time that the step really took, because on a busy
+machine stalls take longer too. Only one of the two is scaled after one measurement; the next step shows what is left.
 Cost: some arithmetic, twice for each plan. Not covered: fewer stalls or bytes than predicted, unless the peak is off.
 """
 

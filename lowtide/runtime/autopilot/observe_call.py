@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from lowtide.core.profile import Profile
 from lowtide.profiling.observe_step import observe
+from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     BACKWARD_HOOKS,
@@ -119,6 +120,11 @@ class Witness:
         self.error: Exception | None = None
         """What the observed forward raised."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the observed forward gave something."""
+        return self._then is not None
+
     def note(self, output: Any) -> None:
         """Remember the output of the observed forward."""
         self._then = _samples(output)
@@ -165,14 +171,18 @@ def _own_hooks_aside(model: nn.Module) -> Iterator[None]:
     """Inside, the model itself has no hooks; those of its modules stay, which may change what it computes."""
     hooks = [vars(model)[name] for name in _HOOKS]
     before = [dict(found) for found in hooks]
-    for found in hooks:
-        found.clear()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for found, then in zip(hooks, before, strict=True):
             found.clear()
             found.update(then)
+
+    try:
+        for found in hooks:
+            found.clear()
+        yield
+    finally:
+        to_the_end(put_back)
 
 
 @contextlib.contextmanager
@@ -180,13 +190,17 @@ def _input_gradients_set_aside(inputs: Any) -> Iterator[None]:
     """Inputs that get gradients keep theirs: a step observed through `.backward()` would add to them."""
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
     before = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
-    for leaf, _ in before:
-        leaf.grad = None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for leaf, grad in before:
             leaf.grad = grad
+
+    try:
+        for leaf, _ in before:
+            leaf.grad = None
+        yield
+    finally:
+        to_the_end(put_back)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The plans that an autopilot has made, by the shapes that they were made for.
 
-What: `CachedPlan` is one of them: what was observed, the plan, and the tide that carries it out, at work or put aside.
-`PlanCache` holds the last sixteen that were used, and says which of them serves a batch (plan_cache.py).
+What: `CachedPlan` is one of them: what was observed, the plan, and the tide that carries it out, in force or not.
+`PlanCache` holds the last sixteen that were used, and says which of them can be used for a batch.
 Cost: profiles and tables stay in main memory, some megabytes a shape. Not covered: making plans.
 """
 

@@ -1,9 +1,10 @@
 """Where an autopilot's plans come from: a budget, for which each is solved; or whatever else keeps the protocol.
 
-What: `PlanSource` is what the autopilot asks of it. `BudgetSource` measures the link once, gives profile, link and
-budget to the solver, and sets the guard (runtime/offload/spill.py) with each plan: to what the plan itself holds at
-most in forward, and what it leaves of the budget. A step as planned never touches it; one that saves more than planned
-is spilled before the budget is passed. Files of MindSpore Transformers are another source (mindformers/follow.py).
+What: `PlanSource` is the protocol. `BudgetSource` measures the link once, and gives profile, link and budget to the
+solver. With each plan it sets the limit of the guard (runtime/offload/spill.py): the most that the plan holds in
+forward, and what it leaves of the budget. A step as planned never reaches the limit; in a step that saves more, the
+guard swaps activations before the budget is passed. Files of MindSpore Transformers are another source
+(mindformers/follow.py).
 Cost: measuring the link takes a second, once for a machine; the solver takes another for each plan.
 Not covered: when a plan is made, and that ranks agree on it; that is the autopilot's own.
 """
@@ -29,6 +30,7 @@ from lowtide.loss.attach import attach_where
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
 from lowtide.planner.rivals import rivals_of
+from lowtide.planner.smaller import form_of
 from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.session.tide import Tide
@@ -47,7 +49,8 @@ class Facts:
     has_gradients: bool = False
     """Forward passes find gradients (micro-batches accumulate)."""
     unsteady: frozenset[str] = frozenset()
-    """Sites whose recipe did not hold in some step: no plan makes them again."""
+    """Sites whose recipe did not hold in some step, and smaller forms (planner/smaller.py) that a site did not fit: no
+    plan has them again."""
     refused: frozenset[str] = frozenset()
     """Layers that could not be run again in some step: no plan does."""
     resident_state_bytes: int | None = None
@@ -199,7 +202,8 @@ class BudgetSource:
 def _steady(profile: Profile, facts: Facts) -> Profile:
     """Without what did not hold in some step."""
     unsteady = set(facts.unsteady)
-    return profile.without_recipes(unsteady).without_codecs(unsteady).without_second_runs(set(facts.refused))
+    misfits = {node.name for node in profile.sites if form_of(node.name) in unsteady}
+    return profile.without_recipes(unsteady).without_codecs(misfits).without_second_runs(set(facts.refused))
 
 
 def _plan_around(profile: Profile, resident_bytes: int, config: MemoryConfig, how: dict[str, Any]) -> Plan:

@@ -3,19 +3,19 @@
 What: a state machine over numbers. `Race` says whose turn it is and when enough was seen; a `Lap` is one step of one
 candidate, which is told when it is over and, maybe later, how long it took. `Pace` watches the winner afterwards.
 
-How it is run: the candidate with the fewest steps is next, so that all see the same weather. The first step of a plan
-is not counted, since that one learns; candidate 0 has run before. Where a step pays for what another plan left behind
-(the heap of the host engine), a turn is two steps, and the first of each turn is not counted: with turns of one step
-the wrong plan can win (docs/LOG.md). A time is the lower median of a candidate's steps:
-what disturbs a step makes it longer. A candidate has no more turns once its fastest step is 5 % slower than the
-leader's slowest, and the race is over when that is true of all others, or after 12 steps. Where the clock is read late
-(an accelerator), it goes on for up to two steps until the last times are there. Ranks must switch in the same steps:
-there the number of steps is fixed, and the time of a candidate is that of its slowest rank.
+How it is run: the candidate with the fewest steps is next, so that a slow minute of the machine slows all of them. The
+first step of a plan is not counted, because it learns the tables; candidate 0 has learned them before. On the host
+engine a step pays for heap that the plan before it gave back. There a turn is two steps, and the first of each turn is
+not counted: with turns of one step the wrong plan can win (docs/LOG.md). A time is the lower median of a candidate's
+steps, because a disturbance only makes a step longer. A candidate has no more turns once its fastest step is 5 % slower
+than the leader's slowest, and the race is over when that is true of all others, or after 12 steps. On an accelerator
+times arrive late, so the race goes on for up to two steps until the last ones are there. Several ranks must switch in
+the same steps: there the number of steps is fixed, and the time of a candidate is that of its slowest rank.
 
-Finals: once it is over, a plan may come in that was made for what the race has shown (planner/learned.py). It takes
-turns with the winner for eight more steps at most.
+Finals: after the race a plan may be made for the prices that the race has shown (planner/learned.py). It takes turns
+with the winner for eight more steps at most.
 
-Why not trust predictions: plans that promised 1.00 to 1.05 of the plain step took up to 1.69 of it.
+Why predictions are not enough: steps that were predicted to take 1.00 to 1.05 of the plain step took up to 1.69 of it.
 
 Cost: some additions a step. Not covered: which plans there are (planner/rivals.py), and putting them on (autopilot.py).
 """

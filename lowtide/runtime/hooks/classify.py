@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.tensors.kinds import is_plain, leads_to_parameter, storage_keys
-from lowtide.tensors.private import base_of, storage_key
+from lowtide.tensors.private import base_of, is_view, storage_key
 from lowtide.tensors.wrappers import inside
 
 
@@ -53,30 +53,33 @@ class Saved:
 class Parameters:
     """Which storages are the model's own, in one forward pass."""
 
-    __slots__ = ("_keys", "_keys_of_model", "_model")
+    __slots__ = ("_keys_of_layer", "_keys_of_model", "_model")
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._keys_of_model: set[int] | None = None
-        self._keys: set[int] | None = None
+        self._keys_of_layer: set[int] | None = None
 
     def forget_layer(self) -> None:
         """Another layer begins: look up its storages again, because sharded training gives a layer other, gathered
         parameters during its forward."""
-        self._keys = None
+        self._keys_of_layer = None
 
     def has(self, tensor: torch.Tensor, layer: nn.Module) -> bool:
         """A parameter or buffer, a view of one, or a cast of one that autograd can see. `layer`: the one that runs."""
-        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+        # Whether something is a Parameter is a question that torch answers in Python.
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
+            return True
+        if is_view(tensor) and isinstance(base_of(tensor), nn.Parameter):
             return True
         local = inside(tensor)
         if not is_plain(local):
             return False
-        return storage_key(local.untyped_storage()) in self._keys_in(layer) or leads_to_parameter(tensor)
+        return self._has_key(storage_key(local.untyped_storage()), layer) or leads_to_parameter(tensor)
 
-    def _keys_in(self, layer: nn.Module) -> set[int]:
-        if self._keys is None:
-            if self._keys_of_model is None:
-                self._keys_of_model = storage_keys(self._model)
-            self._keys = self._keys_of_model | storage_keys(layer)
-        return self._keys
+    def _has_key(self, key: int, layer: nn.Module) -> bool:
+        if self._keys_of_model is None:
+            self._keys_of_model = storage_keys(self._model)
+        if self._keys_of_layer is None:
+            self._keys_of_layer = storage_keys(layer)
+        return key in self._keys_of_model or key in self._keys_of_layer

@@ -13,6 +13,9 @@ Where the bytes do not fit the codec any more, or were written to since they wer
 it counts as a divergence, the guard may spill it, and the codec is not used again (`Tide.failed_recipes` names the
 site).
 
+On an accelerator integers are narrowed without a look, if there are not more of them than planned. Where some do not
+fit, the fingerprint is made to differ: `backward()` raises at its end, and the site is kept from then on.
+
 Cost: that of the codec (tensors/codecs.py), and some 20 us a site. Not covered: tensors that something else holds:
 their bytes stay on the device beside the smaller form, as the plan's account says.
 """
@@ -26,7 +29,7 @@ import torch
 from lowtide.core.codec import Codec
 from lowtide.runtime.recompute.recipe_inputs import Link, Source
 from lowtide.runtime.recompute.recipe_sources import RecomputedSource
-from lowtide.tensors.codecs import encode
+from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.view import Shape
 
 
@@ -40,6 +43,9 @@ def store_smaller(
     assert source.held is not None
     if not source.is_intact():
         return "it was written to after it had been saved"
+    is_looked_at = source.device.type == "cpu" or fits_unseen(source.shape.dtype) == codec.kind
+    if not is_looked_at and source.nbytes > planned_bytes:
+        return f"it is larger than planned, and nobody looks whether it fits its codec ({codec.kind})"
     # A plan serves smaller batches too.
     limit_bytes = codec.nbytes * source.nbytes / planned_bytes
     encoded = encode(codec.kind, source.held, source.shape.dtype, limit_bytes)
@@ -48,4 +54,8 @@ def store_smaller(
     source.program = encoded.decoder
     form = hold(encoded.data)
     source.drop((Link(source.name, form, Shape.of(encoded.data)),))
+    if encoded.misfit is not None:
+        # Narrowing keeps the lowest bits of each word: with one more, none is what is decoded.
+        assert isinstance(source.fingerprint, torch.Tensor)
+        source.fingerprint = source.fingerprint + encoded.misfit
     return form

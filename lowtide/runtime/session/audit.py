@@ -19,19 +19,21 @@ has the allocator's own peak. Where two forward passes come before a backward pa
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.core.measured_curve import MeasuredCurve
+from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
 from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.tensors.live_bytes import LiveBytes
-from lowtide.tensors.private import current_graph_task_id
+from lowtide.tensors.private import current_autograd_node, current_graph_task_id, next_sequence_number, sequence_number
 
 
 class Audit:
@@ -44,16 +46,18 @@ class Audit:
         device_type: str,
         *,
         scheduler: Callable[[], OffloadScheduler],
+        layers: Callable[[], Collection[str]],
         done: Callable[[int | None, MeasuredCurve | None], None],
     ) -> None:
-        """`scheduler` is that of the plan in force. `done` gets the peak in bytes and `curve` when the context is left;
-        no peak where it was left by an error, or where one plan followed another inside."""
+        """`scheduler` is that of the plan in force, `layers` are its layers. `done` gets the peak in bytes and `curve`
+        when the context is left; no peak where it was left by an error, or where one plan followed another inside."""
         self._of = (model, optimizer, device_type)
         self._scheduler = scheduler
+        self._layers = layers
         self._followed: list[OffloadScheduler] = []
         self._done = done
         self._recorder: _CurveRecorder | None = None
-        self._pass_hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._live: LiveBytes | None = None
 
     @property
@@ -87,7 +91,10 @@ class Audit:
         self._live = LiveBytes(model=model, optimizer=optimizer, device_type=device_type)
         recorder = self._recorder = _CurveRecorder(self._live)
         self._live.on_operator = recorder.sample
-        self._pass_hook = model.register_forward_pre_hook(lambda *_: recorder.begin())
+        self._hooks = [model.register_forward_pre_hook(lambda *_: recorder.begin())]
+        for name in self._layers():
+            enter = functools.partial(recorder.enter, name)
+            self._hooks.append(model.get_submodule(name).register_forward_pre_hook(enter))
         self.follow()
         self._live.__enter__()
         return self
@@ -99,8 +106,8 @@ class Audit:
         self._live.__exit__(kind, error, trace)
         for scheduler in self._followed:
             scheduler.on_buffer = None
-        assert self._pass_hook is not None
-        self._pass_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._done(self._live.peak_bytes if error is None and len(self._followed) == 1 else None, self.curve)
         self._followed.clear()
 
@@ -115,6 +122,11 @@ class _CurveRecorder:
         self._forward: list[tuple[float, int]] = []
         self._backward: list[tuple[float, int]] = []
         self._last: MeasuredCurve | None = None
+        self._entered: dict[str, tuple[float, int]] = {}
+        """When the forward pass of each layer began, and the number of the autograd node that came next."""
+        self._open: list[str] = []
+        """Layers whose backward pass is not over, in the order of forward."""
+        self._left: dict[str, float] = {}
 
     def begin(self) -> None:
         """A forward pass of the model begins."""
@@ -122,6 +134,15 @@ class _CurveRecorder:
             self._last = self.curve
             self._is_begun = True
             self._forward, self._backward = [], []
+            self._entered, self._open, self._left = {}, [], {}
+
+    def enter(self, name: str, *_: Any) -> None:
+        """The forward pass of a layer begins."""
+        is_second = name in self._entered or self._backward or current_graph_task_id() != -1
+        if not self._is_begun or is_second:
+            return
+        self._open.append(name)
+        self._entered[name] = (time.perf_counter(), next_sequence_number())
 
     def sample(self) -> None:
         """After an operator. Those of the optimizer, and between steps, are of no pass."""
@@ -129,9 +150,19 @@ class _CurveRecorder:
             return
         now = (time.perf_counter(), self._live.now_bytes)
         if current_graph_task_id() != -1:
+            self._leave()
             self._backward.append(now)
         elif not self._backward:
             self._forward.append(now)
+
+    def _leave(self) -> None:
+        """Backward goes by falling numbers. What a second run of a layer has made has higher ones than any layer."""
+        node = current_autograd_node()
+        if node is None or not self._backward:
+            return
+        number = sequence_number(node)
+        while self._open and number < self._entered[self._open[-1]][1]:
+            self._left[self._open.pop()] = self._backward[-1][0]
 
     @property
     def curve(self) -> MeasuredCurve | None:
@@ -139,8 +170,14 @@ class _CurveRecorder:
         if not self._forward or not self._backward:
             return self._last
         samples = self._forward + self._backward
+        start = samples[0][0]
         return MeasuredCurve(
-            seconds=tuple(seconds - samples[0][0] for seconds, _ in samples),
+            seconds=tuple(seconds - start for seconds, _ in samples),
             nbytes=tuple(nbytes for _, nbytes in samples),
             num_forward=len(self._forward),
+            layers=tuple(
+                LayerTimes(name=name, begins=max(begins - start, 0.0), ends=self._left[name] - start)
+                for name, (begins, _) in self._entered.items()
+                if name in self._left
+            ),
         )

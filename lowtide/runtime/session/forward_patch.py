@@ -96,6 +96,11 @@ def patched_module(model: nn.Module) -> str | None:
     return next((name for name, _ in _patches(model)), None)
 
 
+def patched_part(model: nn.Module) -> str | None:
+    """Name of the first module inside `model` that is under lowtide, whatever `model` itself is; or None."""
+    return next((name for name, _ in _patches(model) if name), None)
+
+
 def handle_of(model: nn.Module) -> Any:
     """What `lowtide.apply` or `lowtide.optimize` gave for `model`, or for what it wraps (DDP); None if it is plain."""
     return next((patch.handle for _, patch in _patches(model) if patch.handle is not None), None)

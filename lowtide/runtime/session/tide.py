@@ -180,7 +180,7 @@ class Tide:
                 self.audited_peak_bytes, self.audited_curve = peak_bytes, curve
 
         of = (self.model, self._optimizer, self.engine.device_type)
-        return Audit(*of, scheduler=lambda: self._scheduler, done=done)
+        return Audit(*of, scheduler=lambda: self._scheduler, layers=lambda: self._plan.layers, done=done)
 
     def count_buffers(self, on_buffer: Callable[[torch.UntypedStorage], None] | None) -> None:
         """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: nobody counts."""

@@ -95,9 +95,13 @@ def test_a_run_file_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (
             "model: {num_layers: 4}\nrecompute_confg:\n  recompute: true\n",
-            "run.yaml:2:1: unknown key 'recompute_confg'; did you mean 'recompute_config'?",
+            "run.yaml:2:1: unknown section 'recompute_confg'; did you mean 'recompute_config'?",
         ),
-        ("model: {num_layers: 4}\n", "run.yaml:1:1: missing section 'recompute_config' or 'swap_config'"),
+        (
+            "model: {num_layers: 4}\n",
+            "run.yaml:1:1: missing section 'recompute_config' or 'swap_config'; write one of them, or use lowtide "
+            "plan for a section 'memory'",
+        ),
         (
             "recompute_config: {recompute: true}\n",
             "run.yaml: the file does not say how many layers the model has; pass num_layers",

@@ -3,6 +3,7 @@ lowtide, since a loop may leave such a batch out and go on."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -20,7 +21,7 @@ class BadBatch(Exception):
 class Checked(nn.Module):
     """Draws and writes before it looks at what it has made."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in "ab")
         self.num_seen = 0
@@ -88,6 +89,49 @@ def test_an_error_that_is_not_the_models_own_is_raised_at_once_and_leaves_nothin
         assert caught.value is error
         assert model.num_seen == 0
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class Left(BaseException):
+    """No `Exception`, as Ctrl-C is none."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Left])
+def test_after_ctrl_c_it_is_as_if_the_pass_had_not_begun_and_the_next_one_says_so(kind: type[BaseException]) -> None:
+    """At the first shape and at a new one. Where it falls is chance; a loop without lowtide keeps some of the pass."""
+
+    def train(budget: str | None) -> list[Any]:
+        torch.manual_seed(1)
+        model = Checked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        tide = (
+            None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine="virtual:1")
+        )
+        found: list[Any] = []
+        for num_rows, is_ended in ((4, True), (4, False), (4, False), (6, True), (4, False), (6, False), (6, False)):
+            batch = torch.randn(num_rows, 8)
+            if is_ended:
+                if tide is not None:
+                    model.error = kind()
+                    batch[0] = torch.nan
+                    with pytest.raises(kind):
+                        model(batch)
+                is_new = tide is not None
+                continue
+            with pytest.warns(UserWarning, match=said) if is_new else contextlib.nullcontext():
+                model(batch).backward()
+            is_new = False
+            found += [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [model.num_seen, torch.get_rng_state().tolist(), [v.tolist() for v in model.state_dict().values()]]
+        if tide is not None:
+            tide.remove()
+        return found
+
+    said = rf"^lowtide: {kind.__name__} ended a forward pass of Checked while it was observed\. What it had drawn and "
+    said += r"written by then was put back: training goes on as if it had not begun, where without lowtide a part "
+    said += r"of it would have stayed\.$"
+    assert train("1GiB") == train(None)
 
 
 def test_an_error_that_does_not_come_twice_is_raised_all_the_same() -> None:

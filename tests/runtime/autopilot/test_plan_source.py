@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide.config.memory import load_memory
+from lowtide.core.codec import Codec
+from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.engines.virtual import VirtualEngine
+from lowtide.errors import BudgetError
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.phases import Phase
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
-from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
+from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts, PlanSource
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.ranks import ALONE
+from lowtide.timeline.step import Link
+from tests.profiles import MIB, decoder_profile
 
 
 class SwapAll:
@@ -95,3 +103,30 @@ def test_a_source_of_ones_own_without_a_budget() -> None:
     tide.remove()
     assert source.num_closed == 1
     engine.close()
+
+
+def test_a_recipe_that_did_not_hold_leaves_the_codec_and_a_codec_that_did_not_fit_the_recipe() -> None:
+    """A site may have both; each is given up alone (planner/smaller.py has the name of a smaller form)."""
+    name = "model.layers.0.mlp.mul"
+    codec = Codec(kind="bits", nbytes=2 * MIB, work_bytes=MIB, seconds=1e-5)
+    profile = decoder_profile(2)
+    nodes = (dataclasses.replace(node, codec=codec if node.name == name else None) for node in profile.nodes)
+    profile = dataclasses.replace(profile, nodes=tuple(nodes))
+    config = load_memory({"budget": "4GiB", "swap": "none", "keep": ["layers.*.norm.mul", "layers.*.mlp.silu"]})
+    source = BudgetSource(nn.Linear(1, 1), config, VirtualEngine(0))
+    link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+    plain = source.make_plan(profile, Facts(link=link), 4 << 30)
+    assert plain.predicted is not None
+
+    def made(*unsteady: str) -> SiteDecision:
+        facts = Facts(link=link, unsteady=frozenset(unsteady))
+        plan = source.make_plan(profile, facts, plain.predicted.plain_peak_bytes - 20 * MIB)
+        return next(site for site in plan.sites if site.name == name)
+
+    assert (made().codec, made().fate) == (codec, Fate.KEEP)  # the cheaper of the two
+    assert (made(name).codec, made(name).fate) == (codec, Fate.KEEP)
+    other = made(f"{name} smaller")
+    assert (other.codec, other.fate) == (None, Fate.RECOMPUTE)
+    assert other.recipe is not None
+    with pytest.raises(BudgetError):
+        made(name, f"{name} smaller")

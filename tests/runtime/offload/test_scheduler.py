@@ -18,6 +18,7 @@ from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.tensors.kinds import part_of
 from tests import zoo
 from tests.engines.sim_device import SimDevice
 
@@ -95,6 +96,17 @@ def test_what_is_small_goes_in_one_piece() -> None:
     model(X).sum().backward()
     assert tide._ledger.peak_bytes > 8 * SITE_BYTES
     tide.remove()
+
+
+def test_a_part_with_a_counter_of_its_own_is_no_site_of_another_part() -> None:
+    """Both halves are of one storage and at version 0: a copy of it for the one may be older than the other."""
+    scheduler, whole = OffloadScheduler(VirtualEngine(0), Counters(), Ledger()), torch.ones(4, 8)
+    storage, (one, other) = whole.untyped_storage(), whole.unsafe_chunk(2, 1)
+    site = scheduler.enroll(PrefetchQueue(), storage, 0, None, part_of(one))
+    assert scheduler.find(storage, 0, part_of(one)) is site
+    assert scheduler.find(storage, 0, part_of(one[:1])) is site  # a view of that half has its counter
+    assert scheduler.find(storage, 0, part_of(other)) is None
+    assert scheduler.find(storage, 0, part_of(whole)) is None
 
 
 def test_fetches_that_start_together_come_in_the_order_of_need() -> None:

@@ -16,7 +16,7 @@ import lowtide.profiling.smaller
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, Site
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.tensors.live_bytes import LiveBytes
@@ -428,3 +428,68 @@ def test_the_audited_peak_is_the_predicted_one() -> None:
             assert tide.failed_recipes == {}
         assert audit.peak_bytes <= plan.predicted.peak_bytes <= budget
         assert audit.peak_bytes > 0.95 * plan.predicted.peak_bytes
+
+
+class Pooled(nn.Module):
+    """Each of its large storages fits a codec and has a recipe: outputs of ReLU, indices of a max-pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.linear(x))
+        return F.max_pool1d(x[None], 3, stride=1, padding=1)[0] * x
+
+
+def priced(profile: Profile, cheap_codecs: str) -> Profile:
+    """The profile with given times: where a name ends so, the codec is cheaper than the recipe; elsewhere dearer."""
+
+    def with_price(node: Site) -> Site:
+        recipe = None if node.recipe is None else dataclasses.replace(node.recipe, seconds=1e-4)
+        seconds = 1e-5 if node.name.endswith(cheap_codecs) else 1e-3
+        codec = None if node.codec is None else dataclasses.replace(node.codec, seconds=seconds)
+        return dataclasses.replace(node, recipe=recipe, codec=codec)
+
+    ops = len(profile.op_seconds)
+    return dataclasses.replace(profile, nodes=tuple(map(with_price, profile.nodes)), op_seconds=(1e-3,) * ops)
+
+
+@pytest.mark.filterwarnings("ignore:lowtide")
+@pytest.mark.parametrize("swap", ["none", "auto"])
+def test_a_codec_beside_a_recipe(swap: str) -> None:
+    """Each where it is cheaper: the same bits, also of NaN, infinities and -0.0, and within the budget."""
+    model = stack(*(Pooled() for _ in range(4)))
+    profile = priced(profiled(model), ":1")
+    both = {node.name for node in profile.sites if node.codec is not None and node.recipe is not None}
+    config = load_memory({"budget": "1GiB", "min_bytes": "1B", "swap": swap})
+    slow = Link(out_bytes_per_second=1e7, in_bytes_per_second=1e7)  # 6.5 ms for indices, 0.8 ms for their form
+    plain_bytes = plan_profile(profile, config, link=slow).predicted.plain_peak_bytes
+    with pytest.raises(lowtide.BudgetError) as caught:
+        plan_profile(profile, config, link=slow, budget_bytes=1)
+    floor_bytes = caught.value.floor_bytes
+    ways: set[str] = set()
+
+    def special(seed: int) -> list[Tensor]:
+        x = rows(ROWS, seed)
+        x[:4, 0] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+        loss = small_loss(model, x)
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    for share in (0.0, 0.2, 0.5):
+        budget = int(floor_bytes + share * (plain_bytes - floor_bytes))
+        plan = plan_profile(profile, config, link=slow, budget_bytes=budget)
+        for site in plan.sites:
+            if site.name in both:
+                ways.add(f"{site.fate.value} {site.codec.kind if site.codec else 'whole'}")
+        want = [step(model), special(1), step(model, 2)]
+        with lowtide.apply(model, plan, engine="host" if swap == "none" else VirtualEngine(7)) as tide:
+            assert same(step(model), want[0])
+            if swap == "none":
+                with tide.audit() as audit:
+                    assert same(step(model, 2), want[2])
+                # A plan counts a tenth more values than there were zeros.
+                assert 0.95 * plan.predicted.peak_bytes < audit.peak_bytes <= plan.predicted.peak_bytes <= budget
+            assert same(special(1), want[1])
+            assert tide.failed_recipes == {}
+    assert {"keep uint8", "recompute whole" if swap == "none" else "swap whole"} <= ways

@@ -1,0 +1,130 @@
+"""Text in columns, and long lines broken between words: what is printed fits the terminal that it is printed to.
+
+What: `align` makes lines of a table from its cells; `wrapped` breaks lines of prose. Without a width both leave every
+line as long as it is, so that a pipe or a file has one line for each row.
+How: a table that is wider than the width first breaks its head and the last column, if that is text. If the last column
+would become narrower than `_LEAST_TEXT`, it goes under its row instead, indented, and other columns of text are broken
+where that is needed, the widest first. Then columns come closer. Numbers are never broken. What does not fit even so
+becomes one paragraph for each row.
+Cost: linear in the cells, with a small factor. Not covered: words longer than the width, which stay whole; characters
+that are two columns wide.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+Cells = Sequence[tuple[str, ...]]
+
+_GAPS = (2, 1)
+"""Blanks between columns; the second where a table does not fit with the first."""
+_LEAST_TEXT = 24
+_INDENT = "    "
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|ms|µs|s|%)(?![^\s;:,.)]))")
+"""The blank between a number and its unit: no line is broken there."""
+_NO_BREAK = "\0"
+
+
+def align(cells: Cells, *, numeric: tuple[int, ...], width: int | None = None) -> list[str]:
+    """One line for each row, columns two blanks apart; the `numeric` ones are flush right. The first row is the head.
+
+    `width`: the most characters of a line, as far as words allow it; None: as many as there are.
+    """
+    natural = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if width is None or _total(natural, _GAPS[0]) <= width:
+        return _lines(cells, natural, numeric, _GAPS[0])
+    if (widths := _fitted(cells, numeric, width, _GAPS[0], is_first=True)) is not None:
+        return _lines(cells, widths, numeric, _GAPS[0])
+    has_notes = len(cells[0]) - 1 not in numeric
+    body = [row[:-1] for row in cells] if has_notes else cells
+    for gap in _GAPS:
+        if (widths := _fitted(body, numeric, width, gap)) is not None:
+            notes = [row[-1] if has_notes else "" for row in cells[1:]]
+            lines = _lines(body[:1], widths, numeric, gap)
+            for row, note in zip(body[1:], notes, strict=True):
+                lines += _lines([row], widths, numeric, gap)
+                lines += wrapped([f"{_INDENT}{note}"], width, indent=_INDENT) if note else []
+            return lines
+    return [line for row in cells[1:] for line in wrapped([_paragraph(cells[0], row)], width, indent=_INDENT)]
+
+
+def wrapped(lines: Iterable[str], width: int | None, *, indent: str | None = None) -> list[str]:
+    """The lines, those that are longer than `width` broken between words. What follows a break is indented by `indent`,
+    or by four blanks more than its line."""
+    found: list[str] = []
+    for line in lines:
+        if width is None or len(line) <= width:
+            found.append(line)
+            continue
+        start = line[: len(line) - len(line.lstrip())]
+        found += _words(line, width, first=start, later=f"{start}{_INDENT}" if indent is None else indent)
+    return found
+
+
+def _words(text: str, width: int, *, first: str = "", later: str = "") -> list[str]:
+    lines = textwrap.wrap(
+        _UNIT.sub(_NO_BREAK, text.strip()),
+        max(width, 1),
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
+
+
+def _total(widths: Sequence[int], gap: int) -> int:
+    return sum(widths) + gap * (len(widths) - 1)
+
+
+def _fitted(
+    cells: Cells, numeric: tuple[int, ...], width: int, gap: int, *, is_first: bool = False
+) -> list[int] | None:
+    """Widths of columns whose sum is at most `width`; None where words and numbers are too long for it. In the first
+    attempt only the last column is broken, and keeps `_LEAST_TEXT` characters."""
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = [_least(column, number in numeric) for number, column in enumerate(columns)]
+    last = len(columns) - 1
+    if is_first:
+        texts = [column for column in range(last) if column not in numeric]
+        least = [wide if column in texts else low for column, (low, wide) in enumerate(zip(least, widths, strict=True))]
+        if last not in numeric:
+            least[last] = max(least[last], min(_LEAST_TEXT, widths[last]))
+    if _total(least, gap) > width:
+        return None
+    for column in sorted(numeric, key=lambda column: least[column] - widths[column]):
+        if _total(widths, gap) > width:
+            widths[column] = least[column]
+    while _total(widths, gap) > width:
+        widths[max((c for c in range(last + 1) if widths[c] > least[c]), key=lambda c: widths[c])] -= 1
+    return widths
+
+
+def _least(column: Sequence[str], is_numeric: bool) -> int:
+    """Numbers stay whole, with their units; of a head and of text the longest word does."""
+    texts = column[:1] if is_numeric else column
+    words = [len(word) for text in texts for word in text.split()]
+    return max([*words, *(len(text) for text in column[1:] if is_numeric)], default=0)
+
+
+def _lines(cells: Cells, widths: Sequence[int], numeric: tuple[int, ...], gap: int) -> list[str]:
+    lines: list[str] = []
+    for row in cells:
+        broken = [[text] if len(text) <= wide else _words(text, wide) for text, wide in zip(row, widths, strict=True)]
+        for number in range(max(map(len, broken))):
+            texts = (parts[number] if number < len(parts) else "" for parts in broken)
+            padded = (
+                text.rjust(wide) if column in numeric else text.ljust(wide)
+                for column, (text, wide) in enumerate(zip(texts, widths, strict=True))
+            )
+            lines.append((" " * gap).join(padded).rstrip())
+    return lines
+
+
+def _paragraph(head: tuple[str, ...], row: tuple[str, ...]) -> str:
+    """`layers 0-3: kept 1.0 GiB, swapped 2.0 GiB`."""
+    told = [f"{name} {text}".strip() for name, text in zip(head[1:], row[1:], strict=True) if text]
+    return f"{row[0]}: {', '.join(told)}" if row[0] else ", ".join(told)
