@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.agreement import kendall_tau, summary
+from benchmarks.agreement import kendall_tau, learned_ratios, summary
 
 
 def test_tau_is_that_of_scipy() -> None:
@@ -60,3 +60,7 @@ def test_learned_errors_are_of_prices_that_other_plans_show_and_long_steps_stand
     assert below["time_error_median_percent"] == pytest.approx(20.0)
     assert below["learned_time_error_worst_percent"] == pytest.approx(0.0)
     assert len(summary([{k: v for k, v in row.items() if k != "rest_ratio"} for row in long])) == 1
+
+
+def test_a_plan_teaches_nothing_about_itself() -> None:
+    assert learned_ratios([_raced(1.0, 0.0, 0.0, seconds=1.0), _raced(1.5, 0.1, 0.2, seconds=1.0)]) == [None, None]
