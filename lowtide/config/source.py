@@ -141,7 +141,7 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int, where: str = "")
             raise ConfigError(f"{where}{name}: no permission to read it; chmod +r, or give another file") from None
         raise ConfigError(f"{where}{name}: cannot be read: {error.strerror}; check the path") from None
     except ValueError:  # a NUL byte, or half of a surrogate pair
-        raise ConfigError(f"{where}{shown(name)} is not the name of a file") from None
+        raise ConfigError(f"{where}{shown(name)} is not the name of a file; check the path") from None
     if not is_regular:
         raise ConfigError(f"{where}{name}: this is a pipe or a device; write its content to a file first")
     if len(content) > most_bytes:

@@ -48,9 +48,9 @@ WORDS = (
     Word("keep", "The activation stays on the device. It costs memory.", ("kept",)),
     Word("swap", "The activation is copied to main memory (or a disk), freed, and fetched before it is needed. It "
          "costs time on the link, which is free while compute hides it.", ("swapped", "offload", "away and back")),
-    Word("recompute", "The activation is dropped and made again in the backward pass. It costs compute.",
+    Word("recompute", "The activation is dropped and computed again in the backward pass. It costs compute.",
          ("recomputed", "checkpointing", "gradient checkpointing", "activation checkpointing", "remat")),
-    Word("recipe", "The short list of operators that makes an activation again."),
+    Word("recipe", "The short list of operators that computes an activation again."),
     Word("anchor", "A tensor that PyTorch would free and that is kept because a recipe starts from it.", ("anchors",)),
     Word("codec", "A smaller form of an activation that gives back the same bits.", ("codecs",)),
     Word("check", "How recipes are proven while you train. full: in every forward pass. sampled: in every 64th."),
@@ -65,12 +65,12 @@ WORDS = (
     Word("buffers and batch", "Tensors of the model that are not trained, and the inputs of the step."),
     Word("at the worst moment", "The moment of the step with the highest peak. It may be another one with the plan "
          "than without."),
-    Word("link", "What copies between the device and main memory (or a disk) go over."),
+    Word("link", "The connection between the device and main memory (or a disk), over which copies go."),
     Word("prefetch", "Fetching a swapped activation before it is needed."),
     Word("tier", "Where a swapped activation goes: host (main memory) or disk."),
     Word("race", "The first real steps try a few plans, and the fastest stays. All give the same bits."),
     Word("digest", "Twelve characters that are the same for plans that do the same."),
-    Word("spill", "What is swapped although the plan keeps it, because a step saved more than planned.", ("spills",)),
+    Word("spill", "A swap of an activation that the plan keeps, because a step saved more than planned.", ("spills",)),
     Word("headroom", "Memory that a budget of auto leaves free: the driver, libraries and blocks that do not fit need "
          "it."),
     Word("masters", "A second copy of 16-bit weights in 32 bits, which some optimizers keep.", ("fp32 masters",)),

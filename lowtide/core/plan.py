@@ -120,7 +120,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote. Raises `ConfigError` when the text is something else or was edited badly."""
-        document = parse_json(text, "plan")
+        document = parse_json(text, "plan", "; write one: lowtide plan RUN.yaml --out plan.json")
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema is None:
             raise ConfigError("plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json")

@@ -237,7 +237,7 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """The profile that `to_json` wrote. Raises `ConfigError` when the text is something else."""
-        document = parse_json(text, "profile")
+        document = parse_json(text, "profile", "; write one: lowtide profile RUN.yaml --out profile.json")
         if not isinstance(document, dict) or "schema" not in document:
             raise ConfigError(
                 "profile: this is no profile of lowtide; write one: lowtide profile RUN.yaml --out profile.json"

@@ -46,7 +46,7 @@ def plan_rank_with_state(task: RankTask) -> RankPlan:
     numbers = [0, *dict.fromkeys(max(1, round(part * len(shares.sizes))) for part in _PARTS)]
     for number in numbers:
         try:
-            reason = "chunks in flight gain more than its way costs"
+            reason = "its memory is worth more to chunks in flight than its copies cost"
             found.append(_with_moved(task, shares, number, reason) if number else plan_rank(kept))
         except BudgetError as error:
             refusals.append(error.with_traceback(None))  # its frames would be a cycle

@@ -146,7 +146,7 @@ def choose_placement(
         return write.moved(moved, with_moves, f"{'memory.optimizer' if is_forced else 'the budget'} asks for it")
     tried = [kept, *with_moves]
     if write.shared_seconds(moved) < kept.pass_seconds:
-        return write.moved(moved, tried, "activations gain more by its memory than its way costs")
+        return write.moved(moved, tried, "its memory is worth more to activations than its copies cost")
     return write.kept(kept, tried, "on its way it would cost more than it frees")
 
 

@@ -45,9 +45,13 @@ def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], d
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}") from None
+        raise ConfigError(
+            f"{where}: not valid TOML: {error}; lowtide/timeline/devices/h200.toml shows the form"
+        ) from None
     except (RecursionError, ValueError):  # tables without end; an integer of more than 4,300 digits
-        raise ConfigError(f"{where}: not valid TOML: nested too deep, or a number of too many digits") from None
+        raise ConfigError(
+            f"{where}: not valid TOML: nested too deep, or a number of too many digits; write it anew"
+        ) from None
     entries = _flatten(document, "", form.tables)
     known = (*form.keys, *form.optional)
     for key in entries:

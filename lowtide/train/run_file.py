@@ -391,12 +391,12 @@ def _model(
         hint = did_you_mean(str(ours["dtype"]), get_args(DType))
         fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {shown(ours['dtype'])}{hint}")
     if "path" in ours and "model_type" in ours:
-        fail("", "'model' needs either 'path' or 'model_type', not both")
+        fail("", "'model' needs either 'path' or 'model_type', not both; remove one of them")
     if not ours.keys() & {"path", "model_type"}:
         for key in fields:
             if hint := did_you_mean(key, ("path", "model_type")):
                 raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
-        fail("", "'model' needs either 'path' or 'model_type'")
+        fail("", "'model' needs either 'path' or 'model_type'; write e.g. model_type: llama")
     if "path" in ours and fields:
         key = next(iter(fields))
         hint = did_you_mean(key, ("path", "dtype", "seed")) or "; a model from a folder takes only path, dtype and seed"
@@ -406,7 +406,10 @@ def _model(
             bound = "at least 0" if value < 0 else f"at most {_MOST_REPEATS}"
             fail(key, f"'model.{key}' must be {bound}, not {value}")
     if "path" in ours and not os.path.isdir(os.path.expanduser(ours["path"])):  # noqa: PTH111, PTH112 -- do not raise
-        fail("path", f"'model.path': {ours['path']} is not a folder on this machine")
+        fail(
+            "path",
+            f"'model.path': {ours['path']} is not a folder on this machine; check the path (nothing is downloaded)",
+        )
     needed = _WEIGHTS[precision]
     if ours.setdefault("dtype", needed) != needed:
         fail(

@@ -403,7 +403,8 @@ def test_what_custom_functions_hide_is_named(capsys: pytest.CaptureFixture[str])
         ),
         (
             ["--budget", "1GiB", "--profile", "run.yaml"],
-            "--profile: run.yaml: profile:1:1: not valid JSON: Expecting value",
+            "--profile: run.yaml: profile:1:1: not valid JSON: Expecting value; write one: lowtide profile "
+            "RUN.yaml --out profile.json",
         ),
         (
             ["--budget", "1GiB", "--hardware", "h2000"],

@@ -166,8 +166,8 @@ def test_files_that_are_no_files(make: Callable[[str], object], message: str, re
 
 
 def test_names_of_files() -> None:
-    assert refused(lambda: read_yaml("a\0b")) == r"'a\x00b' is not the name of a file"
-    assert refused(lambda: read_yaml("\ud800")) == r"'\ud800' is not the name of a file"
+    assert refused(lambda: read_yaml("a\0b")) == r"'a\x00b' is not the name of a file; check the path"
+    assert refused(lambda: read_yaml("\ud800")) == r"'\ud800' is not the name of a file; check the path"
     assert refused(lambda: read_yaml("x" * 300)) == f"{'x' * 300}: cannot be read: File name too long; check the path"
 
 
@@ -204,7 +204,7 @@ def test_names_of_files() -> None:
         (f"model: {{model_type: llama, hidden_size: {MANY}}}\n" + TRAIN, "run.yaml:1:41: expected an integer for "
          "'model.hidden_size', not a number of 5000 digits; the most is 18"),
         ("model: {path: " + "x" * 300 + "}\n" + TRAIN, f"run.yaml:1:15: 'model.path': {'x' * 300} is not a folder on this "
-         "machine"),
+         "machine; check the path (nothing is downloaded)"),
         (MODEL + 'train: {steps: 1, output_dir: "a\\0b"}', "run.yaml:2:31: expected text without control characters for "
          r"'train.output_dir', not 'a\x00b'"),
         (MODEL + 'train: {steps: 1, output_dir: "\\ud800"}', "run.yaml:2:31: expected text without control characters for "
@@ -304,14 +304,15 @@ def test_a_mapping_that_contains_itself() -> None:
     ],
 )
 def test_plans_and_profiles(text: str, message: str) -> None:
-    assert refused(lambda: Plan.from_json(text)) == f"plan{message}"
-    assert refused(lambda: Profile.from_json(text)) == f"profile{message}"
+    for kind, what in ((Plan, "plan"), (Profile, "profile")):
+        told = f"{what}{message}; write one: lowtide {what} RUN.yaml --out {what}.json"
+        assert refused(lambda kind=kind: kind.from_json(text)) == told
 
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 3000, f"a = {MANY}"])
 def test_hardware(text: str) -> None:
     Path("x.toml").write_text(text)
-    expected = "x.toml: not valid TOML: nested too deep, or a number of too many digits"
+    expected = "x.toml: not valid TOML: nested too deep, or a number of too many digits; write it anew"
     assert refused(lambda: load_hardware("x.toml")) == expected
 
 

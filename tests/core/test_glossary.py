@@ -44,7 +44,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["glossary", "gradient", "Checkpointing"]) == 0
     assert capsys.readouterr().out == (
         "recompute (also: recomputed, checkpointing, gradient checkpointing, activation checkpointing, remat)\n"
-        "    The activation is dropped and made again in the backward pass. It costs compute.\n"
+        "    The activation is dropped and computed again in the backward pass. It costs compute.\n"
     )
     assert main(["glossary"]) == 0
     assert capsys.readouterr().out.count("\n    ") == len(WORDS)

@@ -120,7 +120,11 @@ def edited(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan:1:2: not valid JSON: Expecting property name enclosed in double quotes"),
+        (
+            "{",
+            "plan:1:2: not valid JSON: Expecting property name enclosed in double quotes; write one: lowtide plan "
+            "RUN.yaml --out plan.json",
+        ),
         ("[]", "plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json"),
         (edited(schema=3), "plan: schema 3 is not supported by this version; write the plan again (schema 2)"),
         ('{"schema": 2}', "plan: missing key 'layers'; write the plan again"),

@@ -183,7 +183,8 @@ def test_a_file_that_is_not_there() -> None:
         ('"24GiB"', '"24GiP"',
          "memory_bytes: '24GiP' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
         ("[link]\n", "[link\n",
-         "not valid TOML: Expected ']' at the end of a table declaration (at line 10, column 6)"),
+         "not valid TOML: Expected ']' at the end of a table declaration (at line 10, column 6); "
+         "lowtide/timeline/devices/h200.toml shows the form"),
     ],
 )  # fmt: skip
 def test_mistakes(tmp_path: Path, old: str, new: str, message: str) -> None:

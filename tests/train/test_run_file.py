@@ -122,11 +122,11 @@ def test_memory_section_is_read_with_its_places() -> None:
         ),
         (
             "model: {hidden_size: 64}\ntrain: {steps: 1}\n",
-            "run.yaml:1:8: 'model' needs either 'path' or 'model_type'",
+            "run.yaml:1:8: 'model' needs either 'path' or 'model_type'; write e.g. model_type: llama",
         ),
         (
             "model: {model_type: llama, path: .}\ntrain: {steps: 1}\n",
-            "run.yaml:1:8: 'model' needs either 'path' or 'model_type', not both",
+            "run.yaml:1:8: 'model' needs either 'path' or 'model_type', not both; remove one of them",
         ),
         (
             "model: {path: ., hidden_size: 64}\ntrain: {steps: 1}\n",
@@ -134,7 +134,8 @@ def test_memory_section_is_read_with_its_places() -> None:
         ),
         (
             "model: {path: nowhere}\ntrain: {steps: 1}\n",
-            "run.yaml:1:15: 'model.path': nowhere is not a folder on this machine",
+            "run.yaml:1:15: 'model.path': nowhere is not a folder on this machine; check the path (nothing is "
+            "downloaded)",
         ),
         (
             "model: {model_type: llama, dtype: bfloat61}\ntrain: {steps: 1}\n",

@@ -73,7 +73,7 @@ def export(plan: ClusterPlan, system: str, path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--export: {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--export: {path} cannot be written: {error.strerror}; choose another file") from None
 
 
 # -- MindSpore Transformers ----------------------------------------------------------------------------------------

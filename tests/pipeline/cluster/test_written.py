@@ -141,4 +141,7 @@ def test_what_a_system_has_no_word_for_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as error:
         export(small_plan(), "megatron", tmp_path / "no" / "folder")
-    assert str(error.value) == f"--export: {tmp_path / 'no' / 'folder'} cannot be written: No such file or directory"
+    assert (
+        str(error.value)
+        == f"--export: {tmp_path / 'no' / 'folder'} cannot be written: No such file or directory; choose another file"
+    )
