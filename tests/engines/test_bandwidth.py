@@ -82,3 +82,14 @@ def test_an_engine_without_time_has_a_finite_link() -> None:
 def test_where_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_path() == tmp_path / "lowtide" / "links.json"
+
+
+def test_what_another_version_has_written_is_measured_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+    link = measure_link(Counted(), CPU, cache=cache)
+    ((key, known),) = json.loads(cache.read_text()).items()
+    del known["touch_seconds_per_byte"]
+    cache.write_text(json.dumps({key: known}))
+    engine = Counted()
+    assert measure_link(engine, CPU, cache=cache) == link and engine.num_probes > 0
+    assert "touch_seconds_per_byte" in json.loads(cache.read_text())[key]
