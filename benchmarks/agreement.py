@@ -14,6 +14,8 @@ from benchmarks.rows import Row
 
 CLEAR = 0.05
 """Plans are clearly apart if their predicted times are, by this share of a plain step."""
+LONG_SECONDS = 0.1
+"""Shorter steps are those of toy models: what Python takes between operators is a large part of them."""
 
 
 def kendall_tau(xs: Sequence[float], ys: Sequence[float], *, least: float = 0.0) -> float | None:
@@ -36,26 +38,65 @@ def _sign(number: float) -> int:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """One row a model: errors of peaks and times, and how well the order is predicted."""
+    """One row a model and size: errors of peaks and times, and how well the order is predicted; then the errors of
+    times of all plans with steps above 100 ms, and of all with shorter ones."""
     good = [row for row in rows if not row.get("error")]
-    return [
-        _summary_of(name, [row for row in good if row["model"] == name])
-        for name in dict.fromkeys(row["model"] for row in good)
+    groups = dict.fromkeys((row["model"], row.get("scale")) for row in good)
+    by_group = {group: [row for row in good if (row["model"], row.get("scale")) == group] for group in groups}
+    learned = {group: learned_ratios(members) for group, members in by_group.items()}
+    result = [_summary_of(*group, members, learned[group]) for group, members in by_group.items()]
+    if not any(learned.values()):
+        return result
+    pairs = [pair for group, members in by_group.items() for pair in zip(members, learned[group], strict=True)]
+    for name, is_long in (("steps above 100 ms", True), ("shorter steps", False)):
+        some = [(row, ratio) for row, ratio in pairs if (row["seconds_median"] > LONG_SECONDS) == is_long]
+        if some:
+            result.append({"model": name, "num_plans": len(some), **_time_errors(*map(list, zip(*some, strict=True)))})
+    return result
+
+
+def learned_ratios(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """For each row the time that prices give which all other rows show; None where they tell nothing. Empty for rows
+    that do not have the parts."""
+    from lowtide.planner.learned import Raced, learned_prices
+
+    if not all("rest_ratio" in row for row in rows):
+        return []
+    raced = [
+        Raced(
+            rest=row["rest_ratio"], touch=row["touch_ratio"], copies=row["copies_ratio"], measured=row["ratio_median"]
+        )
+        for row in rows
     ]
+    result = []
+    for place, own in enumerate(raced):
+        prices = learned_prices([*raced[:place], *raced[place + 1 :]])
+        result.append(None if prices is None else prices.step(own))
+    return result
 
 
-def _summary_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Row:
-    peaks = [100 * abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) for row in rows]
+def _time_errors(rows: Sequence[Mapping[str, Any]], learned: Sequence[float | None]) -> Row:
     times = [100 * abs(row["predicted_ratio"] / row["ratio_median"] - 1) for row in rows]
+    found: Row = {"time_error_median_percent": statistics.median(times), "time_error_worst_percent": max(times)}
+    pairs = zip(rows, learned, strict=True) if learned else []
+    after = [100 * abs(ratio / row["ratio_median"] - 1) for row, ratio in pairs if ratio is not None]
+    if after:
+        found["learned_time_error_median_percent"] = statistics.median(after)
+        found["learned_time_error_worst_percent"] = max(after)
+    return found
+
+
+def _summary_of(name: str, scale: int | None, rows: Sequence[Mapping[str, Any]], learned: list[float | None]) -> Row:
+    peaks = [100 * abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) for row in rows]
     said, measured = ([row[key] for row in rows] for key in ("predicted_ratio", "ratio_median"))
     return {
         "model": name,
+        **({} if scale is None else {"scale": scale}),
         "num_plans": len(rows),
         "peak_error_median_percent": statistics.median(peaks),
         "peak_error_worst_percent": max(peaks),
         "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in rows),
-        "time_error_median_percent": statistics.median(times),
-        "time_error_worst_percent": max(times),
+        **_time_errors(rows, learned),
         "tau": kendall_tau(said, measured),
         "tau_of_clear_pairs": kendall_tau(said, measured, least=CLEAR),
         "tau_of_measured_with_itself": kendall_tau(

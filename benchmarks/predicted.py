@@ -2,18 +2,22 @@
 
     python -m benchmarks.predicted [--plans 8] [--rounds 6] [--device cuda --dtype bfloat16 --hidden 2048 ...]
 
-Each of three models is observed once. Then come random plans: half of them are the solver's for a random budget between
+Each of three models is observed once, on a CPU in two sizes: with short steps and, twice as wide and with twice the
+batch, with steps above 100 ms. Then come random plans: half of them are the solver's for a random budget between
 the floor and the plain peak, half are random fates, one drawn for each layer. Each is carried out by the runtime beside
-a copy of the model without one: a plain step, a planned step, and again. Compared are
+a copy of the model without one: in turns of two steps, of which the first is not counted, as in the autopilot's race;
+each turn begins with the heap given back, or the plain step would pay for what the planned one left. Compared are
 
 - the peak: the plan's, and that of a step in which every live byte is counted (on an accelerator: the allocator's own);
-- the step time as a multiple of plain's: the timeline's, and the median over rounds.
+- the step time as a multiple of plain's: predicted, and the median over rounds. Predicted twice: by the plan, from what
+  was known before anything ran under one; and (`learned`) by the prices that the model's other plans show, found as the
+  autopilot finds them in a race (planner/learned.py). The plan itself is not among those.
 
 A shared CPU is noisy, so the order counts too: Kendall's tau between predicted and measured times over the plans of a
 model, and between measurements of odd and of even rounds, which is what a perfect prediction could reach. Loss and
 gradients are compared to the bit after the last round.
 
-Cost: two minutes on two cores. Not covered: several ranks, and steps with an optimizer in them.
+Cost: some ten minutes on two cores. Not covered: several ranks, and steps with an optimizer in them.
 """
 
 from __future__ import annotations
@@ -48,19 +52,21 @@ _SIZES = ("hidden", "layers", "sequence", "batch", "dtype", "min_bytes")
 class Subject:
     """A model under plans, a plain copy beside it, and what was observed of a step."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, args: argparse.Namespace, scale: int = 1) -> None:
+        """`scale` times as wide as `args` say, and with `scale` times the batch."""
         import torch
 
         import lowtide
         from lowtide.engines.tiers.host_buffers import configure_malloc
 
+        self.scale = scale
         self.device = torch.device(args.device)
         if self.device.type == "cpu":
             configure_malloc()
         torch.manual_seed(args.seed)
         self.min_bytes = args.min_bytes
-        self.plain = _make(name, args).to(self.device, getattr(torch, args.dtype)).train()
-        self.ids = torch.randint(256, (args.batch, args.sequence), device=self.device)
+        self.plain = _make(name, args, scale).to(self.device, getattr(torch, args.dtype)).train()
+        self.ids = torch.randint(256, (scale * args.batch, args.sequence), device=self.device)
         self.other_bytes = allocated_bytes(self.device)
         self.planned = copy.deepcopy(self.plain)
         self.profile = lowtide.observe(self.planned, {"input_ids": self.ids, "labels": self.ids})
@@ -70,6 +76,12 @@ class Subject:
 
         torch.manual_seed(7)
         return model(input_ids=self.ids, labels=self.ids).loss
+
+    def turn(self, model: Any, engine: Any) -> float:
+        """Seconds of the second of two steps, after the heap was given back."""
+        engine.forget_free_memory()
+        self.step(model)
+        return self.step(model)
 
     def step(self, model: Any) -> float:
         """Seconds of one forward and backward."""
@@ -103,23 +115,24 @@ def _same(ours: Any, theirs: Any) -> bool:
     return ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
 
 
-def _make(name: str, args: argparse.Namespace) -> Any:
+def _make(name: str, args: argparse.Namespace, scale: int) -> Any:
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
-    heads = max(args.hidden // 64, 2)
-    sizes = {"vocab_size": 256, "hidden_size": args.hidden, "num_hidden_layers": args.layers}
+    hidden = scale * args.hidden
+    heads = max(hidden // 64, 2)
+    sizes = {"vocab_size": 256, "hidden_size": hidden, "num_hidden_layers": args.layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "use_cache": False}
     if name == "llama":
-        config: Any = LlamaConfig(**sizes, intermediate_size=args.hidden * 8 // 3)
+        config: Any = LlamaConfig(**sizes, intermediate_size=hidden * 8 // 3)
     elif name == "gpt2":
         config = GPT2Config(
-            vocab_size=256, n_embd=args.hidden, n_layer=args.layers, n_head=heads, n_positions=args.sequence,
+            vocab_size=256, n_embd=hidden, n_layer=args.layers, n_head=heads, n_positions=args.sequence,
             bos_token_id=0, eos_token_id=0, use_cache=False,
         )  # fmt: skip
     else:
         config = Qwen3MoeConfig(
-            **sizes, intermediate_size=args.hidden * 2, moe_intermediate_size=args.hidden, num_experts=4,
-            num_experts_per_tok=2, head_dim=args.hidden // heads,
+            **sizes, intermediate_size=hidden * 2, moe_intermediate_size=hidden, num_experts=4,
+            num_experts_per_tok=2, head_dim=hidden // heads,
         )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -132,6 +145,7 @@ def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tup
     from lowtide.config.memory import load_memory
     from lowtide.planner.plan_profile import plan_profile, problem_of
     from lowtide.planner.solve import floor
+    from lowtide.recipes.proof import LOG_SECONDS
     from lowtide.timeline.memory import plain_curve
 
     draw = random.Random(seed)
@@ -147,12 +161,14 @@ def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tup
         rules = {fate: [layer for layer in fates if fates[layer] == fate] for fate in ("keep", "swap", "recompute")}
         memory = free | {"budget": 2 * plain_bytes, **{fate: names for fate, names in rules.items() if names}}
         how = "fates " + " ".join(fates.values())
-    return plan_profile(subject.profile, load_memory(memory), link=link, time_limit_seconds=2.0), how
+    prices: dict[str, Any] = {"link": link, "log_seconds": LOG_SECONDS}  # as for `lowtide.optimize`
+    return plan_profile(subject.profile, load_memory(memory), **prices, time_limit_seconds=2.0), how
 
 
-def measure_plan(subject: Subject, plan: lowtide.Plan, rounds: int) -> Row:
-    """What the plan says beside what it does."""
+def measure_plan(subject: Subject, plan: lowtide.Plan, link: Any, rounds: int) -> Row:
+    """What the plan, made for `link`, says beside what it does."""
     import lowtide
+    from lowtide.planner.learned import raced_parts
 
     assert plan.predicted is not None
     seconds: dict[str, list[float]] = {"plain": [], "planned": []}
@@ -161,30 +177,33 @@ def measure_plan(subject: Subject, plan: lowtide.Plan, rounds: int) -> Row:
             subject.step(model)
         tide.reset_stats()
         for _ in range(rounds):
-            seconds["plain"].append(subject.step(subject.plain))
-            seconds["planned"].append(subject.step(subject.planned))
+            seconds["plain"].append(subject.turn(subject.plain, tide.engine))
+            seconds["planned"].append(subject.turn(subject.planned, tide.engine))
         stats = tide.stats
         is_equal = subject.is_equal()
         peak_bytes = subject.peak_bytes(tide)
     ratios = [ours / theirs for ours, theirs in zip(seconds["planned"], seconds["plain"], strict=True)]
-    said = plan.predicted
+    said, parts = plan.predicted, raced_parts(plan, link, 0.0)
     return {
         "ratio_median": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
-        "predicted_ratio": said.step_seconds / said.plain_seconds,
+        "predicted_ratio": said.pass_seconds / said.plain_seconds,
+        "rest_ratio": parts.rest / said.plain_seconds,
+        "touch_ratio": parts.touch / said.plain_seconds,
+        "copies_ratio": parts.copies / said.plain_seconds,
         "ratio_of_odd_rounds": statistics.median(ratios[::2]),
         "ratio_of_even_rounds": statistics.median(ratios[1::2] or ratios),
         "peak_bytes": peak_bytes,
         "predicted_peak_bytes": said.peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "seconds_median": statistics.median(seconds["planned"]),
-        "predicted_seconds": said.step_seconds,
+        "predicted_seconds": said.pass_seconds,
         "plain_seconds": statistics.median(seconds["plain"]),
-        "stall_seconds": stats.stall_seconds / rounds,
+        "stall_seconds": stats.stall_seconds / stats.num_forwards,
         "predicted_stall_seconds": said.stall_seconds,
-        "swapped_bytes": stats.swapped_bytes // rounds,
-        "recomputed_bytes": stats.recomputed_bytes // rounds,
+        "swapped_bytes": stats.swapped_bytes // stats.num_forwards,
+        "recomputed_bytes": stats.recomputed_bytes // stats.num_forwards,
         "is_equal": is_equal,
     }
 
@@ -197,6 +216,7 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--plans", type=int, default=8, help="of each model")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--scales", type=int, nargs="+", help="times hidden and batch; 1 2 on a CPU, else 1")
     options.add_argument("--hidden", type=int, help="256 on a CPU, else 2048")
     options.add_argument("--sequence", type=int, help="256 on a CPU, else 2048")
     options.add_argument("--batch", type=int, help="2 on a CPU, else 4")
@@ -208,7 +228,9 @@ def main(argv: Sequence[str]) -> int:
     for key, (on_host, elsewhere) in _DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, on_host if args.device == "cpu" else elsewhere)
-    settings = {key: getattr(args, key) for key in (*_SIZES, "plans", "rounds", "seed")}
+    settings = {key: getattr(args, key) for key in (*_SIZES, "scales", "plans", "rounds", "seed")}
+    if args.scales is None:
+        args.scales = [1, 2] if args.device == "cpu" else [1]
     record = Record(
         question="predicted",
         title="Are peak and step time as predicted, over random plans and budgets?",
@@ -219,7 +241,11 @@ def main(argv: Sequence[str]) -> int:
         notes=[
             "Peaks on a CPU are counted byte by byte in a step of their own; on an accelerator they are the "
             "allocator's.",
-            "Times are multiples of a plain step beside which each planned step ran. `tau` is the agreement of the "
+            "Times are multiples of a plain step, in turns with which each planned step ran; each turn begins with the "
+            "heap given back, and its first step is not counted. `time error` is that of the plan, before anything was "
+            "learned, `learned time error` that of prices which the model's other plans show. `scale` is times hidden "
+            "and batch.",
+            "`tau` is the agreement of the "
             "predicted with the measured order, `tau of clear pairs` the same for pairs predicted to be a twentieth of "
             "a plain step apart or more; `tau of measured with itself` is that of odd with even rounds: more than this "
             "cannot be expected on this machine. Free of noise, on a clock, the same is asked by "
@@ -227,7 +253,8 @@ def main(argv: Sequence[str]) -> int:
         ],
         hardware=hardware(args.device),
     )
-    pieces = [{"model": model, "draw": draw} for model in MODELS for draw in range(args.plans)]
+    draws = range(args.plans)
+    pieces = [{"model": m, "scale": scale, "draw": draw} for scale in args.scales for m in MODELS for draw in draws]
     return run(record, pieces, _measurer(args), args)
 
 
@@ -245,14 +272,15 @@ def _measurer(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], Row]:
     links: list[Any] = []
 
     def measure(piece: Mapping[str, Any]) -> Row:
-        name, draw = piece["model"], piece["draw"]
-        if name not in subjects:
+        name, scale, draw = piece["model"], piece["scale"], piece["draw"]
+        subject = subjects.get(name)
+        if subject is None or subject.scale != scale:
             subjects.clear()
-            subjects[name] = Subject(name, args)
+            subject = subjects[name] = Subject(name, args, scale)
         if not links:
-            links.append(_link(subjects[name]))
-        plan, how = draw_plan(subjects[name], links[0], f"{args.seed} {name} {draw}", is_by_budget=draw % 2 == 0)
-        return {"plan": how, **measure_plan(subjects[name], plan, args.rounds)}
+            links.append(_link(subject))
+        plan, how = draw_plan(subject, links[0], f"{args.seed} {name} {draw}", is_by_budget=draw % 2 == 0)
+        return {"plan": how, **measure_plan(subject, plan, links[0], args.rounds)}
 
     return measure
 

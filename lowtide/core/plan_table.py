@@ -354,14 +354,16 @@ def _time_line(predicted: Prediction) -> str:
     seconds, plain = predicted.step_seconds, predicted.plain_seconds
     more = seconds / plain - 1 if plain else 0.0
     known = predicted.stall_seconds + predicted.recompute_seconds + predicted.codec_seconds
+    known += predicted.check_seconds + predicted.touch_seconds
     slower = predicted.pass_seconds - plain - known
     coded = f", codecs {format_seconds(predicted.codec_seconds)}" if predicted.codec_seconds else ""
     moved = f", optimizer state {format_seconds(predicted.optimizer_seconds)}" if predicted.optimizer_seconds else ""
+    touched = f", freed memory taken again {format_seconds(predicted.touch_seconds)}" if predicted.touch_seconds else ""
     slowed = f", copies slow it by {format_seconds(slower)}" if slower > _NOTICED * seconds else ""
     stalls, recompute = format_seconds(predicted.stall_seconds), format_seconds(predicted.recompute_seconds)
     return (
         f"step {format_seconds(seconds)}, {percent(more)} over {format_seconds(plain)} with everything kept: "
-        f"stalls {stalls}, recompute {recompute}{coded}{moved}{slowed}; "
+        f"stalls {stalls}, recompute {recompute}{coded}{moved}{touched}{slowed}; "
         f"at most {percent(predicted.gap)} from the fastest possible"
     )
 

@@ -3,7 +3,7 @@
 A link that is measured idle promises too much, and a plan made on it breaks memory, not only time: at a real bandwidth
 of 0.82 of the planned one, peak was 1.11 of the budget in simulation. So the link is measured under load, several
 times, and the plan uses the 10th percentile. The same measurement says how much computing suffers while copies run, and
-what each copy costs however small it is.
+what each copy costs however small it is; on the host engine also what memory costs that went back to the system.
 
 What: `measure_link` probes an engine while a thread multiplies matrices on the device. The answer is kept in a file per
 machine, since hardware does not change between runs.
@@ -50,7 +50,7 @@ def measure_link(engine: Engine, device: torch.device, *, place: str = "", cache
     """
     key = f"{platform.node()} {engine.name} {_device_name(device)} {torch.get_num_threads()} {place}".strip()
     known = _read(cache)
-    if key in known:
+    if known.get(key, {}).keys() == {each.name for each in dataclasses.fields(Link)}:  # else another version wrote it
         return Link(**known[key])
     link = _measure(engine, device)
     if cache is not None:
@@ -82,6 +82,7 @@ def _measure(engine: Engine, device: torch.device) -> Link:
         in_bytes_per_second=_tenth_percentile([probe.in_bytes_per_second for probe in probes]),
         latency_seconds=max(0.0, _SMALL_PROBE_BYTES / statistics.median(small) - _SMALL_PROBE_BYTES / out_rate),
         compute_share=share,
+        touch_seconds_per_byte=probes[-1].touch_seconds_per_byte,
     )
 
 

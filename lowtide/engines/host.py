@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import os
+import statistics
 import threading
 import time
 import weakref
@@ -32,7 +33,7 @@ import torch
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
-from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer
+from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, touch_seconds_per_byte
 from lowtide.tensors.view import byte_view
 
 IDLE_BUFFER_BYTES = 16 << 20
@@ -40,6 +41,7 @@ IDLE_BUFFER_BYTES = 16 << 20
 POOLED_FROM_BYTES = 256 << 10
 """Smaller buffers come from torch: the C library recycles those well."""
 _PROBE_COPY_BYTES = 16 << 20
+_NUM_TOUCHES = 3
 
 
 class _Copy:
@@ -242,6 +244,8 @@ class HostEngine:
         self.trimmer = HeapTrimmer()
         self.leftovers: collections.deque = collections.deque()
         self._copier = _Copier(self.disk)
+        self._touched: list[float] = []
+        """Seconds a byte that the first probes of the bandwidth saw, where freed memory goes back to the system."""
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, self._copier.close, False)
         self._finalizer.atexit = False
@@ -383,7 +387,13 @@ class HostEngine:
             if event.copy is None or event.copy.error is not None:
                 raise RuntimeError(f"bandwidth probe failed: {event.copy and event.copy.error}")
             rates.append(sum(slot.nbytes for slot in outgoing) / (event.copy.finished_at - started))
-        return Bandwidth(out_bytes_per_second=rates[0], in_bytes_per_second=rates[1])
+        if len(self._touched) < _NUM_TOUCHES:
+            self._touched.append(touch_seconds_per_byte() if self.trimmer.works else 0.0)
+        return Bandwidth(
+            out_bytes_per_second=rates[0],
+            in_bytes_per_second=rates[1],
+            touch_seconds_per_byte=statistics.median(self._touched),
+        )
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:

@@ -3,6 +3,10 @@
 What: `plan_profile` asks which fates the rules leave to each node, builds the problem, has it solved, and writes the
 answer down as a `Plan` with predictions, an account of the worst moment, and a reason for each decision.
 
+A plan that swaps on the host engine has the heap returned to the system, and takes as much again in each step as the
+plain step makes (`Link.touch_seconds_per_byte`): counted, 0.7 to 1.5 times that, whether it swaps much or little. So it
+is a price of swapping at all, and the solver, which decides about single storages, does not see it; the race does.
+
 Cost: the solver's. Not covered: how the profile came about, and carrying the plan out.
 """
 
@@ -33,6 +37,7 @@ from lowtide.planner.problem import (
     fitting_min_bytes,
     make_problem,
     may_be_smaller,
+    state_bytes,
     stored_form,
 )
 from lowtide.planner.smaller import form_of, is_form
@@ -397,9 +402,15 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
     sites = decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons)
     codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
     made_seconds = timeline.recompute_seconds - codec_seconds - (choice.streamed_seconds if choice else 0.0)
+    touch_seconds = 0.0
+    if any(site.fate is Fate.SWAP for site in sites):
+        own_bytes = int(plain_bytes.max()) - state_bytes(profile, has_gradients=asked.has_gradients)
+        touch_seconds = asked.link.touch_seconds_per_byte * max(0, own_bytes)
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
-        step_seconds=timeline.step_seconds + (choice.seconds - choice.played_seconds if choice else 0.0),
+        step_seconds=timeline.step_seconds
+        + touch_seconds
+        + (choice.seconds - choice.played_seconds if choice else 0.0),
         stall_seconds=max(0.0, timeline.stall_seconds - (choice.stall_seconds if choice else 0.0)),
         recompute_seconds=max(0.0, made_seconds) + again,
         gap=choice.gap if choice else _gap(found),
@@ -411,6 +422,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         check_seconds=found.check_seconds,
         codec_seconds=codec_seconds,
         optimizer_seconds=choice.seconds if choice else 0.0,
+        touch_seconds=touch_seconds,
         certainty=_certainty(profile),
     )
     there = None

@@ -133,3 +133,6 @@ class Link:
     """Added to each copy."""
     compute_share: float = 0.0
     """Seconds by which compute falls behind for each second that a copy runs (contention)."""
+    touch_seconds_per_byte: float = 0.0
+    """Where memory that copies free goes back to the system (the host engine): what the first touch of a byte costs
+    when it is taken again. 0 where an allocator keeps it."""

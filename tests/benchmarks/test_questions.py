@@ -29,7 +29,9 @@ def answer(module: ModuleType, folder: Path, *words: str) -> Record:
 @pytest.mark.slow
 def test_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicted, "MODELS", ("llama", "gpt2"))
-    record = answer(predicted, tmp_path, *LLAMA, "--plans=2", "--rounds=2", "--batch=2", "--min-bytes=4096")
+    record = answer(
+        predicted, tmp_path, *LLAMA, "--plans=2", "--rounds=2", "--batch=2", "--min-bytes=4096", "--scales=1"
+    )
     assert [(row["model"], row["draw"]) for row in record.rows] == [
         ("llama", 0), ("llama", 1), ("gpt2", 0), ("gpt2", 1)
     ]  # fmt: skip

@@ -191,3 +191,11 @@ def test_the_time_that_the_state_costs_is_named(tight: Plan) -> None:
     line = str(dataclasses.replace(tight, predicted=slower)).splitlines()[1]
     assert ", optimizer state 25.0 ms" in line
     assert "optimizer state" not in str(tight).splitlines()[1]
+
+
+def test_memory_that_is_taken_again_is_named(tight: Plan) -> None:
+    assert tight.predicted is not None
+    more = dataclasses.replace(tight.predicted, step_seconds=tight.predicted.step_seconds + 0.03, touch_seconds=0.03)
+    line, before = (str(plan).splitlines()[1] for plan in (dataclasses.replace(tight, predicted=more), tight))
+    assert ", freed memory taken again 30.0 ms" in line and "taken again" not in before
+    assert ("copies slow it" in line) == ("copies slow it" in before)

@@ -42,6 +42,8 @@ def test_the_host_engine_is_measured(tmp_path: Path) -> None:
     assert 1e6 < link.in_bytes_per_second < 1e12
     assert 0 <= link.compute_share < 1
     assert 0 <= link.latency_seconds < 1
+    assert 0 <= link.touch_seconds_per_byte < 1e-6
+    assert (link.touch_seconds_per_byte > 0) == engine.trimmer.works
 
 
 def test_the_tenth_percentile_counts_and_is_remembered(tmp_path: Path) -> None:
@@ -80,3 +82,14 @@ def test_an_engine_without_time_has_a_finite_link() -> None:
 def test_where_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_path() == tmp_path / "lowtide" / "links.json"
+
+
+def test_what_another_version_has_written_is_measured_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+    link = measure_link(Counted(), CPU, cache=cache)
+    ((key, known),) = json.loads(cache.read_text()).items()
+    del known["touch_seconds_per_byte"]
+    cache.write_text(json.dumps({key: known}))
+    engine = Counted()
+    assert measure_link(engine, CPU, cache=cache) == link and engine.num_probes > 0
+    assert "touch_seconds_per_byte" in json.loads(cache.read_text())[key]

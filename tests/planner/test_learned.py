@@ -11,7 +11,14 @@ from lowtide.core.decisions import Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Rules
-from lowtide.planner.learned import MOST_SHARE, copy_seconds, learned_link
+from lowtide.planner.learned import (
+    MOST_SHARE,
+    Raced,
+    copy_seconds,
+    learned_link,
+    learned_prices,
+    measured_prediction,
+)
 from lowtide.timeline.step import Link
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=5e8, latency_seconds=1e-3, compute_share=0.25)
@@ -108,3 +115,67 @@ def test_a_smaller_form_is_copied_in_fewer_bytes_and_takes_time_of_its_own() -> 
     found = learned_link([(coded, moving), (STILL, PLAIN + RECOMPUTE)], LINK)
     assert found is not None
     assert found.compute_share == pytest.approx(2.0)
+
+
+# -- memory that is taken again ----------------------------------------------------------------------------------------
+
+TOUCH = dataclasses.replace(LINK, touch_seconds_per_byte=1e-9)
+
+
+def touching(plan: Plan, seconds: float) -> Plan:
+    """The same plan, whose step has so many seconds of memory that is taken again."""
+    assert plan.predicted is not None
+    more = plan.predicted.step_seconds + seconds
+    return dataclasses.replace(
+        plan, predicted=dataclasses.replace(plan.predicted, step_seconds=more, touch_seconds=seconds)
+    )
+
+
+@pytest.mark.parametrize("pace", [0.5, 2.0])
+@pytest.mark.parametrize(("times", "share"), [(0.0, 0.0), (0.4, 0.0), (1.0, 0.0), (1.0, 0.6)])
+def test_an_excess_is_memory_that_is_taken_again_and_what_is_left_is_copies(
+    pace: float, times: float, share: float
+) -> None:
+    moving = touching(MOVING, 0.5)
+    seconds = pace * (PLAIN + times * 0.5 + share * copy_seconds(MOVING, LINK))
+    found = learned_link([(moving, seconds), (STILL, pace * (PLAIN + RECOMPUTE))], TOUCH)
+    assert found is not None
+    assert found.touch_seconds_per_byte == pytest.approx(times * 1e-9)
+    assert found.compute_share == pytest.approx(share)
+
+
+def test_a_plan_without_copies_takes_nothing_again() -> None:
+    few, many = (Raced(rest=1.0, touch=0.4, copies=copies, measured=1.4) for copies in (0.1, 0.5))
+    still = Raced(rest=1.1, touch=0.0, copies=0.0, measured=1.1)
+    found = learned_prices([few, many, still])
+    assert found is not None
+    assert (found.pace, found.touch_times, found.share) == pytest.approx((1.0, 1.0, 0.0))
+    assert [found.step(one) for one in (few, many, still)] == pytest.approx([1.4, 1.4, 1.1])
+
+
+def test_the_winner_says_what_its_passes_took() -> None:
+    raced = [(touching(MOVING, 0.5), 3.1), (STILL, 2.6), (plan_of(10), None)]
+    for number, (plan, seconds) in enumerate(raced[:2]):
+        found = measured_prediction(raced, TOUCH, number)
+        assert found is not None and plan.predicted is not None and seconds is not None
+        assert found.pass_seconds == pytest.approx(seconds)
+        assert found.plain_seconds == pytest.approx(2.0 * PLAIN)
+        assert found.recompute_seconds == pytest.approx(2.0 * plan.predicted.recompute_seconds)
+        assert found.peak_bytes == plan.predicted.peak_bytes
+        assert "measured in the race" in found.certainty
+    assert measured_prediction(raced, TOUCH, 2) is None
+
+
+def test_one_plan_alone_shows_how_fast_the_machine_is() -> None:
+    found = measured_prediction([(MOVING, 2.0 * (PLAIN + 0.25 * copy_seconds(MOVING, LINK)))], LINK, 0)
+    assert found is not None and found.plain_seconds == pytest.approx(2.0 * PLAIN)
+
+
+def test_what_the_optimizer_and_proofs_cost_is_told_from_the_passes() -> None:
+    assert STILL.predicted is not None
+    parts = {"optimizer_seconds": 0.4, "check_seconds": 0.1, "step_seconds": PLAIN + RECOMPUTE + 0.4}
+    plan = dataclasses.replace(STILL, predicted=dataclasses.replace(STILL.predicted, **parts))
+    found = measured_prediction([(plan, 2.8)], LINK, 0)
+    assert found is not None
+    assert found.pass_seconds == pytest.approx(2.8)
+    assert (found.step_seconds, found.check_seconds, found.optimizer_seconds) == pytest.approx((3.4, 0.2, 0.8))

@@ -104,7 +104,7 @@ def test_ranks_in_a_file_and_a_table() -> None:
 def test_a_race_in_a_file_and_a_table() -> None:
     race = Race(3)
     for candidate, seconds in ((0, 2.0), (0, 2.2), (1, 1.0)):
-        race.note(candidate, seconds)
+        race.note(candidate, seconds, seconds)
     race.drop(2)
 
     class Predicts:

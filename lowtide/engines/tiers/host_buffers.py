@@ -21,6 +21,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -102,6 +103,11 @@ class HeapTrimmer:
         self._library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._heap_start = self._heap_end = _heap_start()
 
+    @property
+    def works(self) -> bool:
+        """Whether this C library and this system let it trim."""
+        return self._library is not None
+
     def check(self, other_live_bytes: int) -> None:
         """Trim if resident memory has passed the limit. `other_live_bytes`: resident memory that malloc cannot see."""
         if self._library is None:
@@ -142,6 +148,23 @@ class HeapTrimmer:
         if self._heap_start and end > self._heap_end:
             self._library.madvise(self._heap_start, end - self._heap_start, _MADV_HUGEPAGE)
         self._heap_end = end
+
+
+def touch_seconds_per_byte(nbytes: int = HEAP_SLACK_BYTES) -> float:
+    """What the first touch of a byte costs that the system has just given: a page fault for each page, measured.
+
+    The memory is written twice; the difference is what the faults took. Never less than 0. Less memory than a trim
+    gives back is no measure: of 1 MiB the system has the pages at hand (0.9 us each instead of 2.7, seen)."""
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    place = (ctypes.c_ubyte * nbytes).from_buffer(mapping)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        ctypes.memset(place, 1, nbytes)
+        seconds.append(time.perf_counter() - start)
+    del place
+    mapping.close()
+    return max(0.0, seconds[0] - seconds[1]) / nbytes
 
 
 def _heap_start() -> int:

@@ -200,11 +200,13 @@ class Autopilot:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None before the first step."""
+        """The plan in force; None before the first step. Once it has won a race, its times are those of the race."""
         if self.tide is None or self._state.key is None:
             return None
-        result = self._shapes[self._state.key].result
-        return dataclasses.replace(self.tide.plan, raced=result) if result else self.tide.plan
+        shape, plan = self._shapes[self._state.key], self.tide.plan
+        if shape.measured is not None:
+            plan = dataclasses.replace(plan, predicted=shape.measured)
+        return dataclasses.replace(plan, raced=shape.result) if shape.result else plan
 
     @property
     def profile(self) -> Profile | None:
@@ -680,7 +682,7 @@ class Autopilot:
             seconds=seconds,
         )
         self.events.append(event)
-        predicted = shape.plan.predicted
+        predicted = shape.measured or shape.plan.predicted
         if predicted is not None:
             self._say(
                 f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.runtime.autopilot.contest import SOLVERS, Contest
@@ -59,6 +60,8 @@ class CachedPlan:
     """Of the plan that has won."""
     result: str = ""
     """Of the last race, in words."""
+    measured: Prediction | None = None
+    """What the plan that has won says by what its steps in the race took; None before, and where nobody timed them."""
 
     @property
     def has_sizes(self) -> bool:
@@ -80,6 +83,7 @@ class CachedPlan:
         """Another plan, which has not raced."""
         self.retire()
         self.plan, self.name, self.before, self.rivals, self.pace, self.result = plan, SOLVERS, None, None, None, ""
+        self.measured = None
         self.is_raced = self.has_more_loop_bytes = False
 
 

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.core.decisions import Prediction
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
-from lowtide.planner.learned import learned_link
+from lowtide.planner.learned import learned_link, measured_prediction
 from lowtide.runtime.autopilot.contest import LEARNED, Contest, Entrant, Standing
 from lowtide.runtime.autopilot.phases import Phase, State
 from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket
@@ -123,6 +124,7 @@ class PlanRaces:
 
     def _begin(self, key: ShapeBucket, shape: CachedPlan) -> None:
         shape.is_raced = True
+        shape.measured = None
         if self._engine.mark_time() is None or not self._controls.decide("race"):
             return
         start = time.perf_counter()
@@ -185,12 +187,20 @@ class PlanRaces:
         if contest.link is not None and contest.entrants[number].name == LEARNED:
             self._planning.know(link=contest.link)  # for the plans of other shapes too
         own = medians[number]
+        shape.measured = self._measured(contest, number)
         self.results.append(contest.standings(seconds))
         self._end(key, shape, contest, number)
         shape.rivals = contest.plans()
         shape.pace = Pace(own) if own else None
         shape.result = result
         self._controls.tell(shape, RACE + result, contest.seconds)
+
+    def _measured(self, contest: Contest, number: int) -> Prediction | None:
+        """What the winner says by what its passes took on this rank."""
+        link = self._planning.facts.link
+        assert link is not None
+        raced = zip((entrant.plan for entrant in contest.entrants), contest.race.pass_medians, strict=True)
+        return measured_prediction(list(raced), link, number)
 
     def _begin_finals(self, shape: CachedPlan, contest: Contest, winner: int, seconds: list[float | None]) -> bool:
         """Whether one more plan races the winner: the one that is best by what the race says of prices."""

@@ -63,6 +63,8 @@ class Race:
     out: set[int] = field(init=False, default_factory=set)
     """Who has no more turns, whatever the others show."""
     _seconds: list[list[float]] = field(init=False)
+    _pass_seconds: list[list[float]] = field(init=False)
+    """The same of forward and backward alone. They decide nothing."""
     _num_steps: list[int] = field(init=False)
     """By candidate."""
     _finalists: tuple[int, ...] = field(init=False, default=())
@@ -75,6 +77,7 @@ class Race:
 
     def __post_init__(self) -> None:
         self._seconds = [[] for _ in range(self.num_candidates)]
+        self._pass_seconds = [[] for _ in range(self.num_candidates)]
         self._num_steps = [0] * self.num_candidates
         self.max_steps = MAX_STEPS
         if self.turn_steps > 1:
@@ -92,6 +95,7 @@ class Race:
         self._late_start = max(self._num_steps[winner] - 1, 0)
         self.num_candidates += 1
         self._seconds.append([])
+        self._pass_seconds.append([])
         self._num_steps.append(0)
         self.max_steps = self.num_steps + FINAL_STEPS
         self._num_in_turn = 0
@@ -121,15 +125,17 @@ class Race:
         assert candidate != 0
         self.out.add(candidate)
         self._seconds[candidate].clear()
+        self._pass_seconds[candidate].clear()
         if self.turn == candidate:
             self.turn = 0
             if not self.is_fixed:
                 self._scheduled = self._num_in_turn = 0
 
-    def note(self, candidate: int, seconds: float) -> None:
-        """How long a counted step took."""
+    def note(self, candidate: int, seconds: float, pass_seconds: float) -> None:
+        """How long a counted step took, and its forward and backward pass."""
         if candidate not in self.out:
             self._seconds[candidate].append(seconds)
+            self._pass_seconds[candidate].append(pass_seconds)
 
     def is_over(self, *, has_pending: bool) -> bool:
         """Whether to end now; `has_pending`: some times are not known yet."""
@@ -149,6 +155,11 @@ class Race:
     def medians(self) -> list[float | None]:
         """By candidate; None of one that is out, or was not timed."""
         return [statistics.median_low(seconds) if seconds else None for seconds in self._seconds]
+
+    @property
+    def pass_medians(self) -> list[float | None]:
+        """The same of forward and backward alone."""
+        return [statistics.median_low(seconds) if seconds else None for seconds in self._pass_seconds]
 
     def _choose(self) -> None:
         runs = (self._finalists or range(self.num_candidates)) if self.is_fixed else self._contenders()
@@ -183,10 +194,10 @@ class Lap:
         """The step has run."""
         self.race.advance()
 
-    def note(self, seconds: float) -> None:
-        """So long it took."""
+    def note(self, seconds: float, pass_seconds: float) -> None:
+        """So long it took, and its forward and backward pass."""
         if self.is_counted:
-            self.race.note(self.candidate, seconds)
+            self.race.note(self.candidate, seconds, pass_seconds)
 
 
 def fastest(seconds: Sequence[float | None]) -> int:
@@ -229,7 +240,7 @@ class Pace:
         """Another step has run."""
         self.num_steps += 1
 
-    def note(self, seconds: float) -> None:
+    def note(self, seconds: float, pass_seconds: float) -> None:
         """So long one took."""
         self._recent.append(seconds)
 

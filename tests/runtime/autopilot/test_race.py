@@ -28,7 +28,7 @@ def run(race: Race, seconds_of: Callable[[int, int], float]) -> list[int]:
     while not race.is_over(has_pending=False):
         lap = race.lap()
         lap.over()
-        lap.note(seconds_of(lap.candidate, turns.count(lap.candidate)))
+        lap.note(seconds_of(lap.candidate, turns.count(lap.candidate)), 0.0)
         turns.append(lap.candidate)
     return turns
 
@@ -65,7 +65,7 @@ def heap_pays(race: Race) -> int:
         who, before = lap.candidate, ran[-1]
         lap.over()
         # Plan 0 trims, and plan 1 finds its memory gone; plan 1 does not, and plan 0 finds more than it would have.
-        lap.note(by_itself[who] + (gives_back[before] - keeps[before] if before != who else 0.0))
+        lap.note(by_itself[who] + (gives_back[before] - keeps[before] if before != who else 0.0), 0.0)
         ran.append(who)
     assert len(ran) - 1 <= race.max_steps
     return fastest(race.medians)
@@ -171,7 +171,7 @@ def test_a_candidate_that_is_out_has_no_turn_and_no_time() -> None:
     lap = race.lap()
     race.drop(1)
     assert race.turn == 0
-    lap.note(0.1)
+    lap.note(0.1, 0.0)
     turns = run(race, lambda who, n: 1.0 + who / 100)
     assert 1 not in turns and race.medians[1] is None
     assert fastest(race.medians) == 0
@@ -206,7 +206,7 @@ def test_times_that_come_late_are_waited_for() -> None:
         laps[-1].over()
         if len(laps) > 2:
             lap = laps.pop(0)
-            lap.note(1.0 + lap.candidate / 100)
+            lap.note(1.0 + lap.candidate / 100, 0.0)
     assert race.num_steps == MAX_STEPS + LATE_STEPS
     known = Race(2, num_late=LATE_STEPS)
     assert len(run(known, lambda who, n: 1.0 + who / 100)) == MAX_STEPS
@@ -235,7 +235,7 @@ def test_a_pace_that_drifts(factor: float, drifts: bool) -> None:
     for number in range(EVERY_STEPS):
         assert not pace.is_due()
         pace.over()
-        pace.note(2.0 if number < EVERY_STEPS - 20 else 2.0 * factor)
+        pace.note(2.0 if number < EVERY_STEPS - 20 else 2.0 * factor, 0.0)
     assert pace.is_due()
     assert pace.ask() == drifts
     assert not pace.is_due()
@@ -245,5 +245,5 @@ def test_a_pace_of_few_times_says_nothing() -> None:
     pace = Pace(2.0)
     for _ in range(EVERY_STEPS):
         pace.over()
-    pace.note(100.0)
+    pace.note(100.0, 0.0)
     assert pace.is_due() and not pace.ask()

@@ -191,6 +191,8 @@ def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
         assert Plan.from_json(tide.plan.to_json()) == tide.plan
         assert tide.num_corrections <= 2
         assert best != "solver's"
+        assert tide.plan.predicted is not None
+        assert tide.plan.predicted.pass_seconds == pytest.approx(seconds[best], rel=0.05)
     assert "forward" not in vars(model)
 
 
@@ -219,6 +221,8 @@ def test_prices_that_a_race_has_shown_give_one_more_plan() -> None:
         (event,) = [event for event in tide.events if event.why.startswith("race: ")]
         assert event.why.startswith("race: learned prices ") and tide.plan.raced in event.why
         assert "lowtide: one more plan races 'no swap': learned prices" in said
+        assert tide.plan.predicted is not None
+        assert tide.plan.predicted.pass_seconds == pytest.approx(seconds["learned prices"], rel=0.05)
         # What is believed from now on is what a second of copying costs.
         assert tide.link is not None and tide.link.compute_share == pytest.approx(share, rel=0.25)
         assert tide.link.out_bytes_per_second == FAST.out_bytes_per_second

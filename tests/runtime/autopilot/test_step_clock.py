@@ -18,12 +18,14 @@ class Told:
     def __init__(self) -> None:
         self.num_over = 0
         self.seconds: list[float] = []
+        self.pass_seconds: list[float] = []
 
     def over(self) -> None:
         self.num_over += 1
 
-    def note(self, seconds: float) -> None:
+    def note(self, seconds: float, pass_seconds: float) -> None:
         self.seconds.append(seconds)
+        self.pass_seconds.append(pass_seconds)
 
 
 class Late(ClockedEngine):
@@ -68,6 +70,18 @@ def test_a_step_has_forward_and_backward_and_the_optimizer_in_it() -> None:
         trained.backward(trained.forward(told))
         trained.step()
     assert told.seconds == [7.0] * 3 and told.num_over == 3
+
+
+def test_the_passes_of_a_step_end_with_its_last_backward() -> None:
+    trained, told = Trained(), Told()
+    for _ in range(3):
+        output = trained.forward(told)
+        output.sum().backward(retain_graph=True)
+        trained.engine.clock.now += 2.0
+        output.sum().backward()  # ends now, after 1 s and 2 s
+        trained.engine.clock.now += 2.0
+        trained.step()
+    assert told.seconds == [9.0] * 2 and told.pass_seconds == [3.0] * 2
 
 
 @pytest.mark.parametrize("num_micro", [2, 3, 4])

@@ -1,0 +1,38 @@
+"""What a solved plan says of its time, beside what the timeline plays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowtide.config.memory import load_memory
+from lowtide.core.decisions import Prediction
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.problem import state_bytes
+from lowtide.timeline.step import Link
+from tests.profiles import decoder_profile
+
+LINK = Link(out_bytes_per_second=50e9, in_bytes_per_second=50e9)
+PROFILE = decoder_profile()
+
+
+def said(link: Link, **rules: object) -> Prediction:
+    plan = plan_profile(PROFILE, load_memory({"budget": "100GiB", **rules}), link=link)
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+@pytest.mark.parametrize("layers", [["layers.0"], ["layers.*"]])
+def test_who_swaps_pays_once_for_all_memory_that_is_taken_again(layers: list[str]) -> None:
+    free = said(LINK, swap=layers)
+    priced = said(dataclasses.replace(LINK, touch_seconds_per_byte=1e-12), swap=layers)
+    expected = 1e-12 * (free.plain_peak_bytes - state_bytes(PROFILE))
+    assert free.touch_seconds == 0.0 and priced.touch_seconds == pytest.approx(expected) and expected > 0.0
+    assert priced.step_seconds == pytest.approx(free.step_seconds + expected)
+    assert dataclasses.replace(priced, step_seconds=free.step_seconds, touch_seconds=0.0) == free
+
+
+def test_who_swaps_nothing_pays_nothing() -> None:
+    priced = said(dataclasses.replace(LINK, touch_seconds_per_byte=1e-12), swap="none")
+    assert priced.touch_seconds == 0.0 and priced == said(LINK, swap="none")
