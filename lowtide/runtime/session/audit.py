@@ -13,8 +13,9 @@ curve. Counters, gradients, random states and results are those of steps without
 
 Cost: about 7 us an operator, so it is no part of a planned step, and its steps say nothing about time: an autopilot
 neither compares nor races them. Not covered: memory inside an operator that is freed before it returns; backward passes
-in another thread than the one that entered (they have no curve either); on an accelerator, `stats.peak_device_bytes`
-has the allocator's own peak. Where two forward passes come before a backward pass, the curve has the second of them.
+in another thread than the one that entered (they have no curve either); when a compiled layer begins and ends, since a
+hook on it would have it compiled anew; on an accelerator, `stats.peak_device_bytes` has the allocator's own peak. Where
+two forward passes come before a backward pass, the curve has the second of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
 from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.tensors.compiled import has_compiled, never_compiled
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.tensors.private import current_autograd_node, current_graph_task_id, next_sequence_number, sequence_number
 
@@ -93,8 +95,9 @@ class Audit:
         self._live.on_operator = recorder.sample
         self._hooks = [model.register_forward_pre_hook(lambda *_: recorder.begin())]
         for name in self._layers():
-            enter = functools.partial(recorder.enter, name)
-            self._hooks.append(model.get_submodule(name).register_forward_pre_hook(enter))
+            layer, enter = model.get_submodule(name), functools.partial(recorder.enter, name)
+            if not has_compiled(layer):  # its code depends on its hooks: it would be compiled anew
+                self._hooks.append(layer.register_forward_pre_hook(enter))
         self.follow()
         self._live.__enter__()
         return self
@@ -136,6 +139,7 @@ class _CurveRecorder:
             self._forward, self._backward = [], []
             self._entered, self._open, self._left = {}, [], {}
 
+    @never_compiled
     def enter(self, name: str, *_: Any) -> None:
         """The forward pass of a layer begins."""
         is_second = name in self._entered or self._backward or current_graph_task_id() != -1
