@@ -83,6 +83,9 @@ class StateBytes:
     """Most that `optimizer.step()` needs beyond everything else."""
     inputs: int = 0
     """The batch."""
+    others: int = 0
+    """On the device before the first observed step, and of none of these: batches that are there already, other
+    models. 0 where the device does not count its bytes."""
     rounding: int = 0
     """Most that the device's allocator gives out beyond what it is asked for."""
     fingerprint: int = 0

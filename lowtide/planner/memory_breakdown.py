@@ -49,7 +49,7 @@ def _column(
     return {
         "weights": state.parameters,
         "optimizer state": state.optimizer - problem.state_bytes + there + slots,
-        "buffers and batch": state.buffers + state.inputs + state.rounding,
+        "buffers and batch": state.buffers + state.inputs + state.others + state.rounding,
         "gradients": gradients,
         "activations": int(curve[tick]) - base - there,
         "head, loss, temporaries": base - slots - fixed - (0 if has_gradients else gradients),

@@ -200,7 +200,7 @@ def state_bytes(profile: Profile, *, has_gradients: bool = False) -> int:
     """Bytes that are on the device during the whole of forward and backward."""
     state = profile.state
     gradients = state.gradients if has_gradients else 0
-    return state.parameters + state.buffers + state.optimizer + state.inputs + state.rounding + gradients
+    return state.parameters + state.buffers + state.optimizer + state.inputs + state.others + state.rounding + gradients
 
 
 def op_base_bytes(profile: Profile, fixed: Mapping[int, bool], *, has_gradients: bool = False) -> np.ndarray:
@@ -265,7 +265,7 @@ def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], h
     ]
     state = profile.state
     after = state.parameters + state.buffers + state.optimizer + state.gradients + state.optimizer_temporaries
-    after += state.rounding
+    after += state.others + state.rounding
     # The optimizer's own step: no time of this micro-batch, but bytes that must fit.
     return (*ticks, Tick(seconds=0.0, base_bytes=after, name="the step of the optimizer"))
 

@@ -55,6 +55,8 @@ from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.planner.smaller import form_of
+from lowtide.profiling.observe_step import device_of
+from lowtide.profiling.others import other_bytes
 from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.first_step import FirstStep
@@ -142,6 +144,8 @@ class Autopilot:
         self._say = say or _say_nothing
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shapes = PlanCache()
+        self._other_bytes: int | None = None
+        """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
         self._state = State()
         self._lock = threading.RLock()
         """Of whoever observes, plans or changes the plan."""
@@ -503,7 +507,13 @@ class Autopilot:
         try:
             self._witness = Witness(type(self.model).__name__)
             how: Any = {"is_inside": self._entry is None, "witness": self._witness}
+            if self._other_bytes is None:
+                read = self.engine.device_bytes
+                self._other_bytes = other_bytes(
+                    self.model, self._optimizer, (args, kwargs), device_of(self.model), read
+                )
             profile = observe_call(self.model, args, kwargs, self._optimizer, **how)
+            profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=self._other_bytes))
             if self._planning.facts.link is None:
                 self._planning.know(link=self._measured_link())
             if not self._shapes:

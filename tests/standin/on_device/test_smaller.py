@@ -159,3 +159,31 @@ def test_nothing_else_is_narrowed_on_a_device() -> None:
             decoded = encoded.decoder.run([encoded.data], DEVICE)
             assert torch.equal(decoded.cpu(), tokens.cpu()) != bool(is_misfit)
             assert 0 <= int(decoded.min()) <= int(decoded.max()) <= most, "out of bounds before it is told"
+
+
+@pytest.mark.parametrize("share", [0.7, 0.85])
+def test_a_budget_has_room_for_batches_that_wait_on_the_device(share: float) -> None:
+    """Nor do they belong to the step that is observed: without them the first planned step passed its budget by a
+    tenth."""
+    torch.manual_seed(0)
+    model, batches = Pools().to(DEVICE), [images(8, seed, count=64) for seed in range(3)]
+    resting_bytes = torch.accelerator.memory_allocated()
+    device.take_peak()
+    want = [[tensor.cpu() for tensor in step(model, x)] for x in batches]
+    budget_bytes = resting_bytes + int(share * (device.take_peak() - resting_bytes))
+    peaks, predicted = [], []
+
+    def hear(line: str) -> None:
+        if "(first step)" in line:
+            device.take_peak()  # the observed step is no planned one
+
+    memory = {"min_bytes": 0, "race": False, "swap": "none"}
+    with lowtide.optimize(model, budget=budget_bytes, memory=memory, say=hear) as tide:
+        for x, expected in zip(batches, want, strict=True):
+            assert same(step(model, x), expected)
+            peaks.append(device.take_peak())
+            assert tide.plan is not None and tide.plan.predicted is not None
+            predicted.append(tide.plan.predicted.peak_bytes)
+        assert [event.why for event in tide.events] == ["first step"]
+    assert all(peak <= most <= budget_bytes for peak, most in zip(peaks, predicted, strict=True)), (peaks, predicted)
+    assert device.violations() == []
