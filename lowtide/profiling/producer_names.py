@@ -13,7 +13,8 @@ break down into plain tensors (wrappers.py), which are left to plain autograd.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage
 from lowtide.tensors.private import (
     TorchDispatchMode,
     current_fake_mode,
+    dispatch_modes,
     schema_of,
 )
 from lowtide.tensors.wrappers import is_desugared
@@ -166,8 +168,8 @@ class Recorder(TorchDispatchMode):
         hooks = []
         for name, module in modules_to_follow(model, prefix):
             # What FSDP2 does before a module runs belongs to its caller, as it does when the model itself begins.
-            hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=not is_fsdp(module)))
-            hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+            hooks.append(module.register_forward_pre_hook(self.here(self._entering(name)), prepend=not is_fsdp(module)))
+            hooks.append(module.register_forward_hook(self.here(self._leaving), always_call=True))
         self._path = [prefix]
         try:
             yield
@@ -201,3 +203,14 @@ class Recorder(TorchDispatchMode):
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if len(self._path) > 1:
             self._path.pop()
+
+    def here(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """The hook, for where this mode is active. Hooks of a module run in every thread that calls it; the mode is of
+        the thread that runs the step, and of those in which autograd runs its backward pass."""
+
+        @functools.wraps(hook)
+        def in_this_thread(*given: Any) -> None:
+            if any(mode is self for mode in dispatch_modes()):
+                hook(*given)
+
+        return in_this_thread

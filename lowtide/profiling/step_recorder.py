@@ -320,10 +320,12 @@ class StepRecorder(Recorder):
         compiled = compiled_parts(model)
         for name, module in modules_to_follow(model, prefix):
             first = not is_fsdp(module)
-            hooks.append(module.register_forward_pre_hook(self.entry(name), prepend=first, with_kwargs=True))
-            hooks.append(module.register_forward_pre_hook(self.begin(name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(self.end(name), prepend=True))
-            hooks.append(module.register_forward_hook(self.exit(name), always_call=True))
+            hooks_of_one = (self.entry(name), self.begin(name), self.end(name), self.exit(name))
+            entry, begin, end, leave = map(self.here, hooks_of_one)
+            hooks.append(module.register_forward_pre_hook(entry, prepend=first, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            hooks.append(module.register_forward_hook(end, prepend=True))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
         try:
             with calls_wrapped(compiled, functools.partial(run_compiled, self)):
                 yield

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lowtide
 from lowtide.errors import ConfigError
 from lowtide.profiling.producer_names import Recorder, op_name
 from lowtide.tensors.kinds import storage_keys
@@ -56,6 +59,49 @@ def test_a_storage_is_named_by_its_module_and_its_operator() -> None:
     assert recorder.seen_ops == {"block.mul", "block.act.silu", "block.exp"}
     assert not model.block._forward_pre_hooks
     assert not model.block.act._forward_hooks
+
+
+class Slow(nn.Module):
+    """Its forward begins, and ends when somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def forward(self, x: None) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+
+
+class Beside(nn.Module):
+    """While it runs, another thread is inside of one of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow, self.product = Slow(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = threading.Thread(target=self.slow, args=(None,))
+        other.start()
+        assert self.slow.has_begun.wait(60)
+        x = self.product(x).tanh()
+        self.slow.may_end.set()
+        other.join(60)
+        return x.exp().sum()
+
+
+def test_a_module_that_another_thread_runs_names_nothing() -> None:
+    model = Beside()
+    recorder, x = Recorder(set()), torch.ones(2, 4)
+    with recorder.following(model), recorder:
+        model(x)
+    assert {name for name in recorder.seen_ops if not name.endswith(".t")} == {"product.addmm", "tanh", "exp", "sum"}
+
+
+def test_nor_in_an_observed_step() -> None:
+    profile = lowtide.observe(Beside(), (torch.ones(2, 4),))
+    forward = profile.op_names[: profile.num_forward_ops]
+    assert [name for name in forward if not name.endswith(".t")] == ["product.addmm", "tanh", "exp", "sum"]
 
 
 def test_hooks_are_gone_after_an_exception() -> None:
