@@ -485,6 +485,7 @@ def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[
             with planned.audit() as audit:
                 model(input_ids=tokens, labels=tokens, position_ids=places).loss.backward()
             peaks.append(audit.peak_bytes)
+            model.zero_grad(set_to_none=True)
         return {
             "is_same": all(is_same),
             "peaks": (min(peaks), plan.predicted.peak_bytes),
