@@ -40,7 +40,7 @@ from lowtide.errors import ConfigError
 from lowtide.optimizer.homes import Home
 from lowtide.optimizer.hooks import OwnedHook
 from lowtide.optimizer.step import Part, Stepper, StepRun
-from lowtide.tensors.private import queue_callback, version_of
+from lowtide.tensors.private import current_graph_task_id, queue_callback, version_of
 from lowtide.tensors.wrappers import inside
 
 
@@ -80,7 +80,8 @@ class InBackward:
         """Parameters whose gradient came in this backward pass."""
         self._left: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         """Gradients that were there when a backward pass ended, and their versions."""
-        self._is_end_awaited = False
+        self._pass = -1
+        """The backward pass whose end is waited for. One that fails has none."""
         self._there: dict[torch.Tensor, int] = {}
         """Bytes of the gradients that came in this step and are there."""
         self._there_bytes = 0
@@ -135,13 +136,13 @@ class InBackward:
             self._there[parameter] = _bytes_of(parameter.grad)
             self._there_bytes += self._there[parameter]
             self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._there_bytes)
-        if not self._is_end_awaited:
-            self._is_end_awaited = True
+        now = current_graph_task_id()
+        if now != self._pass:
+            self._pass = now
             queue_callback(self._at_the_end)
 
     def _at_the_end(self) -> None:
         """A backward pass is over, and so are the hooks of others on its gradients."""
-        self._is_end_awaited = False
         left = ((p, p.grad) for p in self._arrived - self._stepped)
         self._left |= {p: (gradient, version_of(gradient)) for p, gradient in left if gradient is not None}
 

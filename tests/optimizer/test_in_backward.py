@@ -307,6 +307,33 @@ def test_hooks_of_others_on_a_gradient_run_before_its_update() -> None:
     assert_same(results[1], results[0])
 
 
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError
+
+
+def test_clipping_is_seen_after_a_backward_pass_that_failed() -> None:
+    """That pass has no end at which its gradients are looked at; the next one has."""
+    torch.manual_seed(3)
+    model, x = Stack(), torch.full((3, 32), 0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    swapped(optimizer, VirtualEngine(2), overlap="in_backward", bucket_bytes=4 * MATRIX_BYTES + 256)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook = model.layers[-1].weight.register_post_accumulate_grad_hook(_fail)
+    with pytest.raises(ArithmeticError):
+        model(x).square().mean().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    _clip(optimizer, model)
+    with pytest.raises(
+        RuntimeError, match=r"gradients were changed between the backward pass and the step \(clipping\)"
+    ):
+        optimizer.step()
+
+
 def test_backward_passes_over_different_parameters_are_one_step() -> None:
     """Two losses, each with a model of its own: what the first pass leaves steps in the second one."""
     results = []
