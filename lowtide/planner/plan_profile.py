@@ -28,6 +28,7 @@ from lowtide.errors import BudgetError
 from lowtide.planner.again import can_run_again, run_again
 from lowtide.planner.deferred_state import DeferredState, with_deferred
 from lowtide.planner.half_a_batch import with_half_a_batch
+from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, choose_placement
@@ -71,7 +72,7 @@ def plan_profile(
     has_gradients: bool = False,
     num_micro_batches: int = 1,
     time_limit_seconds: float = 5.0,
-    log_seconds: float = 0.0,
+    costs: HostCosts = NO_COSTS,
     progress: Callable[[str], None] | None = None,
     layers: tuple[str, ...] | None = None,
     with_ways_out: bool = True,
@@ -79,17 +80,19 @@ def plan_profile(
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
-    `log_seconds` is what proving recipes costs for each operator of the forward pass (recipes/proof.py). Where that
-    would show, a plan without recipes is tried too. `num_micro_batches` share what the optimizer's state costs on its
-    way, where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
+    `costs` are those of the runtime itself. Where proving recipes would show, a plan without them is tried too.
+    `num_micro_batches` share what the optimizer's state costs on its way, where `config.optimizer` lets it travel.
+    `layers`: exactly these run again as a whole, whatever rules say.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
     them (ways_out.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)
+    costs = costs.on(profile.device)
+    log_seconds = costs.op_seconds
     asked = _Asked(
-        profile, config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing, layers, None,
-        with_ways_out,
+        charged(profile, costs), config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing,
+        layers, None, with_ways_out, costs.layer_seconds,
     )  # fmt: skip
     try:
         return _made(asked, log_seconds, num_micro_batches)
@@ -100,7 +103,8 @@ def plan_profile(
 
     def plan_again(other: Profile, memory: MemoryConfig) -> Plan:
         limits: Any = {"time_limit_seconds": _WAY_OUT_SECONDS, "with_ways_out": False}
-        return _made(dataclasses.replace(asked, profile=other, config=memory, **limits), log_seconds, num_micro_batches)
+        again = dataclasses.replace(asked, profile=charged(other, costs), config=memory, **limits)
+        return _made(again, log_seconds, num_micro_batches)
 
     raise explained(
         refusal,
@@ -168,6 +172,8 @@ class _Asked:
     shares: StateShares | DeferredState | None = None
     """Of the optimizer's state, what the solver may move, or what comes and goes in forward."""
     with_ways_out: bool = True
+    layer_seconds: float = 0.0
+    """Of lowtide's own, for each layer that runs again."""
 
     def fastest(self, log_seconds: float) -> _Found:
         """The best of all that may be done. Raises `BudgetError`."""
@@ -212,6 +218,7 @@ class _Asked:
         is_alone = isinstance(self.shares, DeferredState) and self.shares.has_link_alone
         why = "the optimizer's state has the link alone" if is_alone else _NO_OTHER
         how: Any = {"has_gradients": self.has_gradients, "layers": layers, "why_not_free": why}
+        how["layer_seconds"] = self.layer_seconds
         kept = problem_of(self.profile, self.config, **how)
         if isinstance(self.shares, DeferredState):
             return with_deferred(kept, self.shares, has_gradients=self.has_gradients, layers=layers)
@@ -256,7 +263,7 @@ class _Asked:
         def needed_bytes(number: int) -> int:
             return floor_of_kept(self.problem(first(number)))
 
-        costs = [_call_seconds(self.profile, name) for name in more]
+        costs = [self.again_seconds(name) for name in more]
         # What a layer costs at least decides whether any of this can be faster: no problem is built in vain.
         if found is not None and found.solution.timeline.step_seconds <= self.seconds + min(costs):
             return
@@ -272,6 +279,11 @@ class _Asked:
             low, high = (low, middle) if needed_bytes(middle) <= self.budget_bytes else (middle, high)
         if found is None or found.solution.timeline.step_seconds > self.seconds + sum(costs[:high]):
             yield first(high)
+
+    def again_seconds(self, layer: str) -> float:
+        """What running a layer once more takes."""
+        calls = [call for call in self.profile.calls if call.name == layer]
+        return sum(self.layer_seconds + sum(self.profile.op_seconds[call.first_op : call.end_op]) for call in calls)
 
     @property
     def host_budget_bytes(self) -> int | None:
@@ -317,11 +329,6 @@ def floor_of_kept(problem: Problem) -> int:
     return int(floor_curve(arrays, Lifetimes.of(arrays, fates)).max())
 
 
-def _call_seconds(profile: Profile, layer: str) -> float:
-    """What running a layer once more takes."""
-    return sum(sum(profile.op_seconds[call.first_op : call.end_op]) for call in profile.calls if call.name == layer)
-
-
 def layers_by_rule(profile: Profile, config: MemoryConfig) -> tuple[str, ...]:
     """Layers that a recompute rule names as such: they run again as a whole, as they do without a budget."""
     rules = config.rules()
@@ -338,12 +345,13 @@ def problem_of(
     has_gradients: bool = False,
     layers: tuple[str, ...] | None = None,
     why_not_free: str = _NO_OTHER,
+    layer_seconds: float = 0.0,
 ) -> Problem:
     """The problem that the rules of `config` leave to the solver. `layers` run again; None: those that rules name.
-    `why_not_free`: what is said of sites that may not have every fate."""
+    `why_not_free`: what is said of sites that may not have every fate. `layer_seconds`: see `HostCosts`."""
     if layers is None:
         layers = layers_by_rule(profile, config)
-    step = run_again(profile, layers)
+    step = run_again(profile, layers, more_seconds=layer_seconds)
     rules = _left_rules(config, layers)
     names = {node.name for node in step.nodes if rules.decide(node.name).rule is None}
     least = _min_bytes(profile, config)
@@ -398,7 +406,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
     forward = timeline.curve[:num_forward]
     bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
     held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
-    again = sum(_call_seconds(asked.profile, name) for name in found.layers)
+    again = sum(asked.again_seconds(name) for name in found.layers)
     sites = decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons)
     codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
     made_seconds = timeline.recompute_seconds - codec_seconds - (choice.streamed_seconds if choice else 0.0)
@@ -436,7 +444,7 @@ def _plan_of(found: _Found, choice: Choice[_Found] | None = None) -> Plan:
         host_budget_bytes=asked.host_budget_bytes,
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
-        sites=(*sites, *_dropped(asked.profile, found)),
+        sites=(*sites, *_dropped(asked, found)),
         is_solved=True,
         check=config.check,
         loss=asked.profile.loss,
@@ -474,15 +482,15 @@ def _with_layers(rules: Rules, layers: tuple[str, ...]) -> Rules:
     return Rules((*rules.without_recompute().rules, *own))
 
 
-def _dropped(profile: Profile, found: _Found) -> Iterator[SiteDecision]:
+def _dropped(asked: _Asked, found: _Found) -> Iterator[SiteDecision]:
     """What goes with the layers that run again."""
     there = {node.name for node in found.problem.profile.nodes}
     charged: set[str] = set()
-    for node in profile.sites:
+    for node in asked.profile.sites:
         if node.name in there:
             continue
         assert node.layer is not None
-        cost = 0.0 if node.layer in charged else _call_seconds(profile, node.layer)
+        cost = 0.0 if node.layer in charged else asked.again_seconds(node.layer)
         charged.add(node.layer)
         yield SiteDecision(
             name=node.name,
