@@ -1217,9 +1217,9 @@ AGREEMENT = [
     Mutant(
         "one-rank-corrects",
         "agreement",
-        "runtime/autopilot/autopilot.py",
-        "        if not (any_rank(found is not None, self._group) if is_joint else found is not None):\n",
-        "        if found is None:\n",
+        "runtime/autopilot/review.py",
+        "        if any_rank(found is not None, self._planning.group) if is_joint else found is not None:\n",
+        "        if found is not None:\n",
         ("runtime/autopilot/test_autopilot.py::test_two_ranks_follow_one_plan_and_fail_together",),
         "one rank enters the collective of planning again alone: a hang",
     ),

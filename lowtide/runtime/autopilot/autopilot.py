@@ -56,16 +56,16 @@ from lowtide.planner.smaller import form_of
 from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.others import other_bytes
 from lowtide.runtime.autopilot.contest import Standing
-from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.events import ACCUMULATES, FIRST_STEP, NEW_SHAPE, REFUSED, UNSTEADY, VARIES
 from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.autopilot.in_force import NUM_REVIEWS, PlanInForce
+from lowtide.runtime.autopilot.in_force import PlanInForce
 from lowtide.runtime.autopilot.observe_call import Witness, is_training, observe_call
 from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_cache import CachedPlan, ShapeBucket, shape_bucket
+from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket
 from lowtide.runtime.autopilot.plan_race import PlanRaces
 from lowtide.runtime.autopilot.plan_source import PlanSource
 from lowtide.runtime.autopilot.planning import Planning
+from lowtide.runtime.autopilot.review import Review
 from lowtide.runtime.autopilot.step_clock import StepClock
 from lowtide.runtime.autopilot.unplanned import Unplanned
 from lowtide.runtime.offload.scheduler import OffloadScheduler
@@ -79,7 +79,7 @@ from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.ranks import any_rank, gather, has_company
+from lowtide.tensors.ranks import gather, has_company
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
 
@@ -136,6 +136,7 @@ class Autopilot:
         self.events = self._in_force.events
         """What the autopilot decided, and when."""
         self._first = FirstStep(engine, None if source.budget_bytes is None else model)
+        self._review = Review(self._in_force, self._planning, self._first, self._unplanned)
         self._steps = StepClock(engine, self._trained)
         """Of the steps of plans that race, or have won."""
         self._threads: set[int] = set()
@@ -219,7 +220,7 @@ class Autopilot:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
         with self._lock:
             if self._in_force.state.key is not None and self.tide is not None:
-                self._review(self._in_force.state.key)
+                self._review.compare(self._in_force.state.key)
                 self._in_force.watch.restart_totals(self.tide)
 
     def audit(self) -> Audit:
@@ -344,7 +345,7 @@ class Autopilot:
         self._steps.stop()
         self._threads.add(threading.get_ident())
         if self._planning.has_budget:
-            self._note_loop()
+            self._review.note_loop()
             if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
                 self._expect_gradients()
             self._drop_unsteady()
@@ -358,7 +359,7 @@ class Autopilot:
             key = self._largest_for(shape)
         is_audited = in_force.is_audited
         if in_force.state.key is not None and not is_audited:
-            self._review(in_force.state.key)  # also where shapes take turns, and none comes twice in a row
+            self._review.compare(in_force.state.key)  # also where shapes take turns, and none comes twice in a row
         if key != in_force.state.key:
             in_force.use(key)
         in_force.watch.was_smaller |= key != shape
@@ -563,112 +564,7 @@ class Autopilot:
         why = UNSTEADY if failed else REFUSED
         self._in_force.use(key, why=why, seconds=time.perf_counter() - start)
 
-    # -- compare and correct ---------------------------------------------------------------------------------------
-
-    def _review(self, key: ShapeBucket) -> None:
-        """A planned step is over: was it as predicted?"""
-        shape, tide = self._in_force.shapes[key], self.tide
-        assert tide is not None
-        stats = tide.stats
-        if self.phase is not Phase.COMPARED or stats.num_forwards < 1:
-            return
-        watch = self._in_force.watch
-        pass_bytes = watch.highest_bytes
-        watch.peak.note()  # the optimizer's step is over as well, and whatever else there was between two passes
-        self._tell_first(shape, stats)
-        has_more = shape.has_more_loop_bytes
-        found = self._correction(shape, stats)
-        if found is None and has_more:
-            found = Correction(why=f"loop: {format_bytes(shape.loop_bytes)} between forward and backward")
-        self._in_force.count_review(shape)
-        watch.begin(tide)
-        is_joint = self._in_force.decide("review")
-        if not (any_rank(found is not None, self._group) if is_joint else found is not None):
-            return
-        start = time.perf_counter()
-        before = (shape.unforeseen_bytes, shape.profile, self._planning.facts)
-        if found is not None:
-            shape.unforeseen_bytes += found.unforeseen_bytes
-            shape.profile = found.profile or shape.profile
-            self._planning.know(link=found.link or self._planning.facts.link)
-        try:
-            plan = self._planning.again(shape, is_joint=self._planning.consensus.is_together)
-        except BudgetError as error:
-            needed_bytes = error.floor_bytes + shape.unforeseen_bytes
-            shape.unforeseen_bytes, shape.profile, self._planning.facts = before
-            self._in_force.count_review(shape, NUM_REVIEWS)
-            shape.has_more_loop_bytes = False
-            is_above = has_more or pass_bytes > self._planning.budget_bytes
-            if is_joint and any_rank(self._is_beginning and is_above, self._group):
-                refusal = self._first_step_error(pass_bytes, needed_bytes)
-                self.remove()
-                self._unplanned.note_refusal(refusal)
-                raise refusal from None
-            # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
-            self._warn_that_nothing_fits(found, needed_bytes)
-            return
-        # What was predicted without the loop's bytes says nothing of whether it fits.
-        corrected = None if has_more else shape.plan
-        self._in_force.replace(shape, plan)
-        shape.before = corrected
-        why = found.why if found is not None else "another rank corrected its plan"
-        self._in_force.use(key, why=why, seconds=time.perf_counter() - start)
-
-    def _note_loop(self) -> None:
-        """What the loop does between forward and backward was measured: plans have room for it from now on."""
-        if self._in_force.state.key is None or self._in_force.watch.was_smaller:
-            return
-        shape = self._in_force.shapes[self._in_force.state.key]
-        more_bytes = self._in_force.watch.loop.extra_bytes - shape.loop_bytes
-        if more_bytes > 0:
-            shape.profile = shape.profile.with_loop_bytes(more_bytes)
-            shape.loop_bytes += more_bytes
-            shape.has_more_loop_bytes = True
-
-    def _tell_first(self, shape: CachedPlan, stats: Stats) -> None:
-        predicted = shape.plan.predicted
-        if self._first.is_told or predicted is None:
-            return
-        peak_bytes = None if self.engine.device_peak_bytes() is None else self._in_force.watch.highest_bytes
-        self._say(self._first.line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes))
-
-    @property
-    def _is_beginning(self) -> bool:
-        """The first planned micro-batch is over, or the first one that found gradients: nothing is lost but that."""
-        num_forwards = self._in_force.num_forwards
-        return num_forwards == 1 or (num_forwards == 2 and self._planning.facts.has_gradients)
-
-    def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
-        return BudgetError(
-            f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took "
-            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what "
-            "else is on the device), and no plan fits with that; the least that can be reached is "
-            f"{format_bytes(needed_bytes)}; raise the budget to that, or make the micro-batch smaller",
-            floor_bytes=needed_bytes,
-        )
-
-    def _warn_that_nothing_fits(self, found: Correction | None, needed_bytes: int) -> None:
-        why = found.why if found is not None else "another rank corrected its plan"
-        warnings.warn(
-            f"lowtide: a planned step was not as predicted ({why}), and no plan fits the budget of "
-            f"{format_bytes(self._planning.budget_bytes)} with that; the plan in force stays, and steps may need more "
-            f"than the budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
-            stacklevel=2,
-        )
-
-    def _correction(self, shape: CachedPlan, stats: Stats) -> Correction | None:
-        predicted, link = shape.plan.predicted, self._planning.facts.link
-        assert predicted is not None
-        assert link is not None
-        found = None
-        if self.engine.device_peak_bytes() is not None:
-            peak_bytes = self._in_force.watch.peak.peak_bytes
-            if not shape.has_more_loop_bytes:  # else the profile has what is above the prediction there
-                peak_bytes = max(peak_bytes, self._in_force.watch.loop.peak_bytes)
-            found = correct_memory(predicted, peak_bytes, self._planning.budget_bytes, shape.unforeseen_bytes)
-        if found is not None or self._in_force.watch.was_smaller:
-            return found
-        return correct_times(shape.profile, predicted, stats, self._in_force.watch.clock.seconds, link)
+    # -- out of memory ---------------------------------------------------------------------------------------------
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
