@@ -1235,7 +1235,7 @@ AGREEMENT = [
     Mutant(
         "shapes-that-differ-from-the-start",
         "agreement",
-        "runtime/autopilot/autopilot.py",
+        "runtime/autopilot/learn.py",
         "            self._planning.consensus.part()\n",
         "            pass\n",
         (

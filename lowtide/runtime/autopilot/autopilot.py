@@ -37,7 +37,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -48,20 +47,18 @@ from torch import nn
 from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.planner.smaller import form_of
-from lowtide.profiling.observe_step import device_of
-from lowtide.profiling.others import other_bytes
 from lowtide.runtime.autopilot.contest import Standing
-from lowtide.runtime.autopilot.events import ACCUMULATES, FIRST_STEP, NEW_SHAPE, REFUSED, UNSTEADY, VARIES
+from lowtide.runtime.autopilot.events import ACCUMULATES, REFUSED, UNSTEADY
 from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.autopilot.in_force import PlanInForce
-from lowtide.runtime.autopilot.observe_call import Witness, is_training, observe_call
+from lowtide.runtime.autopilot.learn import Learning
+from lowtide.runtime.autopilot.observe_call import is_training
 from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket
+from lowtide.runtime.autopilot.plan_cache import shape_bucket
 from lowtide.runtime.autopilot.plan_race import PlanRaces
 from lowtide.runtime.autopilot.plan_source import PlanSource
 from lowtide.runtime.autopilot.planning import Planning
@@ -73,13 +70,11 @@ from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import refuse_capture
-from lowtide.runtime.session.forward_patch import patched_part
 from lowtide.runtime.session.memory_words import add_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.ranks import gather, has_company
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
 
@@ -113,15 +108,9 @@ class Autopilot:
         self._group = group
         self._say = say or _say_nothing
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._other_bytes: int | None = None
-        """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
         self._lock = threading.RLock()
         """Of whoever observes, plans or changes the plan."""
-        self._has_collectives = False
-        """In the model's own forward pass: then no rank may observe a step alone."""
         self._unplanned = Unplanned(model)
-        self._has_warned = False
-        self._witness: Witness | None = None
         self._in_force = PlanInForce(
             model,
             engine,
@@ -135,6 +124,7 @@ class Autopilot:
         )
         self.events = self._in_force.events
         """What the autopilot decided, and when."""
+        self._learning = Learning(self._in_force, self._planning, placed, self._unplanned)
         self._first = FirstStep(engine, None if source.budget_bytes is None else model)
         self._review = Review(self._in_force, self._planning, self._first, self._unplanned)
         self._steps = StepClock(engine, self._trained)
@@ -304,7 +294,7 @@ class Autopilot:
                 self._prepare(args, kwargs)
             in_force.num_forwards += 1
             # Taken first: where this forward fails, the next one may have other inputs.
-            witness, self._witness = self._witness, None
+            witness, self._learning.witness = self._learning.witness, None
             planned, tide = in_force.patch.original, in_force.state.tide
         self._first.begin()
         self._inside.is_on = True
@@ -351,12 +341,12 @@ class Autopilot:
             self._drop_unsteady()
         in_force = self._in_force
         shape = shape_bucket(args, kwargs)
-        key = self._serving(shape)
-        if key is None and self._may_observe(shape):
-            self._learn(shape, args, kwargs)
+        key = self._learning.serving(shape)
+        if key is None and self._learning.may_observe(shape):
+            self._learning.observe(shape, args, kwargs)
             return
         if key is None:
-            key = self._largest_for(shape)
+            key = self._learning.largest_for(shape)
         is_audited = in_force.is_audited
         if in_force.state.key is not None and not is_audited:
             self._review.compare(in_force.state.key)  # also where shapes take turns, and none comes twice in a row
@@ -366,147 +356,6 @@ class Autopilot:
         if self.source.races and not is_audited:
             self._races.before_step(key)
             self._steps.start(self._races.timed(key) if key == shape else None)
-
-    # -- shapes ----------------------------------------------------------------------------------------------------
-
-    def _serving(self, shape: ShapeBucket) -> ShapeBucket | None:
-        """The known shape bucket whose plan is the one for these inputs; None if they need one of their own."""
-        key = self._in_force.shapes.cover(shape)
-        return key if key is None or key == shape or self._let_serve_smaller(key) else None
-
-    def _let_serve_smaller(self, key: ShapeBucket) -> bool:
-        """Plan anew without recipes that hold for one shape only; False where that does not fit."""
-        shape = self._in_force.shapes[key]
-        free = shape.profile.without_sizes(is_proven=shape.plan.check == "full")
-        if not self._planning.has_budget:
-            return not shape.has_sizes  # no plan is changed for the sake of other shapes
-        if shape.serves_smaller:
-            return True
-        if shape.has_sizes:
-            start = time.perf_counter()
-            try:
-                plan = self._planning.again(shape, is_joint=self._in_force.decide("vary"), profile=free)
-            except BudgetError:
-                return False
-            self._in_force.replace(shape, plan)
-            self._in_force.use(key, why=VARIES, seconds=time.perf_counter() - start)
-        shape.profile = free
-        shape.rivals = shape.before = None  # they may have recipes with sizes
-        shape.serves_smaller = True
-        return True
-
-    def _may_observe(self, shape: ShapeBucket) -> bool:
-        """An observed step runs the model's collectives once more: then all ranks have to be there."""
-        if not self._in_force.shapes:
-            return True
-        return self._in_force.decide(f"shape {shape.shapes}") or not self._has_collectives
-
-    def _largest_for(self, shape: ShapeBucket) -> ShapeBucket:
-        """The plan for inputs that no plan was made for, and that cannot be observed."""
-        key = self._in_force.shapes.largest_for(shape)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"lowtide: inputs of {shape.shapes} on this rank alone, while the model exchanges data with other "
-                "ranks in its forward pass, so no step can be observed for them; they run under the plan for "
-                f"{key.shapes}, and the guard keeps the limit. Begin with the largest batch, or pad to common lengths.",
-                stacklevel=2,
-            )
-        return key
-
-    def _learn(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
-        """Observe this shape for the first time, and plan for it."""
-        start = time.perf_counter()
-        self._placed.settle()  # what is written to parameters in an observed step is put back
-        why = NEW_SHAPE if self._in_force.shapes else FIRST_STEP
-        self._say(f"lowtide: observing one step ({why})")
-        if self.phase is Phase.WAITING and (under := patched_part(self.model)) is not None:
-            raise ConfigError(
-                f"lowtide.optimize: its module '{under}' came under another lowtide plan since; call remove() on that "
-                "one first"
-            )
-        if self.phase is not Phase.WAITING:
-            self._in_force.take_off()
-            self._in_force.wrap()  # other threads wait in it until this is over
-        self._in_force.enter(Phase.OBSERVING)
-        profile = None
-        try:
-            self._witness = Witness(type(self.model).__name__)
-            how: Any = {"is_inside": self._in_force.is_inside, "witness": self._witness}
-            if self._other_bytes is None:
-                read = self.engine.device_bytes
-                self._other_bytes = other_bytes(
-                    self.model, self._optimizer, (args, kwargs), device_of(self.model), read
-                )
-            profile = observe_call(self.model, args, kwargs, self._optimizer, **how)
-            profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=self._other_bytes))
-            if self._planning.facts.link is None:
-                self._planning.know(link=self._measured_link())
-            if not self._in_force.shapes:
-                self._meet_first(key, profile)
-            is_joint = not self._in_force.shapes or self._planning.consensus.is_together
-            shape = self._planning.first(profile, self._in_force.shapes, is_joint=is_joint)
-        except BaseException as error:
-            witness, self._witness = self._witness, None
-            if self.phase is Phase.REMOVED:
-                raise
-            # A bad batch is no reason to go on without a plan; that no plan fits the first one is.
-            if self._in_force.shapes or not isinstance(error, BudgetError):
-                self._in_force.enter(Phase.WAITING)
-            else:
-                self._in_force.enter(Phase.REFUSED)
-                self._in_force.leave()
-                self._unplanned.note_refusal(error)
-            if not isinstance(error, Exception):
-                self._unplanned.note_interrupt(error)
-            if profile is None and witness is not None and self._is_the_models(error):
-                if witness.error is error:
-                    self._fail_for_real(error, args, kwargs)
-                elif witness.is_over and self._unplanned.may_go_on():
-                    self._unplanned.go_on(error)
-                    return
-            raise
-        self._unplanned.note_success()
-        if self.phase is Phase.REMOVED:  # by a hook of the user's, or in another thread: this forward is a plain one
-            self._witness = None
-            return
-        self._in_force.shapes.add(key, shape)
-        self._in_force.use(key, why=why, seconds=time.perf_counter() - start)
-
-    def _is_the_models(self, error: BaseException) -> bool:
-        """Whether the model raised it, for reasons of its own; and no other rank waits meanwhile."""
-        is_ours = isinstance(error, ConfigError) or str(error).startswith("lowtide:")
-        if is_ours or not isinstance(error, Exception) or is_out_of_memory(error):
-            return False
-        return self._in_force.is_inside and not has_company(self._group)
-
-    def _fail_for_real(self, error: BaseException, args: tuple, kwargs: dict) -> None:
-        """The model raised `error` while it was observed, and nothing of that forward is left. A loop may leave such a
-        batch out and go on: then random numbers were drawn and statistics moved until the error. So the forward runs
-        once more, without a plan, and raises the error itself. Returns where it does not."""
-        try:
-            self._in_force.patch.original(*args, **kwargs)
-        except Exception as again:
-            if is_out_of_memory(again):
-                return
-            raise again from None
-
-    def _measured_link(self) -> Link | None:
-        link = self.source.measure_link()
-        if link is not None:
-            out_rate, in_rate = (
-                format_bytes(int(link.out_bytes_per_second)),
-                format_bytes(int(link.in_bytes_per_second)),
-            )
-            self._say(f"lowtide: link: {out_rate}/s out, {in_rate}/s in; this machine's are kept in {cache_path()}")
-        return link
-
-    def _meet_first(self, key: ShapeBucket, profile: Profile) -> None:
-        """The first step is the one that all ranks take together, whatever they feed the model."""
-        answers = gather((key.shapes, profile.num_collectives), self._group)
-        self._has_collectives = any(num for _, num in answers)
-        if len({shapes for shapes, _ in answers}) > 1:
-            self._planning.consensus.part()
 
     def _expect_gradients(self) -> None:
         """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
