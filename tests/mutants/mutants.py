@@ -1339,8 +1339,8 @@ BUDGETS = [
     Mutant(
         "half-the-tightening",
         "budgets",
-        "runtime/autopilot/autopilot.py",
-        "            shape.unforeseen_bytes = self._planning.budget_bytes - target\n",
+        "runtime/autopilot/again.py",
+        "        shape.unforeseen_bytes = self._planning.budget_bytes - target\n",
         "",
         ("runtime/autopilot/test_autopilot.py::test_a_plan_that_is_made_again_keeps_what_was_learned_about_memory",),
         "after out-of-memory the next plan is as large as the one that failed",

@@ -1,25 +1,21 @@
 """The autopilot: observe, plan, apply, compare, correct, race.
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
-saved activations are stored off the device, and after which everything is as before. A plan is made for the budget, and
-this pass and all later ones run under a plan. After each of the first two planned steps the measured stalls and, on an
-accelerator, the measured peak are compared with the predicted ones. If they are off by more than 2 %, the bytes, the
-times of operators or the speed of the link are corrected (corrections.py), and a new plan is made. So the plan is
-stable after three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
+saved activations are stored off the device, and after which everything is as before (learn.py). A plan is made for the
+budget (planning.py), and this pass and all later ones run under a plan (in_force.py). After each of the first two
+planned steps the measured stalls and, on an accelerator, the measured peak are compared with the predicted ones. If
+they are off by more than 2 %, the bytes, the times of operators or the speed of the link are corrected, and a new plan
+is made (review.py). So the plan is stable after three planned steps. Then a few plans race on real steps, and the
+fastest stays (plan_race.py). A plan is also made again where gradients stay, recipes do not hold, or the device runs
+out of memory all the same (again.py).
 
-The state of the autopilot is a phase (phases.py). `Planning` makes plans and has the ranks agree on them (planning.py);
-`PlanInForce` puts them on the model and takes them off (in_force.py). Plans come from a `PlanSource` (plan_source.py).
-A source may have no budget: then plans are carried out as they are, and nothing is compared, corrected or raced.
+How: here is what the user sees, and what happens in each forward pass: `_prepare` asks the parts above in turn whether
+the plan in force is the right one. Where it stands is a phase (phases.py). Plans come from a `PlanSource`
+(plan_source.py). A source may have no budget: then plans are carried out as they are, and nothing is compared,
+corrected or raced.
 
-Gradients: if a forward pass finds gradients (micro-batches accumulate), later plans count them from the start of a
-pass.
-Shapes: a plan is made for the shapes of a batch, and is used for smaller ones too (plan_cache.py). When the first
-smaller batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are
-kept, and used again unchanged.
 Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
-first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks. If only
-some ranks have it and the model itself has collectives, it is not observed: it runs under the largest plan that exists,
-and the guard holds the limit.
+first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks.
 
 Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
 observes or plans waits until there is a plan. Plans do not race then, because no plan may change while another thread
@@ -28,15 +24,13 @@ is in the middle of a forward pass.
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
 Not covered: what the caller does around the model's forward (a loss of one's own) is not observed; on an accelerator it
 is measured and the plan corrected, on the host it must fit beside the budget. If a backward pass of another thread runs
-while a new shape is observed, its gradients may be lost. If a model fails in the observed forward pass under several
-ranks, the error is raised, and what that forward drew or wrote is restored.
+while a new shape is observed, its gradients may be lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -50,9 +44,8 @@ from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.planner.smaller import form_of
+from lowtide.runtime.autopilot.again import Again
 from lowtide.runtime.autopilot.contest import Standing
-from lowtide.runtime.autopilot.events import ACCUMULATES, REFUSED, UNSTEADY
 from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.autopilot.in_force import PlanInForce
 from lowtide.runtime.autopilot.learn import Learning
@@ -78,7 +71,6 @@ from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
 
-_TIGHTER = 0.9
 _PLAIN = (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED)
 """Whoever holds the lock in one of these observes at this moment, or came when all was over."""
 
@@ -105,8 +97,6 @@ class Autopilot:
         self._planning = Planning(source, group)
         self._optimizer = optimizer
         self._placed = placed
-        self._group = group
-        self._say = say or _say_nothing
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._lock = threading.RLock()
         """Of whoever observes, plans or changes the plan."""
@@ -120,7 +110,7 @@ class Autopilot:
             before=self._before,
             handle=self,
             owns_engine=owns_engine,
-            say=self._say,
+            say=say or _say_nothing,
         )
         self.events = self._in_force.events
         """What the autopilot decided, and when."""
@@ -132,6 +122,7 @@ class Autopilot:
         self._threads: set[int] = set()
         """Those that have come with a forward pass."""
         self._races = PlanRaces(self._in_force, self._planning, self._steps, num_threads=lambda: len(self._threads))
+        self._again = Again(self._in_force, self._planning, self._races)
         self._inside = threading.local()
         """Of each thread: whether it is in a forward pass of the model, which may call itself."""
         self._rollback = Rollback(
@@ -337,8 +328,8 @@ class Autopilot:
         if self._planning.has_budget:
             self._review.note_loop()
             if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
-                self._expect_gradients()
-            self._drop_unsteady()
+                self._again.with_gradients()
+            self._again.without_unsteady()
         in_force = self._in_force
         shape = shape_bucket(args, kwargs)
         key = self._learning.serving(shape)
@@ -357,103 +348,35 @@ class Autopilot:
             self._races.before_step(key)
             self._steps.start(self._races.timed(key) if key == shape else None)
 
-    def _expect_gradients(self) -> None:
-        """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
-        start = time.perf_counter()
-        before = self._planning.facts
-        self._planning.know(has_gradients=True)
-        shapes = list(self._in_force.shapes)
-        if self._in_force.state.key is not None:
-            self._in_force.count_review(self._in_force.shapes[self._in_force.state.key])  # its plan changes without one
-        try:
-            is_joint = bool(shapes) and self._in_force.decide(ACCUMULATES)
-            plans = [self._planning.again(shape, is_joint=is_joint) for shape in shapes]
-        except BudgetError:
-            self._planning.facts = before  # so that the next one is refused as well
-            raise
-        for shape, plan in zip(shapes, plans, strict=True):
-            self._in_force.replace(shape, plan)
-        if self._in_force.state.key is not None:
-            self._in_force.use(self._in_force.state.key, why=ACCUMULATES, seconds=time.perf_counter() - start)
-
-    def _drop_unsteady(self) -> None:
-        """Recipes that did not hold in the last step are no recipes, and layers that could not be run again will not
-        be: plan again without them, so that memory fits. A plan that is only tried is out, and nothing else changes."""
-        failed = self.tide.failed_recipes if self.tide is not None else {}
-        refused = self.tide.refused_layers if self.tide is not None else {}
-        if self._races.rival is not None:
-            if failed or refused:
-                self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
-            return
-        before = self._planning.facts
-        # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
-        smaller = {site.name for site in self.tide.plan.sites if site.codec is not None} if self.tide and failed else ()
-        lost = {name: form_of(name) if name in smaller else name for name in failed}
-        failed = {name: why for name, why in failed.items() if lost[name] not in before.unsteady}
-        refused = {name: why for name, why in refused.items() if name not in before.refused}
-        key = self._in_force.state.key
-        if key is None or not (failed or refused):
-            return
-        start = time.perf_counter()
-        unsteady, layers = before.unsteady | {lost[name] for name in failed}, before.refused | refused.keys()
-        self._planning.know(unsteady=unsteady, refused=layers)
-        if failed:
-            name, why = next(iter(failed.items()))
-            self._say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
-        if refused:
-            self._say(f"lowtide: {len(refused)} layers cannot be run again: {next(iter(refused.values()))}")
-        shape = self._in_force.shapes[key]
-        is_joint = self._in_force.decide(f"{UNSTEADY} {len(unsteady)} {len(layers)}")
-        try:
-            plan = self._planning.again(shape, is_joint=is_joint)
-        except BudgetError:
-            self._planning.facts = before  # so that the next forward is refused as well
-            raise
-        self._in_force.replace(shape, plan)
-        why = UNSTEADY if failed else REFUSED
-        self._in_force.use(key, why=why, seconds=time.perf_counter() - start)
-
     # -- out of memory ---------------------------------------------------------------------------------------------
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
         with self._lock:
-            key = self._in_force.state.key
-            if key is None or self.phase is Phase.REMOVED or not self._planning.has_budget:
-                return
-            shape = self._in_force.shapes[key]
-            start = time.perf_counter()
-            budget_bytes = self._planning.budget_bytes - shape.unforeseen_bytes
-            # A preset plans for less than the budget.
-            target = int(min(shape.plan.budget_bytes or budget_bytes, budget_bytes) * _TIGHTER)
-            plan = self._planning.make(shape.profile, target)  # no other rank need be out of memory
-            # Only now: where no plan is that small, the budget stays as it was.
-            shape.unforeseen_bytes = self._planning.budget_bytes - target
-            self._in_force.replace(shape, plan)
-            self._in_force.use(key, why="out of memory", seconds=time.perf_counter() - start)
+            self._again.for_less()
 
     def _tighten(self, error: BaseException, num_tried: int) -> str | None:
         """After an out-of-memory error, between two attempts: what was done about it, or None."""
         if self.phase in (Phase.REFUSED, Phase.REMOVED):
             return None  # since this micro-batch began
-        if self.tide is not None:
-            self._placed.expect_regions(self.tide.plan, all_layers=True)
-        if self.tide is None:
+        tide = self.tide
+        if tide is None:
             # Observing failed, where nothing is kept on the device: no plan would help.
             self._in_force.patch.undo()
             self._in_force.wrap()
             return None
+        self._placed.expect_regions(tide.plan, all_layers=True)
         self._steps.forget()
         if self._races.rival is not None:
             with self._lock:
                 self._races.drop_rival(str(error).partition("\n")[0] or type(error).__name__)
             return "the plan that was tried is out of the race"
         if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
-            return self.tide._tighten(error, num_tried)
+            return tide._tighten(error, num_tried)
         try:
             self.tighten()
         except BudgetError:
-            return self.tide._tighten(error, num_tried)
+            return tide._tighten(error, num_tried)
         return f"the plan is made for {format_bytes(self.events[-1].budget_bytes or 0)} now"
 
     def _settle(self) -> None:

@@ -13,6 +13,7 @@ ACCUMULATES = "gradients stay"
 VARIES = "shapes vary"
 UNSTEADY = "recipes do not hold"
 REFUSED = "layers cannot run again"
+OUT_OF_MEMORY = "out of memory"
 RACE = "race: "
 """How the event of a race begins."""
 _NOT_CORRECTIONS = (FIRST_STEP, NEW_SHAPE, ACCUMULATES, VARIES, UNSTEADY, REFUSED)
