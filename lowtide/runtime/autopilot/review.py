@@ -49,10 +49,12 @@ class Review:
         Raises BudgetError, and the model is as it was before `optimize`, where the first planned step passed the budget
         and no plan fits with what it showed.
         """
+        if self._in_force.state.phase is not Phase.COMPARED:
+            return
         shape, tide = self._in_force.shapes[key], self._in_force.state.tide
         assert tide is not None
-        stats = tide.stats
-        if self._in_force.state.phase is not Phase.COMPARED or stats.num_forwards < 1:
+        stats = tide.stats  # not before: on the host it looks at every tensor there is
+        if stats.num_forwards < 1:
             return
         pass_bytes = self._watch.highest_bytes
         self._watch.peak.note()  # the optimizer's step is over as well, and whatever else there was between two passes
