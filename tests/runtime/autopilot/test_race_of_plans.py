@@ -168,7 +168,7 @@ def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
         torch.manual_seed(5)
         for number in range(28):
             assert_same(timed_step(model, engine, compute_factor), expected[number], f"step {number}")
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             num_finals += contest is not None and contest.link is not None
             num_raced += contest is not None and contest.link is None
             assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_spills == 0
@@ -226,7 +226,7 @@ def test_prices_that_a_race_has_shown_give_one_more_plan() -> None:
         # What is believed from now on is what a second of copying costs.
         assert tide.link is not None and tide.link.compute_share == pytest.approx(share, rel=0.25)
         assert tide.link.out_bytes_per_second == FAST.out_bytes_per_second
-        rivals = tide._shapes[tide._state.key].rivals or {}  # type: ignore[index]
+        rivals = tide._in_force.shapes[tide._in_force.state.key].rivals or {}  # type: ignore[index]
         assert set(rivals) | {"fewest layers"} == set(source.plans)  # for the next race; the fewest are 'no swap' here
 
 
@@ -316,7 +316,7 @@ def test_every_plan_of_a_race_fits_the_budget() -> None:
     names = set()
     with tide:
         until_racing(model, tide)
-        contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+        contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
         assert contest is not None
         while tide.phase is Phase.RACING:
             names.add(contest.in_force.name)
@@ -346,7 +346,7 @@ def test_where_a_step_pays_for_another_plans_a_turn_is_two_steps() -> None:
     with tide:
         for _ in range(34):
             step(model, rows())
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             if contest is not None:
                 order.append(contest.in_force.name)
         assert tide.phase is Phase.SETTLED
@@ -437,9 +437,9 @@ def test_each_shape_has_its_race() -> None:
             assert_same(step(model, batch), expected[number], f"step {number}")
         whys = [event.why for event in tide.events]
         assert whys.count("first step") == whys.count("new shape") == 1
-        raced = [shape for shape in tide._shapes if shape.result]
+        raced = [shape for shape in tide._in_force.shapes if shape.result]
         assert len(raced) == sum(why.startswith("race: ") for why in whys) >= 1
-        assert all(shape.contest is None for shape in tide._shapes)
+        assert all(shape.contest is None for shape in tide._in_force.shapes)
     assert not engine.violations
 
 
@@ -457,9 +457,9 @@ def test_two_shapes_that_take_turns_have_their_races() -> None:
             assert tide.stats is not None and tide.stats.num_divergences == 0
         whys = [event.why for event in tide.events]
         assert whys.count("first step") == whys.count("new shape") == 1
-        raced = [shape for shape in tide._shapes if shape.result]
+        raced = [shape for shape in tide._in_force.shapes if shape.result]
         assert len(raced) >= 1, whys
-        assert all(shape.contest is None and shape.num_reviews >= 2 for shape in tide._shapes)
+        assert all(shape.contest is None and shape.num_reviews >= 2 for shape in tide._in_force.shapes)
     assert not engine.violations
 
 
@@ -519,7 +519,9 @@ def test_a_rival_that_fails_is_out_and_the_bits_are_the_same(what: str) -> None:
         for number, each in enumerate(found):
             assert_same(each, step(truth, rows()), f"step {number}")
         assert failed and [line for line in said if f"the race goes on without the plan '{failed[0]}': " in line]
-        assert tide.phase is Phase.SETTLED and failed[0] not in (tide._shapes[tide._state.key].rivals or {})
+        assert tide.phase is Phase.SETTLED and failed[0] not in (
+            tide._in_force.shapes[tide._in_force.state.key].rivals or {}
+        )
         assert tide.plan is not None and not tide.plan.raced.startswith(failed[0])
         assert "out of memory" not in [event.why for event in tide.events]
 
@@ -583,7 +585,7 @@ def ranks_race(rank: int) -> dict[str, Any]:
             found = step(model, rows(NUM_ROWS))
             torch.set_rng_state(state)
             assert_same(found, step(truth, rows(NUM_ROWS)))
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             if contest is not None:
                 order.append(contest.in_force.name)
                 engine.clock.now += costs.get(contest.in_force.name, 4.0)
