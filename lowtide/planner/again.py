@@ -48,6 +48,11 @@ class _Rerun:
         return self.call.end_op - self.call.first_op
 
 
+def call_seconds(profile: Profile, layer: str) -> float:
+    """What running a layer once more takes."""
+    return sum(sum(profile.op_seconds[call.first_op : call.end_op]) for call in profile.calls if call.name == layer)
+
+
 def run_again(profile: Profile, layers: Collection[str]) -> Profile:
     """The step in which every call of `layers` runs again before backward needs it."""
     own = [call for call in profile.calls if call.name in layers and call.end_op > call.first_op]
