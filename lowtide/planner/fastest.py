@@ -110,7 +110,11 @@ class Asked:
     def fastest(self, log_seconds: float) -> Found:
         """The best of all that may be done. Raises `BudgetError`."""
         found = self._with_touch(self._fastest_checked(log_seconds))
-        if not self.weighs_touch or not found.touch_seconds or not self._may_keep_instead:
+        if not found.touch_seconds or (self._may_keep_instead and not self.weighs_touch):
+            return found
+        # Who swaps pays the price in full, and who does not is no faster than the program says of that.
+        found = dataclasses.replace(found, bound_seconds=found.bound_seconds + found.touch_seconds)
+        if not self._may_keep_instead:
             return found
         config = dataclasses.replace(self.config, swap="none")
         still: Found | None = None
@@ -119,7 +123,6 @@ class Asked:
             still = other._fastest_checked(log_seconds)
         if still is None:
             return found
-        # Who swaps pays the price in full, and who does not is no faster than the program says of that.
         both: dict[str, Any] = {
             "bound_seconds": min(found.bound_seconds, still.bound_seconds),
             "floor_bytes": min(found.floor_bytes, still.floor_bytes),
@@ -150,7 +153,7 @@ class Asked:
         plain = self.plain_problem() if found.layers or self.shares is not None else found.problem
         own_bytes = int(plain_curve(plain.step).max()) - state_bytes(self.profile, has_gradients=self.has_gradients)
         seconds = self.link.touch_seconds_per_byte * max(0, own_bytes)
-        return dataclasses.replace(found, touch_seconds=seconds, bound_seconds=found.bound_seconds + seconds)
+        return dataclasses.replace(found, touch_seconds=seconds)
 
     @property
     def _may_keep_instead(self) -> bool:

@@ -18,7 +18,9 @@ from lowtide.core.plan_table import why_unswapped
 from lowtide.errors import BudgetError
 from lowtide.planner import fastest
 from lowtide.planner.deferred_state import DeferredState
+from lowtide.planner.learned import learned_link
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.problem import state_bytes
 from lowtide.planner.rivals import NO_SWAP, WITH_SWAP, rivals_of
 from lowtide.report.report import remarks_of
 from lowtide.timeline.step import Link
@@ -68,6 +70,10 @@ def test_no_plan_is_slower_than_the_better_of_both(rules: dict[str, Any]) -> Non
         case = f"{touch} s a byte, {share} of the way"
         assert said(plan).step_seconds <= best * (1 + 1e-12), case
         assert said(plan).step_seconds * (1.0 - said(plan).gap) <= best * (1 + 1e-12), case
+        own_bytes = said(plan).plain_peak_bytes - state_bytes(PROFILE)
+        assert said(plan).touch_seconds in (0.0, pytest.approx(touch * own_bytes)), case
+        # What is chosen as if nobody paid says no more of the fastest than it knows.
+        assert said(both[0]).step_seconds * (1.0 - said(both[0]).gap) <= best * (1 + 1e-12), case
         assert said(plan).peak_bytes <= LOW + int(share * (HIGH - LOW)), case
         assert said(plan).floor_bytes == said(both[0]).floor_bytes, case
         assert (
@@ -101,6 +107,7 @@ def test_where_the_price_is_high_nothing_is_swapped_and_the_plan_says_why() -> N
     none = planned(DEAR, rules={"swap": "none"})
     assert [(site.name, site.fate) for site in dear.sites] == [(site.name, site.fate) for site in none.sites]
     assert dear.rules == none.rules == free.rules
+    assert said(dear).gap == said(none).gap > 0.0
     reasons = {name: {site.reason for site in plan.sites} for name, plan in (("dear", dear), ("none", none))}
     assert "the rules leave no other fate" in reasons["none"] - reasons["dear"]
     assert "swapping would take longer" in reasons["dear"] - reasons["none"]
@@ -135,6 +142,18 @@ def test_nothing_more_is_solved_where_nothing_can_come_of_it(monkeypatch: pytest
         assert number(DEAR, rules={"swap": swap}) == number(0.0, rules={"swap": swap})
 
 
+def test_a_plan_for_learned_prices_is_weighed_at_them() -> None:
+    """A race in which memory costs next to nothing: now the plan that swaps is the fastest."""
+    link = dataclasses.replace(LINK, touch_seconds_per_byte=DEAR)
+    still, moving = planned(DEAR), planned(DEAR, weighs_touch=False)
+    free = said(moving).pass_seconds - said(moving).touch_seconds
+    learned = learned_link([(still, said(still).pass_seconds), (moving, free)], link)
+    assert learned is not None and learned.touch_seconds_per_byte < 1e-3 * DEAR
+    again = planned(learned.touch_seconds_per_byte)
+    assert [(site.name, site.fate) for site in again.sites] == [(site.name, site.fate) for site in moving.sites]
+    assert said(again).step_seconds < said(still).step_seconds and said(again).swap_excess_seconds == 0.0
+
+
 def test_updates_that_wait_have_tried_the_link_alone_already(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fastest.Asked(PROFILE, load_memory({"budget": HIGH}), LINK, HIGH, False, 1.0, print)
     part = DeferredState(nbytes=MIB, resident_bytes=0, bucket_bytes=MIB, num_slots=3, temporaries=0)
@@ -144,8 +163,8 @@ def test_updates_that_wait_have_tried_the_link_alone_already(monkeypatch: pytest
 
 
 def test_a_plan_that_swaps_races_where_the_price_has_kept_it_away() -> None:
-    def rivals(touch: float, **rules: Any) -> tuple[Plan, dict[str, Plan]]:
-        link = dataclasses.replace(LINK, touch_seconds_per_byte=touch)
+    def rivals(touch: float, link: Link = LINK, **rules: Any) -> tuple[Plan, dict[str, Plan]]:
+        link = dataclasses.replace(link, touch_seconds_per_byte=touch)
         config = load_memory({"budget": BUDGET, "min_bytes": 0, **rules})
         make = functools.partial(plan_profile, PROFILE, link=link)
         plan = make(config)
@@ -161,3 +180,6 @@ def test_a_plan_that_swaps_races_where_the_price_has_kept_it_away() -> None:
     assert swaps(plan) and list(found) == [NO_SWAP]
     assert not any(swaps(rival) for rival in found.values())
     assert not rivals(DEAR, swap="none")[1]
+    # It is not the price that keeps it away: copies are slow.
+    plan, found = rivals(CHEAP, Link(out_bytes_per_second=1e7, in_bytes_per_second=1e7))
+    assert not swaps(plan) and not plan.does_nothing and not found and said(plan).swap_excess_seconds == 0.0
