@@ -48,6 +48,12 @@ class _Rerun:
         return self.call.end_op - self.call.first_op
 
 
+def call_seconds(profile: Profile, layer: str, more_seconds: float = 0.0) -> float:
+    """What running a layer once more takes. `more_seconds`: of each call, beside its operators."""
+    calls = [call for call in profile.calls if call.name == layer]
+    return sum(more_seconds + sum(profile.op_seconds[call.first_op : call.end_op]) for call in calls)
+
+
 def run_again(profile: Profile, layers: Collection[str], *, more_seconds: float = 0.0) -> Profile:
     """The step in which every call of `layers` runs again before backward needs it. `more_seconds`: what a second run
     takes beside its operators."""

@@ -13,9 +13,10 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.errors import BudgetError
+from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import HostCosts
 from lowtide.planner.local_search import Evaluator, improve
-from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import send_ops
 from lowtide.planner.smaller import form_of
 from lowtide.report.budget_sweep import SweptBudget, sweep_lines
