@@ -259,7 +259,7 @@ def test_with_a_wrong_price_of_memory_it_ends_with_the_best_of_its_candidates(fa
         for number in range(28):
             assert_same(timed_step(model, engine, 1.0), expected[number], f"step {number}")
             engine.clock.now += touch(tide.plan)
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             num_finals += contest is not None and contest.link is not None
             num_raced += contest is not None and contest.link is None
         assert tide.phase is Phase.SETTLED and 0 < num_raced <= MAX_STEPS and num_finals <= FINAL_STEPS
