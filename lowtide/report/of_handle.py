@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
+from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.report.parts import Measured, Table, Tile
 from lowtide.report.report import Report, report_of_plan, saved_tile_of_forwards
 from lowtide.report.story import story_of, tables_of
@@ -36,6 +37,7 @@ def report_of_handle(handle: Tide | Autopilot) -> Report:
             handle.source.config,
             link=handle.link,
             has_gradients=handle.has_gradients,
+            costs=HOST_COSTS,
             measured=Measured(
                 peak_bytes=max(stats.peak_device_bytes, audited_bytes),
                 is_without_temporaries=not audited_bytes and handle.engine.device_peak_bytes() is None,

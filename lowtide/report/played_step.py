@@ -23,6 +23,7 @@ from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.deferred_state import with_deferred
+from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.place_state import deferred_state, placed_fates, shares_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
@@ -118,10 +119,21 @@ def played_from_json(text: str) -> Played:
         raise ConfigError("not a step that lowtide wrote") from None
 
 
-def play(plan: Plan, profile: Profile, config: MemoryConfig, *, link: Link, has_gradients: bool = False) -> Played:
-    """`plan`, which was solved for `profile` under the rules of `config`."""
+def play(
+    plan: Plan,
+    profile: Profile,
+    config: MemoryConfig,
+    *,
+    link: Link,
+    has_gradients: bool = False,
+    costs: HostCosts = NO_COSTS,
+) -> Played:
+    """`plan`, which was solved for `profile` under the rules of `config`, with these costs of the runtime itself."""
+    costs = costs.on(profile.device)
+    profile = charged(profile, costs)
     layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
-    problem = problem_of(profile, config, has_gradients=has_gradients, layers=layers)
+    how: Any = {"has_gradients": has_gradients, "layer_seconds": costs.layer_seconds}
+    problem = problem_of(profile, config, layers=layers, **how)
     again = _second_runs(problem)
     plain_problem = problem_of(profile, config, has_gradients=has_gradients, layers=()) if again.any() else problem
     seconds, plain = _plain_ticks(problem, plain_problem, again)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.core.plan import Plan
 from lowtide.core.plan_table import why_unswapped
 from lowtide.core.profile import Profile
+from lowtide.planner.host_costs import NO_COSTS, HostCosts
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.parts import NOTHING, Measured, StepRow, Table, Tile
 from lowtide.report.played_step import OWNERS, Played, play
@@ -61,10 +62,11 @@ def report_of_plan(
     measured: Measured | None = None,
     title: str | None = None,
     tables: Sequence[Table] = (),
+    costs: HostCosts = NO_COSTS,
 ) -> Report:
     """The report of a solved plan for `profile` under the rules of `config`.
 
-    `tables`: further ones. `title`: absent, that of a plan that has not run.
+    `tables`: further ones. `title`: absent, that of a plan that has not run. `costs`: with which the plan was made.
     """
     assert plan.predicted is not None, "only a solved plan predicts"
     measured = measured or NOTHING
@@ -76,7 +78,7 @@ def report_of_plan(
         tiles=tuple(tiles_of(plan, measured)),
         remarks=tuple(remarks_of(plan)),
         plan=plan,
-        played=play(plan, profile, config, link=link, has_gradients=has_gradients),
+        played=play(plan, profile, config, link=link, has_gradients=has_gradients, costs=costs),
         sweep=tuple(sweep),
         tables=tuple(tables),
         measured=measured,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.report import rank_step, run_state
 from lowtide.report.played_step import play, played_to_json
 from lowtide.report.rank_step import RankStep
@@ -89,7 +90,8 @@ class RunFiles:
             return
         assert isinstance(handle.source, BudgetSource)
         assert handle.profile is not None and handle.link is not None
-        played = play(plan, handle.profile, handle.source.config, link=handle.link, has_gradients=handle.has_gradients)
+        known: Any = {"link": handle.link, "has_gradients": handle.has_gradients, "costs": HOST_COSTS}
+        played = play(plan, handle.profile, handle.source.config, **known)
         self._digest = plan.digest()
         self._num_writes += 1
         self._write(PLAN, plan.to_json())
