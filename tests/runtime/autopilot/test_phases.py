@@ -130,6 +130,14 @@ def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
     ]  # fmt: skip
 
 
+def test_a_plan_that_is_made_again_for_gradients_has_one_comparison_left() -> None:
+    model, tide = start()
+    with tide:
+        for phase in (Phase.COMPARED, Phase.COMPARED, Phase.SETTLED):
+            step(model, accumulates=True)
+            assert tide.phase is phase
+
+
 def test_what_was_removed_is_not_tightened() -> None:
     model, tide = start()
     step(model)
