@@ -29,6 +29,7 @@ class Mutant:
     equivalent: str = ""
 
 
+_FASTEST = "planner/test_fastest.py"
 _SOURCES = "runtime/recompute/test_recipe_sources.py"
 _PROOF = "recipes/test_proof.py"
 _CONTRACT = "runtime/test_contract.py"
@@ -2155,6 +2156,24 @@ RACE = [
         "(best, middle, high) if found is None else (best, low, middle)",
         ("planner/test_rivals.py::test_each_rival_fits_and_is_what_its_name_says",),
         "the simple way that races is slower than the one that anybody has",
+    ),
+    Mutant(
+        "swaps-a-little-for-nothing",
+        "budgets",
+        "planner/fastest.py",
+        "        if excess_seconds <= 0.0:\n",
+        "        if excess_seconds <= found.touch_seconds:\n",
+        (f"{_FASTEST}::test_no_plan_is_slower_than_the_better_of_both",),
+        "a step on the CPU is up to half again as long as that of a plan that swaps nothing",
+    ),
+    Mutant(
+        "a-wrong-price-is-believed",
+        "race",
+        "planner/rivals.py",
+        "        found = _made(lambda: make(config, weighs_touch=False, **limits))\n",
+        "        found = _made(lambda: make(config, **limits))\n",
+        (f"{_FASTEST}::test_a_plan_that_swaps_races_where_the_price_has_kept_it_away",),
+        "a plan that swaps is never tried on a machine whose price was measured too high",
     ),
 ]
 
