@@ -130,6 +130,14 @@ def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
     ]  # fmt: skip
 
 
+def test_a_plan_that_is_made_again_for_gradients_has_one_comparison_left() -> None:
+    model, tide = start()
+    with tide:
+        for phase in (Phase.COMPARED, Phase.COMPARED, Phase.SETTLED):
+            step(model, accumulates=True)
+            assert tide.phase is phase
+
+
 def test_what_was_removed_is_not_tightened() -> None:
     model, tide = start()
     step(model)
@@ -255,11 +263,42 @@ def test_micro_batches_after_a_refusal_are_plain_ones() -> None:
     tide.remove()
 
 
-def test_a_plan_for_less_that_does_not_exist_leaves_the_budget_as_it_is() -> None:
+def start_at_the_floor() -> tuple[Net, Autopilot]:
     torch.manual_seed(0)
     found = plan_profile(observe(Net(), (rows(),)), load_memory({"budget": 1 << 40, **MEMORY}), link=LINK).predicted
     assert found is not None
-    model, tide = start(found.floor_bytes + 64)
+    return start(found.floor_bytes + 64)
+
+
+def test_what_no_plan_fits_is_refused_each_time_and_leaves_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    model, tide = start_at_the_floor()
+    with tide:
+        step(model)
+        for _ in range(2):
+            with pytest.raises(lowtide.BudgetError):
+                step(model, 256)
+        step(model)  # whose output is not compared with that of the larger batch
+        for _ in range(2):
+            with pytest.raises(lowtide.BudgetError):
+                step(model, accumulates=True)
+            assert not tide.has_gradients
+    assert not [str(warning.message) for warning in recwarn if "another output" in str(warning.message)]
+
+
+def test_an_engine_that_no_step_has_used_closes_with_remove(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[VirtualEngine] = []
+
+    def close(engine: VirtualEngine) -> None:
+        closed.append(engine)
+
+    monkeypatch.setattr(VirtualEngine, "close", close)
+    _, tide = start()
+    tide.remove()
+    assert closed == [tide.engine]
+
+
+def test_a_plan_for_less_that_does_not_exist_leaves_the_budget_as_it_is() -> None:
+    model, tide = start_at_the_floor()
     with tide:
         step(model)
         before = [shape.unforeseen_bytes for shape in tide._in_force.shapes]
