@@ -31,7 +31,7 @@ writes to the logits through `.data`, which no version counts; the gradient writ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,13 @@ def sliced_cross_entropy(
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
     check_words(words, logits.shape[1])
-    slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss))
+    is_cast = dtype != logits.dtype
+    slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss) and is_cast)
     picked, total, log_sum = _OfRows.apply(logits, words, slicing)
+    if z_loss and not is_cast:
+        # Autograd adds up the gradients of all that reads the same logits in its own order, and what reads them after
+        # this loss comes before both of its parts. An upcast copy is read by these two alone.
+        log_sum = _LogSum.apply(logits, num_rows)
     # What follows is on vectors of rows, by the operators that the whole would use. Each row has one word left, 0.
     only_word = torch.zeros_like(target).masked_fill(is_ignored, _IGNORED)
     loss = F.nll_loss(picked[:, None], only_word, ignore_index=_IGNORED, reduction=reduction)
@@ -212,14 +217,50 @@ class _OfRows(torch.autograd.Function):
         logits, words, *log_sum = saved_of(ctx)
         given = _Given(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
         with torch.no_grad(), without_autocast(logits.device.type):
-            try:
-                gradient = _gradient(given, ctx.slicing)
-            except RuntimeError as error:
-                if not str(error).startswith("vmap: "):
-                    raise
-                # Several gradients at once (`is_grads_batched`) cannot be written into one tensor.
-                gradient = torch.cat(list(_gradients_of_slices(given, ctx.slicing)))
+            gradient = _made(lambda: _gradient(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
         return only_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
+
+
+def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
+    try:
+        return whole()
+    except RuntimeError as error:
+        if not str(error).startswith("vmap: "):
+            raise
+        # Several gradients at once (`is_grads_batched`) cannot be written into one tensor.
+        return torch.cat(list(slices()))
+
+
+class _LogSum(torch.autograd.Function):
+    """Of each row: the logarithm of the sum of exponentials. As a part of its own, for logits that are not cast."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+        log_sum = logits.new_empty(len(logits))
+        for part in slices(len(logits), num_rows):
+            torch.logsumexp(logits[part], 1, out=log_sum[part])
+        ctx.save_for_backward(logits, log_sum)
+        ctx.num_rows = num_rows
+        return log_sum
+
+    @staticmethod
+    def backward(ctx: Any, of_log_sum: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, log_sum = saved_of(ctx)
+        parts = slices(len(logits), ctx.num_rows)
+
+        def whole() -> torch.Tensor:
+            gradient = torch.empty_like(logits)
+            for part in parts:
+                above = torch.sub(logits[part], log_sum[part, None], out=gradient[part]).exp_()
+                torch.mul(of_log_sum[part, None], above, out=above)
+            return gradient
+
+        def of_slices() -> Iterator[torch.Tensor]:
+            return (of_log_sum[part, None] * (logits[part] - log_sum[part, None]).exp() for part in parts)
+
+        with torch.no_grad(), without_autocast(logits.device.type):
+            gradient = _made(whole, of_slices)
+        return only_once(gradient, logits, of_log_sum), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +276,11 @@ class _Given:
 
 
 def _gradient(given: _Given, slicing: _Slicing) -> torch.Tensor:
-    """Of the logits; laid out in rows, as plain autograd's is whatever the layout of the logits."""
+    """Of the logits, in the layout of plain autograd's: a log-softmax gives one in rows, whatever the layout of the
+    logits; a logsumexp one in theirs, and of a sum the first summand decides."""
     logits, of_total = given.logits, given.of_total
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    layout = torch.contiguous_format if given.log_sum is None else torch.preserve_format
+    gradient = torch.empty_like(logits, memory_format=layout)
     buffers = _Buffers(logits, slicing)
     of_log_probs = torch.zeros_like(buffers.log_probs)
     for part in slices(len(logits), slicing.num_rows):

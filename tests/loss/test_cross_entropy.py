@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import rows_of_slice, saves_memory, sliced_cross_entropy, without_autocast
+from lowtide.loss.cross_entropy import (
+    rows_of_slice,
+    saves_memory,
+    sliced_cross_entropy,
+    whole_cross_entropy,
+    without_autocast,
+)
 from tests.zoo import same_bits
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -77,19 +84,22 @@ def test_random_cases_have_the_same_bits(first: int) -> None:
         assert same_bits(plain.grad, sliced.grad), what
 
 
-@pytest.mark.parametrize("upcast", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", _LAYOUTS[:3], ids=["rows", "columns", "padded"])
-def test_the_gradient_is_laid_out_as_plain_autograd_s(layout: Any, upcast: bool) -> None:
+def test_the_gradient_is_laid_out_as_plain_autograd_s(layout: Any, dtype: torch.dtype, z_loss: float) -> None:
     """What comes behind the logits may choose its kernel, and so its bits, by the layout of its gradient."""
     generator = torch.Generator().manual_seed(0)
-    logits, target = layout(torch.randn(130, 33, generator=generator)), torch.randint(33, (130,), generator=generator)
-    logits, strides = logits.bfloat16() if upcast else logits, []
-    for loss in (lambda leaf: F.cross_entropy(leaf.float(), target), None):
-        leaf = logits.detach().requires_grad_()
-        seen = leaf.view_as(leaf)
+    logits, target = layout(torch.randn(130, 33, generator=generator).to(dtype)), torch.arange(130) % 33
+    how: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "z_loss": z_loss}
+    strides: list[tuple[int, ...]] = []
+    for loss in (
+        lambda numbers: whole_cross_entropy(numbers.float(), target, **how),
+        lambda numbers: sliced_cross_entropy(numbers, target, upcast=True, **how),
+    ):
+        seen = logits.detach().requires_grad_().view_as(logits)
         seen.register_hook(lambda gradient: strides.append(gradient.stride()))
-        made = loss(seen) if loss else sliced_cross_entropy(seen, target, upcast=upcast)
-        made.backward()
+        loss(seen).backward()
     assert strides[0] == strides[1]
 
 
@@ -122,6 +132,30 @@ class _Made(TorchDispatchMode):
         if isinstance(result, Tensor) and result.untyped_storage().nbytes() >= self._least_bytes:
             self.storages[result.untyped_storage().data_ptr()] = result
         return result
+
+
+@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_terms_that_read_the_same_logits(place: int, how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Autograd adds their gradients up in its own order: the two parts of a z-loss are not one summand."""
+    numbers = torch.randn(130, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+    target, upcast = torch.arange(130) % 33, dtype is torch.bfloat16
+
+    def whole(logits: Tensor) -> Tensor:
+        asked: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", **how}
+        return whole_cross_entropy(logits.float() if upcast else logits, target, **asked)
+
+    def gradient(loss: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = numbers.clone().requires_grad_()
+        logits = leaf * 1.5
+        terms = [lambda x: x.tanh().float().sum() / 50, lambda x: x.softmax(1).float().square().sum()]
+        terms.insert(place, loss)
+        torch.stack([term(logits) for term in terms]).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert same_bits(gradient(whole), gradient(lambda x: sliced_cross_entropy(x, target, upcast=upcast, **how)))
 
 
 def test_the_losses_of_slices_added_up_are_another_loss() -> None:
