@@ -21,7 +21,7 @@ through both passes. Autocast around the backward pass changes nothing.
 Why all slices use the same few buffers: fresh memory costs a page fault for each page, and the gradient of a slice is
 written where it belongs (docs/decisions/0087-one-set-of-buffers-for-all-slices.md).
 
-Cost: the log-softmax is computed once more in the backward pass, one pass over the logits. On a CPU 0.5 to 1.1 of the
+Cost: the log-softmax is computed once more in the backward pass, one pass over the logits. On a CPU 0.4 to 1.25 of the
 processor time of the plain loss, which makes large tensors that this one does not make.
 Not covered: weights of classes, targets that are probabilities, more dimensions than rows and words, double backward;
 writes to the logits through `.data`, which no version counts; the gradient written over the logits, which would save
