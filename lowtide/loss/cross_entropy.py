@@ -18,8 +18,11 @@ Why it is safe: the backward pass reads the logits again, where the plain loss h
 write to the logits between loss and backward is refused by name, and so is a second derivative, which would have to go
 through both passes. Autocast around the backward pass changes nothing.
 
-Cost: the log-softmax is computed once more in the backward pass, one pass over the logits: by its bytes 0.7 % of a step
-of Llama-3-8B.
+Why all slices use the same few buffers: fresh memory costs a page fault for each page, and the gradient of a slice is
+written where it belongs (docs/decisions/0087-one-set-of-buffers-for-all-slices.md).
+
+Cost: the log-softmax is computed once more in the backward pass, one pass over the logits. On a CPU 0.4 to 1.25 of the
+processor time of the plain loss, which makes large tensors that this one does not make.
 Not covered: weights of classes, targets that are probabilities, more dimensions than rows and words, double backward;
 writes to the logits through `.data`, which no version counts; the gradient written over the logits, which would save
 2 N V more (docs/decisions/0025-the-sliced-loss.md).
@@ -28,7 +31,7 @@ writes to the logits through `.data`, which no version counts; the gradient writ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +40,7 @@ import torch.nn.functional as F
 
 from lowtide.errors import ConfigError
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import log_softmax_backward
+from lowtide.tensors.private import log_softmax_backward, log_softmax_backward_into
 from lowtide.units import MIB
 
 ROWS_STEP = 64
@@ -45,8 +48,8 @@ ROWS_STEP = 64
 _IGNORED = -100
 _LEAST_BYTES = 4 * MIB
 _MOST_BYTES = 64 * MIB
-"""Of a slice in the dtype of its log-probabilities. About four slices are alive at once, so they should be small; each
-is a dozen kernels, so not too small."""
+"""Of a slice in the dtype of its log-probabilities. Two or three slices are alive at once, so they should be small;
+each is a dozen kernels, so not too small."""
 _SLICES = 16
 """Between these limits, so many slices make the whole."""
 _FEWEST_SLICES = 4
@@ -93,8 +96,13 @@ def sliced_cross_entropy(
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
     check_words(words, logits.shape[1])
-    slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss))
+    is_cast = dtype != logits.dtype
+    slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss) and is_cast)
     picked, total, log_sum = _OfRows.apply(logits, words, slicing)
+    if z_loss and not is_cast:
+        # Autograd adds up the gradients of all that reads the same logits in its own order, and what reads them after
+        # this loss comes before both of its parts. An upcast copy is read by these two alone.
+        log_sum = _LogSum.apply(logits, num_rows)
     # What follows is on vectors of rows, by the operators that the whole would use. Each row has one word left, 0.
     only_word = torch.zeros_like(target).masked_fill(is_ignored, _IGNORED)
     loss = F.nll_loss(picked[:, None], only_word, ignore_index=_IGNORED, reduction=reduction)
@@ -188,14 +196,16 @@ class _OfRows(torch.autograd.Function):
         picked = logits.new_empty(len(logits), dtype=slicing.dtype)
         total = torch.empty_like(picked) if slicing.has_total else None
         log_sum = torch.empty_like(picked) if slicing.has_log_sum else None
+        buffers = _Buffers(logits, slicing)
         with without_autocast(logits.device.type):
             for part in slices(len(logits), slicing.num_rows):
-                log_probs = torch.log_softmax(logits[part].to(slicing.dtype), 1)
-                picked[part] = log_probs.gather(1, words[part, None])[:, 0]
+                numbers = buffers.upcast(logits[part])
+                log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
+                torch.gather(log_probs, 1, words[part, None], out=picked[part, None])
                 if total is not None:
-                    total[part] = log_probs.sum(1)
+                    torch.sum(log_probs, 1, out=total[part])
                 if log_sum is not None:
-                    log_sum[part] = torch.logsumexp(logits[part].to(slicing.dtype), 1)
+                    torch.logsumexp(numbers, 1, out=log_sum[part])
         ctx.save_for_backward(logits, words, *([] if log_sum is None else [log_sum]))
         ctx.slicing = slicing
         return picked, total, log_sum
@@ -207,18 +217,50 @@ class _OfRows(torch.autograd.Function):
         logits, words, *log_sum = saved_of(ctx)
         given = _Given(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
         with torch.no_grad(), without_autocast(logits.device.type):
-            try:
-                gradient = torch.empty_like(logits)
-                for part, made in _gradients(given, ctx.slicing, in_place=True):
-                    gradient[part] = made
-                    del made
-            except RuntimeError as error:
-                if not str(error).startswith("vmap: "):
-                    raise
-                # Several gradients at once (`is_grads_batched`) cannot be written into one tensor.
-                parts = _gradients(given, ctx.slicing, in_place=False)
-                gradient = torch.cat([made.to(logits.dtype) for _, made in parts])
+            gradient = _made(lambda: _gradient(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
         return only_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
+
+
+def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
+    try:
+        return whole()
+    except RuntimeError as error:
+        if not str(error).startswith("vmap: "):
+            raise
+        # Several gradients at once (`is_grads_batched`) cannot be written into one tensor.
+        return torch.cat(list(slices()))
+
+
+class _LogSum(torch.autograd.Function):
+    """Of each row: the logarithm of the sum of exponentials. As a part of its own, for logits that are not cast."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+        log_sum = logits.new_empty(len(logits))
+        for part in slices(len(logits), num_rows):
+            torch.logsumexp(logits[part], 1, out=log_sum[part])
+        ctx.save_for_backward(logits, log_sum)
+        ctx.num_rows = num_rows
+        return log_sum
+
+    @staticmethod
+    def backward(ctx: Any, of_log_sum: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, log_sum = saved_of(ctx)
+        parts = slices(len(logits), ctx.num_rows)
+
+        def whole() -> torch.Tensor:
+            gradient = torch.empty_like(logits)
+            for part in parts:
+                above = torch.sub(logits[part], log_sum[part, None], out=gradient[part]).exp_()
+                torch.mul(of_log_sum[part, None], above, out=above)
+            return gradient
+
+        def of_slices() -> Iterator[torch.Tensor]:
+            return (of_log_sum[part, None] * (logits[part] - log_sum[part, None]).exp() for part in parts)
+
+        with torch.no_grad(), without_autocast(logits.device.type):
+            gradient = _made(whole, of_slices)
+        return only_once(gradient, logits, of_log_sum), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +275,68 @@ class _Given:
     of_log_sum: torch.Tensor | None
 
 
-def _gradients(given: _Given, slicing: _Slicing, *, in_place: bool) -> Iterator[tuple[slice, torch.Tensor]]:
-    for part in slices(len(given.logits), slicing.num_rows):
-        log_probs = torch.log_softmax(given.logits[part].to(slicing.dtype), 1)
-        of_log_probs, where = torch.zeros_like(log_probs), (1, given.words[part, None], given.of_picked[part, None])
-        of_log_probs = of_log_probs.scatter_(*where) if in_place else of_log_probs.scatter(*where)
-        if given.of_total is not None:
-            more = given.of_total[part, None]
-            of_log_probs = of_log_probs.add_(more) if in_place else of_log_probs + more
-        made = log_softmax_backward(of_log_probs, log_probs, 1, slicing.dtype)
+def _gradient(given: _Given, slicing: _Slicing) -> torch.Tensor:
+    """Of the logits, in the layout of plain autograd's: a log-softmax gives one in rows, whatever the layout of the
+    logits; a logsumexp one in theirs, and of a sum the first summand decides."""
+    logits, of_total = given.logits, given.of_total
+    layout = torch.contiguous_format if given.log_sum is None else torch.preserve_format
+    gradient = torch.empty_like(logits, memory_format=layout)
+    buffers = _Buffers(logits, slicing)
+    of_log_probs = torch.zeros_like(buffers.log_probs)
+    for part in slices(len(logits), slicing.num_rows):
+        numbers = buffers.upcast(logits[part])
+        log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
+        more = None
         if given.of_log_sum is not None and given.log_sum is not None:
-            above = given.logits[part].to(slicing.dtype) - given.log_sum[part, None]
-            made = given.of_log_sum[part, None] * above.exp() + made  # autograd has the later node's first
-            del above
-        del log_probs, of_log_probs
-        yield part, made
-        del made  # else it is there beside the next one's
+            more = (numbers - given.log_sum[part, None]).exp_()
+            torch.mul(given.of_log_sum[part, None], more, out=more)
+        outer, words = of_log_probs[: len(numbers)], given.words[part, None]
+        outer.scatter_(1, words, given.of_picked[part, None])
+        if of_total is not None:
+            outer.add_(of_total[part, None])
+        made = buffers.for_gradient(gradient[part])
+        log_softmax_backward_into(outer, log_probs, 1, slicing.dtype, out=made)
+        if more is not None:
+            torch.add(more, made, out=made)  # autograd has the later node's first
+            del more
+        if made.dtype != gradient.dtype:
+            gradient[part] = made
+        # Zeros again for the next slice: in as few places as there is something else.
+        outer.zero_() if of_total is not None else outer.scatter_(1, words, 0.0)
+    return gradient
+
+
+def _gradients_of_slices(given: _Given, slicing: _Slicing) -> Iterator[torch.Tensor]:
+    """The same by functions alone."""
+    for part in slices(len(given.logits), slicing.num_rows):
+        numbers = given.logits[part].to(slicing.dtype)
+        log_probs = torch.log_softmax(numbers, 1)
+        outer = torch.zeros_like(log_probs).scatter(1, given.words[part, None], given.of_picked[part, None])
+        if given.of_total is not None:
+            outer = outer + given.of_total[part, None]
+        made = log_softmax_backward(outer, log_probs, 1, slicing.dtype)
+        if given.of_log_sum is not None and given.log_sum is not None:
+            above = numbers - given.log_sum[part, None]
+            made = given.of_log_sum[part, None] * above.exp() + made
+        yield made.to(given.logits.dtype)
+
+
+class _Buffers:
+    """Memory for one slice, which all slices use in turn."""
+
+    def __init__(self, logits: torch.Tensor, slicing: _Slicing) -> None:
+        shape = (min(slicing.num_rows, len(logits)), logits.shape[1])
+        self.log_probs = logits.new_empty(shape, dtype=slicing.dtype)
+        self._wide = None if logits.dtype == slicing.dtype else torch.empty_like(self.log_probs)
+
+    def upcast(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` in the dtype of the log-probabilities."""
+        return rows if self._wide is None else self._wide[: len(rows)].copy_(rows)
+
+    def for_gradient(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """Where to make the gradient in the dtype of the log-probabilities: in its place, or over the upcast rows,
+        which nobody needs by then."""
+        return of_rows if self._wide is None else self._wide[: len(of_rows)]
 
 
 class _OnlyOnce(torch.autograd.Function):

@@ -7,7 +7,9 @@ Why not an error: all of these can be put back, and a backward outside of `with 
 
 Cost: about 5 us to take, and as much to compare; nothing is written while all is as it was. Not covered: flags that
 torch does not let one read (`set_flush_denormal`), the choice of BLAS and linear algebra libraries, environment
-variables. Autocast and random state are put back elsewhere (torch's checkpoint; tensors/run_state.py).
+variables; how many threads a new thread of the user's computes with before anybody has asked torch for that number in
+it: to look is to set it (call `torch.get_num_threads()` there first, also without lowtide, and both runs are alike).
+Autocast and random state are put back elsewhere (torch's checkpoint; tensors/run_state.py).
 """
 
 from __future__ import annotations

@@ -313,6 +313,9 @@ log_softmax_backward: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], t
 """The gradient of the input of `log_softmax`, from that of its output and the output, as autograd computes it. Publicly
 only by a graph of its own."""
 
+log_softmax_backward_into: Callable[..., torch.Tensor] = find("torch.ops.aten._log_softmax_backward_data.out")
+"""`log_softmax_backward` that writes to memory that is there, `out=`."""
+
 FAKE_TENSOR_MODULE = "torch._subclasses.fake_tensor"
 """The module of `FakeTensor`, and the name of the logger that tells why an operator on fake tensors failed."""
 

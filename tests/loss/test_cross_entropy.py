@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import rows_of_slice, saves_memory, sliced_cross_entropy, without_autocast
+from lowtide.loss.cross_entropy import (
+    rows_of_slice,
+    saves_memory,
+    sliced_cross_entropy,
+    whole_cross_entropy,
+    without_autocast,
+)
 from tests.zoo import same_bits
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_CASES = 1_050
+_LAYOUTS = (
+    lambda x: x,
+    lambda x: x.t().contiguous().t(),  # as of a head that gives words by rows
+    lambda x: F.pad(x, (0, 3))[:, : x.shape[1]],  # of a padded vocabulary
+    lambda x: x,
+)
 
 
 def _case(seed: int) -> tuple[Tensor, Tensor, dict[str, Any], bool]:
@@ -37,7 +51,8 @@ def _case(seed: int) -> tuple[Tensor, Tensor, dict[str, Any], bool]:
         "z_loss": draw.choice((0.0, 0.0, 0.0, 1e-3)),
     }
     dtype = draw.choice(_DTYPES)
-    return logits.to(dtype), target, how, dtype is not torch.float64 and draw.random() < 0.6
+    upcast = dtype is not torch.float64 and draw.random() < 0.6
+    return _LAYOUTS[seed % len(_LAYOUTS)](logits.to(dtype)), target, how, upcast
 
 
 def _plain(logits: Tensor, target: Tensor, *, z_loss: float, **how: Any) -> Tensor:
@@ -55,7 +70,7 @@ def _plain(logits: Tensor, target: Tensor, *, z_loss: float, **how: Any) -> Tens
 def test_random_cases_have_the_same_bits(first: int) -> None:
     for seed in range(first, first + 350):
         numbers, target, how, upcast = _case(seed)
-        plain, sliced = (numbers.clone().requires_grad_() for _ in range(2))
+        plain, sliced = (numbers.detach().requires_grad_() for _ in range(2))
         want = _plain(plain.float() if upcast else plain, target, **how)
         got = sliced_cross_entropy(sliced, target, upcast=upcast, slice_rows=(64, 128, None)[seed % 3], **how)
         outer = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
@@ -67,6 +82,80 @@ def test_random_cases_have_the_same_bits(first: int) -> None:
         what = f"seed {seed}: {list(numbers.shape)} {numbers.dtype} upcast={upcast} {how}"
         assert same_bits(want.detach(), got.detach()), what
         assert same_bits(plain.grad, sliced.grad), what
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", _LAYOUTS[:3], ids=["rows", "columns", "padded"])
+def test_the_gradient_is_laid_out_as_plain_autograd_s(layout: Any, dtype: torch.dtype, z_loss: float) -> None:
+    """What comes behind the logits may choose its kernel, and so its bits, by the layout of its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits, target = layout(torch.randn(130, 33, generator=generator).to(dtype)), torch.arange(130) % 33
+    how: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "z_loss": z_loss}
+    strides: list[tuple[int, ...]] = []
+    for loss in (
+        lambda numbers: whole_cross_entropy(numbers.float(), target, **how),
+        lambda numbers: sliced_cross_entropy(numbers, target, upcast=True, **how),
+    ):
+        seen = logits.detach().requires_grad_().view_as(logits)
+        seen.register_hook(lambda gradient: strides.append(gradient.stride()))
+        loss(seen).backward()
+    assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_slices_use_the_same_memory(dtype: torch.dtype, how: dict[str, Any]) -> None:
+    """Fresh memory would cost a page fault for each page, in each slice."""
+
+    def storages_made(num_rows: int) -> int:
+        logits, target = torch.zeros(num_rows, 33, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
+        with _Made(least_bytes=64 * 33 * 4) as made:
+            loss = sliced_cross_entropy(logits.requires_grad_(), target, upcast=True, slice_rows=64, **how)
+            torch.autograd.grad(loss, logits)
+        return len(made.storages)
+
+    # The logits and their gradient; log-probabilities in both passes and their gradient; upcast rows in both passes.
+    assert storages_made(128) == storages_made(640) == (5 if dtype is torch.float32 else 7)
+
+
+class _Made(TorchDispatchMode):
+    """The storages that operators make, held so that none takes the memory of another."""
+
+    def __init__(self, *, least_bytes: int) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self._least_bytes = least_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().nbytes() >= self._least_bytes:
+            self.storages[result.untyped_storage().data_ptr()] = result
+        return result
+
+
+@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_terms_that_read_the_same_logits(place: int, how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Autograd adds their gradients up in its own order: the two parts of a z-loss are not one summand."""
+    numbers = torch.randn(130, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+    target, upcast = torch.arange(130) % 33, dtype is torch.bfloat16
+
+    def whole(logits: Tensor) -> Tensor:
+        asked: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", **how}
+        return whole_cross_entropy(logits.float() if upcast else logits, target, **asked)
+
+    def gradient(loss: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = numbers.clone().requires_grad_()
+        logits = leaf * 1.5
+        terms = [lambda x: x.tanh().float().sum() / 50, lambda x: x.softmax(1).float().square().sum()]
+        terms.insert(place, loss)
+        torch.stack([term(logits) for term in terms]).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert same_bits(gradient(whole), gradient(lambda x: sliced_cross_entropy(x, target, upcast=upcast, **how)))
 
 
 def test_the_losses_of_slices_added_up_are_another_loss() -> None:

@@ -869,6 +869,9 @@ def test_the_gradient_of_log_softmax() -> None:
     output.backward(outer)
     assert x.grad is not None
     assert torch.equal(private.log_softmax_backward(outer, output.detach(), 1, torch.float32), x.grad)
+    made = torch.empty(3, 5)
+    assert private.log_softmax_backward_into(outer, output.detach(), 1, torch.float32, out=made) is made
+    assert torch.equal(made, x.grad)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from lowtide.recipes.graph import Call, Value
 from lowtide.tensors.private import schema_of, tree_leaves, tree_map_only
 from lowtide.timeline.hardware import Hardware
 
+_SELECTS = frozenset({"gather", "scatter_", "scatter_add_"})
+"""They read or write the elements of their first argument that the third one names, and no others."""
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "t", "transpose", "alias", "detach", "lift_fresh"})
 
 
@@ -133,9 +135,15 @@ def op_bytes(call: Call) -> int:
     seen: dict[tuple, int] = {}
     for value in (*tree_leaves((call.args, call.kwargs)), *call.outputs):
         if isinstance(value, Value):
-            key = (value.storage.index, value.offset, value.size, value.stride, value.dtype)
-            seen[key] = _extent_bytes(value)
+            seen[_place(value)] = _extent_bytes(value)
+    if call.func.overloadpacket.__name__ in _SELECTS:
+        table, _, index = call.args[:3]
+        seen[_place(table)] = min(seen[_place(table)], math.prod(index.size) * table.dtype.itemsize)
     return sum(seen.values())
+
+
+def _place(value: Value) -> tuple:
+    return value.storage.index, value.offset, value.size, value.stride, value.dtype
 
 
 def _extent_bytes(value: Value) -> int:

@@ -58,6 +58,17 @@ def test_an_expanded_tensor_is_read_once() -> None:
     assert op_bytes(call(torch.ops.aten.neg.default, wide, out=(value(1000, 4),))) == 4 * 4 + 4 * 4000
 
 
+def test_a_gather_reads_what_it_is_asked_for() -> None:
+    table, index = value(64, 1000), value(64, 1, dtype=torch.int64)
+    picked = call(torch.ops.aten.gather.default, table, 1, index, out=(value(64, 1),))
+    assert op_bytes(picked) == 64 * (4 + 8 + 4)
+    written = call(torch.ops.aten.scatter_.src, table, 1, index, value(64, 1), out=(table,))
+    assert op_bytes(written) == 64 * (4 + 8 + 4)
+    many = value(64, 5000, dtype=torch.int64)
+    wide = call(torch.ops.aten.gather.default, table, 1, many, out=(value(64, 5000),))
+    assert op_bytes(wide) == 64 * (4000 + 5000 * 8 + 5000 * 4)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_causal_attention_counts_half(is_causal: bool) -> None:
     q, k, v = value(2, 8, 64, 16), value(2, 2, 128, 16), value(2, 2, 128, 16)

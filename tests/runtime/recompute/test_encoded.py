@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,6 +123,28 @@ def test_the_bytes_between_forward_and_backward_are_those_of_the_plan() -> None:
         step(model)  # observed
         assert held_after_forward(model, tide) == plain - saved_bytes(plan)
     assert saved_bytes(plan) > plain / 3
+
+
+def test_a_backward_pass_in_a_thread_of_its_own() -> None:
+    """A new thread computes with as many threads as OpenMP says, until somebody asks torch for the number."""
+    model = stack(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.4)) for _ in range(2)))
+    images, threads = rows(243).view(6, 8, 9, 9), torch.get_num_threads()
+    profile = profile_of(model, images)
+
+    def in_a_thread() -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = small_loss(model, images)
+        with ThreadPoolExecutor(max_workers=1) as fresh:
+            return list(fresh.submit(torch.autograd.grad, loss, list(model.parameters())).result())
+
+    torch.set_num_threads(2)
+    try:
+        want = in_a_thread()
+        with lowtide.apply(model, smaller(profile), engine="host") as tide:
+            assert all(same(in_a_thread(), want) for _ in range(2))
+            assert tide.stats.narrowed_bytes > 0
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_a_recipe_starts_from_may_be_stored_smaller() -> None:
