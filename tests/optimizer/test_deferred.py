@@ -273,6 +273,7 @@ def test_what_is_written_to_before_its_update_is_refused_and_a_checkpoint_mends_
         step()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     step()
+    peak_bytes = handle.stats.bucket_peak_bytes
     write(model, optimizer)
     full = f"lowtide: {words}. This step cannot be done any more: load a checkpoint"
     with pytest.raises(RuntimeError, match=f"^{re.escape(full)}$"):
@@ -285,6 +286,7 @@ def test_what_is_written_to_before_its_update_is_refused_and_a_checkpoint_mends_
     for _ in range(2):
         step()
         optimizer.zero_grad()
+    assert handle.stats.bucket_peak_bytes == peak_bytes
     handle.detach()
     truth = Tower()
     plain = _make("AdamW", truth)
