@@ -56,8 +56,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def learned_ratios(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """For each row the time that prices give which all other rows show; None where they tell nothing. Empty for rows
-    that do not have the parts."""
+    """For each row the time that prices give which all other rows and the plain step show; None where they tell
+    nothing. Empty for rows that do not have the parts.
+
+    The plain step ran in turn with every plan, and times are multiples of it: 1, with nothing in it but compute."""
     from lowtide.planner.learned import Raced, learned_prices
 
     if not all("rest_ratio" in row for row in rows):
@@ -68,9 +70,10 @@ def learned_ratios(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
         )
         for row in rows
     ]
+    plain = Raced(rest=1.0, touch=0.0, copies=0.0, measured=1.0)
     result = []
     for place, own in enumerate(raced):
-        prices = learned_prices([*raced[:place], *raced[place + 1 :]])
+        prices = learned_prices([*raced[:place], *raced[place + 1 :], plain])
         result.append(None if prices is None else prices.step(own))
     return result
 

@@ -136,7 +136,8 @@ def scattered_plan(subject: Subject, link: Link, seed: str) -> tuple[lowtide.Pla
     """Random fates of single storages, scheduled by the timeline for a random budget."""
     from lowtide.config.memory import load_memory
     from lowtide.core.fate import Fate
-    from lowtide.planner.plan_profile import plan_profile, problem_of
+    from lowtide.planner.by_rules import problem_of
+    from lowtide.planner.plan_profile import plan_profile
     from lowtide.planner.problem import decisions
     from lowtide.timeline.events import run as play
     from lowtide.timeline.memory import plain_curve

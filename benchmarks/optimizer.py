@@ -167,7 +167,8 @@ class _Activations:
         """None where nothing fits."""
         from lowtide.config.memory import load_memory
         from lowtide.core.fate import Fate
-        from lowtide.planner.plan_profile import plan_profile, problem_of
+        from lowtide.planner.by_rules import problem_of
+        from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.smaller import fates_of
         from lowtide.timeline.events import run as play
 

@@ -67,7 +67,8 @@ def plan_once(name: str, tokens: int, hardware_name: str) -> Row:
     """Trace and plan in this process."""
     from benchmarks.traced import trace_config
     from lowtide.config.memory import load_memory
-    from lowtide.planner.plan_profile import plan_profile, problem_of
+    from lowtide.planner.by_rules import problem_of
+    from lowtide.planner.plan_profile import plan_profile
     from lowtide.planner.solve import floor
     from lowtide.timeline.hardware import load_hardware
     from lowtide.timeline.memory import plain_curve

@@ -10,8 +10,8 @@ each turn begins with the heap given back, or the plain step would pay for what 
 
 - the peak: the plan's, and that of a step in which every live byte is counted (on an accelerator: the allocator's own);
 - the step time as a multiple of plain's: predicted, and the median over rounds. Predicted twice: by the plan, from what
-  was known before anything ran under one; and (`learned`) by the prices that the model's other plans show, found as the
-  autopilot finds them in a race (planner/learned.py). The plan itself is not among those.
+  was known before anything ran under one; and (`learned`) by the prices that the model's other plans and the plain step
+  show, found as the autopilot finds them in a race (planner/learned.py). The plan itself is not among those.
 
 A shared CPU is noisy, so the order counts too: Kendall's tau between predicted and measured times over the plans of a
 model, and between measurements of odd and of even rounds, which is what a perfect prediction could reach. Loss and
@@ -143,9 +143,10 @@ def _make(name: str, args: argparse.Namespace, scale: int) -> Any:
 def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tuple[lowtide.Plan, str]:
     """A random plan, and how it came about. Even draws are the solver's, odd ones random fates."""
     from lowtide.config.memory import load_memory
-    from lowtide.planner.plan_profile import plan_profile, problem_of
+    from lowtide.planner.by_rules import problem_of
+    from lowtide.planner.host_costs import HOST_COSTS
+    from lowtide.planner.plan_profile import plan_profile
     from lowtide.planner.solve import floor
-    from lowtide.recipes.proof import LOG_SECONDS
     from lowtide.timeline.memory import plain_curve
 
     draw = random.Random(seed)
@@ -161,7 +162,7 @@ def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tup
         rules = {fate: [layer for layer in fates if fates[layer] == fate] for fate in ("keep", "swap", "recompute")}
         memory = free | {"budget": 2 * plain_bytes, **{fate: names for fate, names in rules.items() if names}}
         how = "fates " + " ".join(fates.values())
-    prices: dict[str, Any] = {"link": link, "log_seconds": LOG_SECONDS}  # as for `lowtide.optimize`
+    prices: dict[str, Any] = {"link": link, "costs": HOST_COSTS}  # as for `lowtide.optimize`
     return plan_profile(subject.profile, load_memory(memory), **prices, time_limit_seconds=2.0), how
 
 
@@ -243,8 +244,8 @@ def main(argv: Sequence[str]) -> int:
             "allocator's.",
             "Times are multiples of a plain step, in turns with which each planned step ran; each turn begins with the "
             "heap given back, and its first step is not counted. `time error` is that of the plan, before anything was "
-            "learned, `learned time error` that of prices which the model's other plans show. `scale` is times hidden "
-            "and batch.",
+            "learned, `learned time error` that of prices which the model's other plans and the plain step show. "
+            "`scale` is times hidden and batch.",
             "`tau` is the agreement of the "
             "predicted with the measured order, `tau of clear pairs` the same for pairs predicted to be a twentieth of "
             "a plain step apart or more; `tau of measured with itself` is that of odd with even rounds: more than this "

@@ -256,7 +256,7 @@ def _peak_bytes(run: Run, step: Profile) -> int:
     again, unless a product or attention reads it."""
     from lowtide.config.memory import load_memory
     from lowtide.core.fate import Fate
-    from lowtide.planner.plan_profile import problem_of
+    from lowtide.planner.by_rules import problem_of
     from lowtide.timeline.memory import curve
 
     if _PAGED in run.note:

@@ -19,7 +19,8 @@ from zoo import same_bits
 
 import lowtide
 from lowtide.config.memory import load_memory
-from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.by_rules import problem_of
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.solve import floor
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.observe_call import observe_call

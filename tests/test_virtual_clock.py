@@ -20,7 +20,8 @@ from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.by_rules import problem_of
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import decisions
 from lowtide.profiling.fake.trace import trace
 from lowtide.timeline.events import run

@@ -118,6 +118,9 @@ class Prediction:
     """The part of `step_seconds` that the optimizer's state costs on its way."""
     touch_seconds: float = 0.0
     """The part of `step_seconds` in which memory that went back to the system is taken again, page by page."""
+    swap_excess_seconds: float = 0.0
+    """No activation is swapped, since the best plan that does is slower by this much: memory that went back to the
+    system is taken again. 0: that is not why."""
     certainty: str
     """Where bytes and times come from: 'observed on cpu', 'traced without a device, times by roofline of h200'."""
 

@@ -347,6 +347,7 @@ def promise_lines(plan: TabledPlan) -> list[str]:
         _time_line(predicted),
         f"certainty: {predicted.certainty}",
         *([f"race: {plan.raced}"] if plan.raced else []),
+        *why_unswapped(plan),
     ]
 
 
@@ -366,6 +367,14 @@ def _time_line(predicted: Prediction) -> str:
         f"stalls {stalls}, recompute {recompute}{coded}{moved}{touched}{slowed}; "
         f"at most {percent(predicted.gap)} from the fastest possible"
     )
+
+
+def why_unswapped(plan: TabledPlan) -> list[str]:
+    """One line where a price is why nothing is swapped. After a race that is why."""
+    seconds = plan.predicted.swap_excess_seconds if plan.predicted is not None and not plan.raced else 0.0
+    if not seconds:
+        return []
+    return [f"no activation is swapped: that would take {format_seconds(seconds)} more, to take freed memory again"]
 
 
 def placement_lines(placement: OptimizerPlacement) -> list[str]:

@@ -44,7 +44,7 @@ class Entry:
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The plain tensor, over the bytes of a bucket."""
-        return self.shape._replace(offset=self.start_bytes // self.shape.dtype.itemsize).over(storage)
+        return self.shape.at(self.start_bytes // self.shape.dtype.itemsize).over(storage)
 
     def stretch(self, storage: torch.UntypedStorage, start: int, end: int, *, is_whole: bool) -> torch.Tensor:
         """Elements [start, end) in order of memory, over a storage of these only, or of the whole bucket."""
@@ -206,7 +206,7 @@ def describe(
     values = list(values)
     starts, nbytes = lay_out([inside(value).nbytes for _, _, value in values], align_bytes)
     entries = [
-        Entry(parameter, key, Shape.of(inside(value))._replace(offset=0), start, inside(value).nbytes, shell_of(value))
+        Entry(parameter, key, Shape.of(inside(value)).at(0), start, inside(value).nbytes, shell_of(value))
         for (parameter, key, value), start in zip(values, starts, strict=True)
     ]
     return entries, nbytes

@@ -194,7 +194,7 @@ class StateStore:
             self.residents.add(parameter)
             return None
         entries = [
-            Entry(parameter, key, Shape.of(local)._replace(offset=0, dtype=dtype), start, size, shell)
+            Entry(parameter, key, Shape.of(local).at(0, dtype), start, size, shell)
             for (key, dtype), start, size in zip(dtypes.items(), starts, sizes, strict=True)
         ]
         home = Home(*place, entries)

@@ -44,8 +44,8 @@ from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk
 from lowtide.pipeline.rank_state import plan_rank_with_state
 from lowtide.pipeline.turns import with_kept_rows
+from lowtide.planner.by_rules import layers_by_rule
 from lowtide.planner.place_state import refuse_without_effect
-from lowtide.planner.plan_profile import layers_by_rule
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.session.apply import apply

@@ -34,9 +34,10 @@ from lowtide.pipeline.moments import MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
 from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, shares_of, slots_of
 from lowtide.planner.again import can_run_again
-from lowtide.planner.plan_profile import floor_of_kept, plan_profile, problem_of
+from lowtide.planner.by_rules import floor_of_kept, problem_of
+from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import Problem
-from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, printed_up
@@ -257,7 +258,7 @@ class _Search:
             link=self.task.link,
             budget_bytes=budget_bytes,
             has_gradients=True,
-            log_seconds=LOG_SECONDS,
+            costs=HOST_COSTS,
             with_ways_out=False,
         )
 

@@ -48,17 +48,25 @@ class _Rerun:
         return self.call.end_op - self.call.first_op
 
 
-def run_again(profile: Profile, layers: Collection[str]) -> Profile:
-    """The step in which every call of `layers` runs again before backward needs it."""
+def call_seconds(profile: Profile, layer: str, more_seconds: float = 0.0) -> float:
+    """What running a layer once more takes. `more_seconds`: of each call, beside its operators."""
+    calls = [call for call in profile.calls if call.name == layer]
+    return sum(more_seconds + sum(profile.op_seconds[call.first_op : call.end_op]) for call in calls)
+
+
+def run_again(profile: Profile, layers: Collection[str], *, more_seconds: float = 0.0) -> Profile:
+    """The step in which every call of `layers` runs again before backward needs it. `more_seconds`: what a second run
+    takes beside its operators."""
     own = [call for call in profile.calls if call.name in layers and call.end_op > call.first_op]
     if not own:
         return profile
-    return _Again(profile, own).profile()
+    return _Again(profile, own, more_seconds).profile()
 
 
 class _Again:
-    def __init__(self, profile: Profile, calls: Sequence[LayerCall]) -> None:
+    def __init__(self, profile: Profile, calls: Sequence[LayerCall], more_seconds: float) -> None:
         self.old = profile
+        self.more_seconds = more_seconds
         self.calls = sorted(calls, key=lambda call: call.first_op)
         self.starts = [call.first_op for call in self.calls]
         self.inputs = {name for call in calls for name in call.inputs}
@@ -134,7 +142,7 @@ class _Again:
             return result + list(values[position:])
 
         names = column(old.op_names, lambda rerun: self._of(old.op_names, rerun))
-        seconds = column(old.op_seconds, lambda rerun: self._of(old.op_seconds, rerun))
+        seconds = column(old.op_seconds, self._rerun_seconds)
         gradients = column(old.op_gradient_bytes, lambda rerun: [old.op_gradient_bytes[rerun.at - 1]] * rerun.length)
         op_bytes = column(old.op_bytes, self._rerun_bytes)
         self._add_gone(op_bytes)
@@ -150,6 +158,10 @@ class _Again:
 
     def _of(self, column: Sequence, rerun: _Rerun) -> Sequence:
         return column[rerun.call.first_op : rerun.call.end_op]
+
+    def _rerun_seconds(self, rerun: _Rerun) -> Sequence[float]:
+        first, *others = self._of(self.old.op_seconds, rerun)
+        return [first + self.more_seconds, *others]
 
     def _rerun_bytes(self, rerun: _Rerun) -> list[int]:
         """Beside nodes: what lives across the point at which it runs, and what the call itself makes."""

@@ -24,10 +24,10 @@ import numpy as np
 
 from lowtide.core.decisions import AccountLine
 from lowtide.core.profile import Profile, StateBytes
+from lowtide.planner.by_rules import problem_of
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE, quick_floor
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, bucket_temporaries
-from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Link

@@ -15,9 +15,10 @@ parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 t
 0.2 ms to step one; at most an eighth of the state; at least what must be stepped at once (of a large parameter a
 stretch, if the optimizer is elementwise, and all of it otherwise).
 Cost: the solver's, once for `swap`, twice for `auto`; once more where memory is so tight that shares are waited for,
-and once more where several micro-batches share a step; with `overlap: deferred` six for swap, twelve more for auto. Not
-covered: updates inside backward (like deferred ones they change what user code may do, so they are for the user to ask
-for); host memory slower than the link.
+and once more where several micro-batches share a step; with `overlap: deferred` six for swap, twelve more for auto.
+Where swapping has a price of its own, each of the first four may be two (fastest.py). Not covered: updates inside
+backward (like deferred ones they change what user code may do, so they are for the user to ask for); host memory slower
+than the link.
 """
 
 from __future__ import annotations
@@ -76,8 +77,12 @@ class Fitted(Protocol):
     @property
     def floor_bytes(self) -> int: ...
     @property
+    def step_seconds(self) -> float:
+        """Of the played step, with what memory costs that is taken again."""
+
+    @property
     def pass_seconds(self) -> float:
-        """Of the played step, with what recipes cost to prove."""
+        """The same with what recipes cost to prove."""
 
     @property
     def check_seconds(self) -> float: ...
@@ -363,7 +368,7 @@ class _Writer:
             streamed_seconds=0.0,
             slowed_seconds=0.0,
             seconds=0.0,
-            gap=self._gap(found.solution.timeline.step_seconds, tried),
+            gap=self._gap(found.step_seconds, tried),
             floor_bytes=min(one.floor_bytes for one in tried),
         )
 
@@ -428,7 +433,7 @@ class _Writer:
             streamed_seconds=0.0,
             slowed_seconds=0.0,
             seconds=seconds,
-            gap=self._gap(solution.timeline.step_seconds + seconds, tried),
+            gap=self._gap(found.step_seconds + seconds, tried),
             floor_bytes=min(one.floor_bytes for one in tried),
         )
 

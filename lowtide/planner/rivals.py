@@ -1,11 +1,12 @@
 """Other plans for the same budget, to be tried beside the solver's on real steps.
 
 What: `rivals_of` makes at most two: the best one that swaps nothing (where the solver's plan swaps; where none fits,
-one that is solved as if copies were dear), and the fewest layers that have to run again as a whole when everything else
-is kept, which is what anybody gets with a line of checkpointing. Each fits the budget as the solver counts bytes.
+one that is solved as if copies were dear) or, where the solver's plan swaps nothing because memory that is taken again
+has a price, the best one that swaps; and the fewest layers that have to run again as a whole when everything else is
+kept, which is what anybody gets with a line of checkpointing. Each fits the budget as the solver counts bytes.
 
-Why these: where a plan is slower than promised, the price of the link or that of many small recipes was wrong. One has
-no link in it, or little, the other neither.
+Why these: where a plan is slower than promised, the price of the link, of memory or of many small recipes was wrong.
+One has no link in it, or little, or else all of it; the other neither.
 
 Cost: the solver's for each, and for the fewest layers one easy problem for each halving of their number, until
 `seconds_each` are over. Not covered: rules about swapping or recomputing, which leave nothing to vary;
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 NO_SWAP = "no swap"
 LESS_SWAP = "less swap"
+WITH_SWAP = "with swap"
 FEWEST = "fewest layers"
 _DEAR = 2.0
 """Seconds of compute lost for each second of copying, as that plan has it. Measured for gpt2 on the host: about 1."""
@@ -53,9 +55,13 @@ def rivals_of(
             yield NO_SWAP, found
         elif link.compute_share < _DEAR and config.recomputes_freely:
             dear = dataclasses.replace(link, compute_share=_DEAR)
-            found = _made(lambda: make(config, link=dear, **limits))
+            found = _made(lambda: make(config, link=dear, weighs_touch=False, **limits))
             if found is not None and _swapped_bytes(found) < _swapped_bytes(plan):
                 yield LESS_SWAP, found
+    elif config.swaps_freely and link.touch_seconds_per_byte:
+        found = _made(lambda: make(config, weighs_touch=False, **limits))
+        if found is not None and _swaps(found):
+            yield WITH_SWAP, found
     has_no_swap_rule = config.swaps_freely or config.swap == "none"
     if has_no_swap_rule and config.recomputes_freely and not profile.num_collectives:
         whole = dataclasses.replace(config, swap="none", recompute="none")

@@ -16,7 +16,7 @@ compared (runtime/recompute/fingerprint.py).
 How storages are told apart: by address, and the log holds a weak reference to each storage that it names, so that no
 other one can have that address while the log lives. The log holds no tensor.
 
-Cost: 10 to 20 us in all for each operator of the forward pass, on a busy machine; the dispatch mode alone is 4 us.
+Cost: 10 to 20 us in all for each operator of the forward pass; the dispatch mode alone is 4 us.
 Not covered: tensors that are not plain (views with a conjugate or negative bit, subclasses): no recipe holds them.
 """
 
@@ -47,8 +47,6 @@ from lowtide.tensors.private import (
 from lowtide.tensors.view import Shape, may_overlap
 from lowtide.tensors.wrappers import is_desugared
 
-LOG_SECONDS = 12e-6
-"""In all, for each operator of a forward pass: two cores of a server, 8-layer Llama, a quarter of it in recipes."""
 _AS_STRIDED = "aten.as_strided.default"
 
 

@@ -21,9 +21,9 @@ from lowtide.core.measured_curve import LayerTimes
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.planner.by_rules import problem_of
 from lowtide.planner.deferred_state import with_deferred
 from lowtide.planner.place_state import deferred_state, placed_fates, shares_of
-from lowtide.planner.plan_profile import problem_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
 from lowtide.planner.state_items import with_state

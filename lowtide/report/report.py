@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowtide.core.plan import Plan
+from lowtide.core.plan_table import why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.parts import NOTHING, Measured, StepRow, Table, Tile
@@ -200,6 +201,7 @@ def remarks_of(plan: Plan) -> list[str]:
     ]
     if plan.raced:
         remarks.append(f"The race on real steps: {plan.raced}.")
+    remarks += [f"{line[0].upper()}{line[1:]}." for line in why_unswapped(plan)]
     if plan.does_nothing:
         remarks.append("This plan does nothing: everything fits.")
     return remarks

@@ -34,6 +34,10 @@ class Shape(NamedTuple):
     def from_geometry(cls, geometry: Geometry) -> Shape:
         return cls(geometry.size, geometry.stride, geometry.offset, getattr(torch, geometry.dtype))
 
+    def at(self, offset: int, dtype: torch.dtype | None = None) -> Shape:
+        """The same size and stride elsewhere in a storage, and with `dtype` if it is given."""
+        return Shape(self.size, self.stride, offset, dtype or self.dtype)
+
     def end_bytes(self) -> int:
         """Bytes from the start of the storage to the end of the last element."""
         if 0 in self.size:

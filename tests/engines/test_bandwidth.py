@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lowtide.engines.bandwidth import cache_path, measure_link
-from lowtide.engines.base import Bandwidth
+from lowtide.engines.base import Bandwidth, Slot
 from lowtide.engines.host import HostEngine
 from lowtide.engines.virtual import VirtualEngine
+from lowtide.units import MIB
 
 CPU = torch.device("cpu")
 
 
 class Counted:
-    """An engine of known speed that counts how often it is asked."""
+    """An engine whose probes have a known speed and are counted. Its copies are the host engine's; to start one takes
+    `start_seconds` more."""
 
     name = "counted"
-    device_type = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, start_seconds: float = 0.0) -> None:
+        self._host = HostEngine()
+        self._start_seconds = start_seconds
         self.rates = iter([9e9, *(float(rate) * 1e9 for rate in (5, 3, 8, 1, 9, 2, 7, 4, 6, 10)), *[1e8] * 10])
         self.num_probes = 0
 
@@ -30,6 +36,13 @@ class Counted:
         self.num_probes += 1
         rate = next(self.rates)
         return Bandwidth(out_bytes_per_second=rate, in_bytes_per_second=2 * rate)
+
+    def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
+        time.sleep(self._start_seconds)
+        self._host.copy_out(source, slot)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
 
 
 def test_the_host_engine_is_measured(tmp_path: Path) -> None:
@@ -40,7 +53,7 @@ def test_the_host_engine_is_measured(tmp_path: Path) -> None:
         engine.close()
     assert 1e6 < link.out_bytes_per_second < 1e12
     assert 1e6 < link.in_bytes_per_second < 1e12
-    assert 0 <= link.compute_share < 1
+    assert 0 <= link.compute_share <= 1
     assert 0 <= link.latency_seconds < 1
     assert 0 <= link.touch_seconds_per_byte < 1e-6
     assert (link.touch_seconds_per_byte > 0) == engine.trimmer.works
@@ -56,6 +69,15 @@ def test_the_tenth_percentile_counts_and_is_remembered(tmp_path: Path) -> None:
     num_probes = engine.num_probes
     assert measure_link(engine, CPU, cache=cache) == link
     assert engine.num_probes == num_probes
+
+
+def test_what_it_takes_to_start_copies_is_lost_to_compute() -> None:
+    engine = Counted(start_seconds=5e-3)
+    link = measure_link(engine, CPU)
+    # 16 copies of 2 MiB out and as many in: 0.10 s as the probes have it, of which starting them takes 0.08 alone
+    copy_seconds = 16 * (2 * MIB / 2e9 + 2 * MIB / 4e9 + 2 * link.latency_seconds)
+    assert 16 * 5e-3 / copy_seconds <= link.compute_share <= 1
+    assert engine.memory_in_use() == {"disk": 0}
 
 
 def test_places_are_links_of_their_own(tmp_path: Path) -> None:
@@ -91,5 +113,6 @@ def test_what_another_version_has_written_is_measured_anew(tmp_path: Path) -> No
     del known["touch_seconds_per_byte"]
     cache.write_text(json.dumps({key: known}))
     engine = Counted()
-    assert measure_link(engine, CPU, cache=cache) == link and engine.num_probes > 0
+    again = measure_link(engine, CPU, cache=cache)
+    assert dataclasses.replace(again, compute_share=link.compute_share) == link and engine.num_probes > 0
     assert "touch_seconds_per_byte" in json.loads(cache.read_text())[key]

@@ -29,6 +29,7 @@ class Mutant:
     equivalent: str = ""
 
 
+_FASTEST = "planner/test_fastest.py"
 _SOURCES = "runtime/recompute/test_recipe_sources.py"
 _PROOF = "recipes/test_proof.py"
 _CONTRACT = "runtime/test_contract.py"
@@ -1217,9 +1218,9 @@ AGREEMENT = [
     Mutant(
         "one-rank-corrects",
         "agreement",
-        "runtime/autopilot/autopilot.py",
-        "        if not (any_rank(found is not None, self._group) if is_joint else found is not None):\n",
-        "        if found is None:\n",
+        "runtime/autopilot/review.py",
+        "        if any_rank(found is not None, self._planning.group) if is_joint else found is not None:\n",
+        "        if found is not None:\n",
         ("runtime/autopilot/test_autopilot.py::test_two_ranks_follow_one_plan_and_fail_together",),
         "one rank enters the collective of planning again alone: a hang",
     ),
@@ -1235,7 +1236,7 @@ AGREEMENT = [
     Mutant(
         "shapes-that-differ-from-the-start",
         "agreement",
-        "runtime/autopilot/autopilot.py",
+        "runtime/autopilot/learn.py",
         "            self._planning.consensus.part()\n",
         "            pass\n",
         (
@@ -1321,8 +1322,8 @@ BUDGETS = [
     Mutant(
         "a-fresh-plan-and-an-old-peak",
         "budgets",
-        "runtime/autopilot/autopilot.py",
-        "        self._restart_stats(shape.tide)\n        is_compared",
+        "runtime/autopilot/in_force.py",
+        "        self.watch.begin(shape.tide)\n        is_compared",
         "        is_compared",
         ("runtime/autopilot/test_peaks.py::test_a_fresh_plan_is_not_compared_with_what_was_before_it",),
         "on an accelerator the second step ends in a BudgetError: the observed step's peak is taken for the plan's",
@@ -1339,8 +1340,8 @@ BUDGETS = [
     Mutant(
         "half-the-tightening",
         "budgets",
-        "runtime/autopilot/autopilot.py",
-        "            shape.unforeseen_bytes = self._planning.budget_bytes - target\n",
+        "runtime/autopilot/again.py",
+        "        shape.unforeseen_bytes = self._planning.budget_bytes - target\n",
         "",
         ("runtime/autopilot/test_autopilot.py::test_a_plan_that_is_made_again_keeps_what_was_learned_about_memory",),
         "after out-of-memory the next plan is as large as the one that failed",
@@ -2097,7 +2098,7 @@ RACE = [
         "race-forgets-to-switch",
         "race",
         "runtime/autopilot/plan_race.py",
-        "            self._controls.use(key)\n        except ConfigError as error:\n",
+        "            self._in_force.use(key)\n        except ConfigError as error:\n",
         "            pass\n        except ConfigError as error:\n",
         (f"{_RACED}::test_with_wrong_prices_it_ends_with_the_best_of_its_candidates",),
         "all turns are those of one plan, and chance decides which name wins",
@@ -2115,7 +2116,7 @@ RACE = [
         "race-with-several-threads",
         "race",
         "runtime/autopilot/plan_race.py",
-        "        if self._controls.num_threads() > 1:\n            self._end(",
+        "        if self._num_threads() > 1:\n            self._end(",
         "        if False:\n            self._end(",
         (f"{_RACED}::test_a_second_thread_ends_the_race_where_it_is",),
         "the plan changes while another thread is in the middle of its forward pass",
@@ -2173,6 +2174,24 @@ RACE = [
         "(best, middle, high) if found is None else (best, low, middle)",
         ("planner/test_rivals.py::test_each_rival_fits_and_is_what_its_name_says",),
         "the simple way that races is slower than the one that anybody has",
+    ),
+    Mutant(
+        "swaps-a-little-for-nothing",
+        "budgets",
+        "planner/fastest.py",
+        "        if excess_seconds <= 0.0:\n",
+        "        if excess_seconds <= found.touch_seconds:\n",
+        (f"{_FASTEST}::test_no_plan_is_slower_than_the_better_of_both",),
+        "a step on the CPU is up to half again as long as that of a plan that swaps nothing",
+    ),
+    Mutant(
+        "a-wrong-price-is-believed",
+        "race",
+        "planner/rivals.py",
+        "        found = _made(lambda: make(config, weighs_touch=False, **limits))\n",
+        "        found = _made(lambda: make(config, **limits))\n",
+        (f"{_FASTEST}::test_a_plan_that_swaps_races_where_the_price_has_kept_it_away",),
+        "a plan that swaps is never tried on a machine whose price was measured too high",
     ),
 ]
 

@@ -14,9 +14,10 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import placement_lines
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.by_rules import problem_of
 from lowtide.planner.deferred_state import play_deferred, with_deferred
 from lowtide.planner.place_state import bucket_size, deferred_of, deferred_state
-from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.memory_curve import memory_curve
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import plain_curve

@@ -19,8 +19,9 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.by_rules import problem_of
 from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_temporaries, placed_fates, shares_of
-from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.state_items import StateShares, in_order, with_state
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
 from lowtide.report.memory_curve import memory_curve

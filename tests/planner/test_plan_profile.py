@@ -30,7 +30,9 @@ def test_who_swaps_pays_once_for_all_memory_that_is_taken_again(layers: list[str
     expected = 1e-12 * (free.plain_peak_bytes - state_bytes(PROFILE))
     assert free.touch_seconds == 0.0 and priced.touch_seconds == pytest.approx(expected) and expected > 0.0
     assert priced.step_seconds == pytest.approx(free.step_seconds + expected)
-    assert dataclasses.replace(priced, step_seconds=free.step_seconds, touch_seconds=0.0) == free
+    assert dataclasses.replace(priced, step_seconds=free.step_seconds, touch_seconds=0.0, gap=free.gap) == free
+    # All plans that the rule leaves pay it: they can be faster by as many seconds as without it.
+    assert priced.gap * priced.step_seconds == pytest.approx(free.gap * free.step_seconds)
 
 
 def test_who_swaps_nothing_pays_nothing() -> None:

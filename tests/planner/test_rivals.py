@@ -14,6 +14,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.problem import state_bytes
 from lowtide.planner.rivals import FEWEST, LESS_SWAP, NO_SWAP, rivals_of
 from lowtide.timeline.step import Link
 from tests.runtime.autopilot.test_race_of_plans import priced
@@ -101,6 +102,19 @@ def test_rules_of_the_user_stay_rules(profile: Profile, rules: dict, names: list
 def test_a_plan_that_keeps_everything_has_no_rival(profile: Profile) -> None:
     plan, rivals = planned(profile, config_for(profile, 1.5))
     assert plan.does_nothing and not rivals
+
+
+def test_memory_is_taken_again_as_the_plain_step_makes_it(profile: Profile) -> None:
+    """Also where a layer runs again, and less is made at once."""
+    link = dataclasses.replace(LINK, touch_seconds_per_byte=1e-9)
+    config = config_for(profile, 1.5, swap=["layers.1"])
+    for layers in ((), ("layers.0", "layers.2")):
+        plan = plan_profile(profile, config, link=link, layers=layers)
+        assert (
+            plan.predicted is not None and Fate.SWAP in fates(plan) and (Fate.RECOMPUTE in fates(plan)) == bool(layers)
+        )
+        own_bytes = plan.predicted.plain_peak_bytes - state_bytes(profile)
+        assert plan.predicted.touch_seconds == pytest.approx(1e-9 * own_bytes)
 
 
 def test_layers_with_collectives_do_not_run_again(profile: Profile) -> None:

@@ -13,8 +13,10 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.errors import BudgetError
+from lowtide.planner.by_rules import problem_of
+from lowtide.planner.host_costs import HostCosts
 from lowtide.planner.local_search import Evaluator, improve
-from lowtide.planner.plan_profile import plan_profile, problem_of
+from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import send_ops
 from lowtide.planner.smaller import form_of
 from lowtide.report.budget_sweep import SweptBudget, sweep_lines
@@ -197,7 +199,7 @@ def test_a_site_that_is_stored_smaller_holds_no_anchor_and_needs_no_proof() -> N
             config,
             link=SLOW,
             budget_bytes=plain_bytes(profile) - 10 * MIB,
-            log_seconds=1e-9,
+            costs=HostCosts(op_seconds=1e-9),
         )
         assert any(site.codec is not None for site in plan.sites) == is_stored
         assert any(site.anchor is not None for site in plan.sites) != is_stored

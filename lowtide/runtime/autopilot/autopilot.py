@@ -1,25 +1,21 @@
 """The autopilot: observe, plan, apply, compare, correct, race.
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
-saved activations are stored off the device, and after which everything is as before. A plan is made for the budget, and
-this pass and all later ones run under a plan. After each of the first two planned steps the measured stalls and, on an
-accelerator, the measured peak are compared with the predicted ones. If they are off by more than 2 %, the bytes, the
-times of operators or the speed of the link are corrected (corrections.py), and a new plan is made. So the plan is
-stable after three planned steps. Then a few plans race on real steps, and the fastest stays (plan_race.py).
+saved activations are stored off the device, and after which everything is as before (learn.py). A plan is made for the
+budget (planning.py), and this pass and all later ones run under a plan (in_force.py). After each of the first two
+planned steps the measured stalls and, on an accelerator, the measured peak are compared with the predicted ones. If
+they are off by more than 2 %, the bytes, the times of operators or the speed of the link are corrected, and a new plan
+is made (review.py). So the plan is stable after three planned steps. Then a few plans race on real steps, and the
+fastest stays (plan_race.py). A plan is also made again where gradients stay, recipes do not hold, or the device runs
+out of memory all the same (again.py).
 
-The state of the autopilot is a phase (phases.py). `Planning` makes plans and has the ranks agree on them (planning.py).
-Plans come from a `PlanSource` (plan_source.py). A source may have no budget: then plans are carried out as they are,
-and nothing is compared, corrected or raced.
+How: here is what the user sees, and what happens in each forward pass: `_prepare` asks the parts above in turn whether
+the plan in force is the right one. Where it stands is a phase (phases.py). Plans come from a `PlanSource`
+(plan_source.py). A source may have no budget: then plans are carried out as they are, and nothing is compared,
+corrected or raced.
 
-Gradients: if a forward pass finds gradients (micro-batches accumulate), later plans count them from the start of a
-pass.
-Shapes: a plan is made for the shapes of a batch, and is used for smaller ones too (plan_cache.py). When the first
-smaller batch comes, the plan is made again without recipes that hold for one shape only. Plans of other shapes are
-kept, and used again unchanged.
 Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
-first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks. If only
-some ranks have it and the model itself has collectives, it is not observed: it runs under the largest plan that exists,
-and the guard holds the limit.
+first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks.
 
 Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
 observes or plans waits until there is a plan. Plans do not race then, because no plan may change while another thread
@@ -28,19 +24,14 @@ is in the middle of a forward pass.
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
 Not covered: what the caller does around the model's forward (a loss of one's own) is not observed; on an accelerator it
 is measured and the plan corrected, on the host it must fit beside the budget. If a backward pass of another thread runs
-while a new shape is observed, its gradients may be lost. If a model fails in the observed forward pass under several
-ranks, the error is raised, and what that forward drew or wrote is restored.
+while a new shape is observed, its gradients may be lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -50,69 +41,38 @@ from torch import nn
 from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.engines.bandwidth import cache_path
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.planner.smaller import form_of
-from lowtide.profiling.observe_step import device_of
-from lowtide.profiling.others import other_bytes
+from lowtide.runtime.autopilot.again import Again
 from lowtide.runtime.autopilot.contest import Standing
-from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.autopilot.observe_call import BackwardClock, Witness, is_training, observe_call
-from lowtide.runtime.autopilot.peaks import LoopWatch, PeakWatch
-from lowtide.runtime.autopilot.phases import Phase, State
-from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket, shape_bucket
-from lowtide.runtime.autopilot.plan_race import RACE, Controls, PlanRaces
+from lowtide.runtime.autopilot.in_force import PlanInForce
+from lowtide.runtime.autopilot.learn import Learning
+from lowtide.runtime.autopilot.observe_call import is_training
+from lowtide.runtime.autopilot.phases import Phase
+from lowtide.runtime.autopilot.plan_cache import shape_bucket
+from lowtide.runtime.autopilot.plan_race import PlanRaces
 from lowtide.runtime.autopilot.plan_source import PlanSource
 from lowtide.runtime.autopilot.planning import Planning
+from lowtide.runtime.autopilot.review import Review
 from lowtide.runtime.autopilot.step_clock import StepClock
 from lowtide.runtime.autopilot.unplanned import Unplanned
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
-from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import refuse_capture
-from lowtide.runtime.session.forward_patch import ForwardPatch, patched_part
 from lowtide.runtime.session.memory_words import add_words
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
-from lowtide.runtime.session.unseen import Unseen
-from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.ranks import ALONE, any_rank, gather, has_company
 from lowtide.timeline.step import Link
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import format_bytes
 
-_NUM_REVIEWS = 2
-_TIGHTER = 0.9
-_ACCUMULATES = "gradients stay"
-_VARIES = "shapes vary"
-_UNSTEADY = "recipes do not hold"
-_REFUSED = "layers cannot run again"
 _PLAIN = (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED)
 """Whoever holds the lock in one of these observes at this moment, or came when all was over."""
-_NOT_CORRECTIONS = ("first step", "new shape", _ACCUMULATES, _VARIES, _UNSTEADY, _REFUSED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanEvent:
-    """One time that the autopilot made, corrected or changed its plan."""
-
-    forward: int
-    """How many planned forward passes had run."""
-    why: str
-    """'first step', 'new shape', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
-    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118
-    ms'."""
-    budget_bytes: int | None
-    """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
-    digest: str
-    seconds: float
-    """Time that observing and planning took; of a race, that of making the other plans."""
 
 
 class Autopilot:
@@ -132,62 +92,37 @@ class Autopilot:
     ) -> None:
         self.model = model
         self.engine = engine
-        self.events: list[PlanEvent] = []
-        """What the autopilot decided, and when."""
         self.source = source
         """Where its plans come from."""
         self._planning = Planning(source, group)
         self._optimizer = optimizer
         self._placed = placed
-        self._lease = _Lease(engine) if owns_engine else None
-        self._group = group
-        self._say = say or _say_nothing
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._shapes = PlanCache()
-        self._other_bytes: int | None = None
-        """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
-        self._state = State()
         self._lock = threading.RLock()
         """Of whoever observes, plans or changes the plan."""
-        self._was_smaller = False
-        """A step since the last review was smaller than the one that was planned."""
-        self._has_collectives = False
-        """In the model's own forward pass: then no rank may observe a step alone."""
         self._unplanned = Unplanned(model)
-        self._has_warned = False
-        self._patch = ForwardPatch(model, self._around, self)
-        self._witness: Witness | None = None
-        self._unseen = Unseen(model, "lowtide.optimize")
-        # Of a model that FSDP2 shards, plans are made before its own hooks begin the forward pass: the observed step
-        # is then a whole step, forward and backward, between two others.
-        self._entry: Any = None
-        if fsdp_modules(model):
-            self._entry = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        self._num_forwards = 0
-        self._peak = PeakWatch(engine.device_peak_bytes)
-        """Of the same steps, on a device whose allocator counts."""
-        self._loop = LoopWatch(engine)
-        """The same, of what is between their forward and their backward."""
-        self._clock = BackwardClock()
-        """Of the planned steps that are to be reviewed."""
+        self._in_force = PlanInForce(
+            model,
+            engine,
+            self._planning,
+            placed,
+            around=self._around,
+            before=self._before,
+            handle=self,
+            owns_engine=owns_engine,
+            say=say or _say_nothing,
+        )
+        self.events = self._in_force.events
+        """What the autopilot decided, and when."""
+        self._learning = Learning(self._in_force, self._planning, placed, self._unplanned)
         self._first = FirstStep(engine, None if source.budget_bytes is None else model)
+        self._review = Review(self._in_force, self._planning, self._first, self._unplanned)
         self._steps = StepClock(engine, self._trained)
         """Of the steps of plans that race, or have won."""
-        controls = Controls(
-            state=lambda: self._state,
-            enter=self._enter,
-            use=self._use,
-            tell=self._tell,
-            decide=self._decide,
-            num_threads=lambda: len(self._threads),
-            peak_bytes=lambda: self._peak.peak_bytes,
-            say=self._say,
-        )
-        self._races = PlanRaces(self._planning, self._shapes, engine, self._steps, controls)
-        self._audit: Audit | None = None
-        """The last one that was asked for."""
         self._threads: set[int] = set()
         """Those that have come with a forward pass."""
+        self._races = PlanRaces(self._in_force, self._planning, self._steps, num_threads=lambda: len(self._threads))
+        self._again = Again(self._in_force, self._planning, self._races)
         self._inside = threading.local()
         """Of each thread: whether it is in a forward pass of the model, which may call itself."""
         self._rollback = Rollback(
@@ -205,9 +140,9 @@ class Autopilot:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first step. Once it has won a race, its times are those of the race."""
-        if self.tide is None or self._state.key is None:
+        if self.tide is None or self._in_force.state.key is None:
             return None
-        shape, plan = self._shapes[self._state.key], self.tide.plan
+        shape, plan = self._in_force.shapes[self._in_force.state.key], self.tide.plan
         if shape.measured is not None:
             plan = dataclasses.replace(plan, predicted=shape.measured)
         return dataclasses.replace(plan, raced=shape.result) if shape.result else plan
@@ -215,7 +150,7 @@ class Autopilot:
     @property
     def profile(self) -> Profile | None:
         """What was observed for the shapes in force; None before the first step."""
-        return self._shapes[self._state.key].profile if self._state.key is not None else None
+        return self._in_force.shapes[self._in_force.state.key].profile if self._in_force.state.key is not None else None
 
     @property
     def link(self) -> Link | None:
@@ -230,12 +165,12 @@ class Autopilot:
     @property
     def tide(self) -> Tide | None:
         """The tide in force; None before the first step."""
-        return self._state.tide
+        return self._in_force.state.tide
 
     @property
     def phase(self) -> Phase:
         """Where it stands: waiting, observing, a plan in force, refused, removed."""
-        return self._state.phase
+        return self._in_force.state.phase
 
     @property
     def optimizer_swap(self) -> OptimizerSwap | None:
@@ -260,19 +195,14 @@ class Autopilot:
     @property
     def num_corrections(self) -> int:
         """How often a plan was made again because a step was not as predicted."""
-        whys = [event.why for event in self.events if not event.why.startswith(RACE)]
-        return sum(why not in _NOT_CORRECTIONS for why in whys)
-
-    @property
-    def _is_audited(self) -> bool:
-        return self._audit is not None and self._audit.is_open
+        return sum(event.is_correction for event in self.events)
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
         with self._lock:
-            if self._state.key is not None and self.tide is not None:
-                self._review(self._state.key)
-                self._restart_stats(self.tide)
+            if self._in_force.state.key is not None and self.tide is not None:
+                self._review.compare(self._in_force.state.key)
+                self._in_force.watch.restart_totals(self.tide)
 
     def audit(self) -> Audit:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
@@ -291,19 +221,20 @@ class Autopilot:
 
         def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
             with self._lock:
-                if self.tide is not None and peak_bytes is not None and self._num_forwards != before:
+                if self.tide is not None and peak_bytes is not None and self._in_force.num_forwards != before:
                     self.tide.audited_peak_bytes, self.tide.audited_curve = peak_bytes, curve
                 if self.tide is not None and self.phase is Phase.COMPARED:
                     # The next comparison is of steps that nobody watched.
-                    self._restart_stats(self.tide)
-                    self._clock.seconds.clear()
+                    self._in_force.watch.restart_totals(self.tide)
+                    self._in_force.watch.clock.seconds.clear()
 
-        if self._is_audited:
+        if self._in_force.is_audited:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
-        before = self._num_forwards
+        before = self._in_force.num_forwards
         of = (self.model, self._optimizer, self.engine.device_type)
-        self._audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
-        return self._audit
+        audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
+        self._in_force.audit = audit
+        return audit
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
         """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
@@ -320,28 +251,7 @@ class Autopilot:
         Where there is no memory for the optimizer's state, the model is restored all the same; call it again.
         """
         self._unplanned.close()
-        if self.phase is Phase.REMOVED:
-            self._placed.remove()
-            return
-        self._enter(Phase.REMOVED, self._state.key, self.tide)
-        self._leave()
-        for shape in self._shapes:
-            shape.retire()
-        self._lease = None
-        try:
-            self._placed.remove()
-        finally:
-            self.source.close()
-
-    def _leave(self) -> None:
-        self._unseen.close()
-        self._patch.undo()
-        if self._entry is not None:
-            self._entry.remove()
-
-    def _enter(self, phase: Phase, key: ShapeBucket | None = None, tide: Tide | None = None) -> None:
-        """Asserts that the table of phases has this way."""
-        self._state = self._state.to(phase, key, tide)
+        self._in_force.remove()
 
     def __enter__(self) -> Autopilot:
         return self
@@ -360,22 +270,23 @@ class Autopilot:
     # -- each forward ----------------------------------------------------------------------------------------------
 
     def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        in_force = self._in_force
         if not is_training():
-            self._unseen.was_aside = True
+            in_force.unseen.was_aside = True
             return forward(*args, **kwargs)
         if getattr(self._inside, "is_on", False):  # a model that calls itself: a part of the pass that is under way
-            return self._patch.original(*args, **kwargs)
+            return in_force.patch.original(*args, **kwargs)
         refuse_capture(self.model, self.engine)
         with self._lock:
-            if self.phase in _PLAIN:
+            if in_force.state.phase in _PLAIN:
                 return forward(*args, **kwargs)
-            self._unseen.end()
-            if self._entry is None:
+            in_force.unseen.end()
+            if in_force.is_inside:
                 self._prepare(args, kwargs)
-            self._num_forwards += 1
+            in_force.num_forwards += 1
             # Taken first: where this forward fails, the next one may have other inputs.
-            witness, self._witness = self._witness, None
-            planned, tide = self._patch.original, self.tide
+            witness, self._learning.witness = self._learning.witness, None
+            planned, tide = in_force.patch.original, in_force.state.tide
         self._first.begin()
         self._inside.is_on = True
         try:
@@ -394,13 +305,11 @@ class Autopilot:
             witness.compare(output)
         if self.source.races:
             self._steps.follow(output)
-        if self.phase is Phase.COMPARED:
-            self._peak.follow(output)
-            self._loop.follow(output)
-            if self.engine.device_type == "cpu":
-                self._clock.follow(output, lambda: tide.stats.stall_seconds)
-        elif self.phase is Phase.RACING:
-            self._peak.follow(output)
+        phase = in_force.state.phase
+        if phase is Phase.COMPARED:
+            in_force.watch.follow(output, tide)
+        elif phase is Phase.RACING:
+            in_force.watch.peak.follow(output)
         return output
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -417,460 +326,57 @@ class Autopilot:
         self._steps.stop()
         self._threads.add(threading.get_ident())
         if self._planning.has_budget:
-            self._note_loop()
+            self._review.note_loop()
             if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
-                self._expect_gradients()
-            self._drop_unsteady()
+                self._again.with_gradients()
+            self._again.without_unsteady()
+        in_force = self._in_force
         shape = shape_bucket(args, kwargs)
-        key = self._serving(shape)
-        if key is None and self._may_observe(shape):
-            self._learn(shape, args, kwargs)
+        key = self._learning.serving(shape)
+        if key is None and self._learning.may_observe(shape):
+            self._learning.observe(shape, args, kwargs)
             return
         if key is None:
-            key = self._largest_for(shape)
-        if self._state.key is not None and not self._is_audited:
-            self._review(self._state.key)  # also where shapes take turns, and none comes twice in a row
-        if key != self._state.key:
-            self._use(key)
-        self._was_smaller |= key != shape
-        if self.source.races and not self._is_audited:
+            key = self._learning.largest_for(shape)
+        is_audited = in_force.is_audited
+        if in_force.state.key is not None and not is_audited:
+            self._review.compare(in_force.state.key)  # also where shapes take turns, and none comes twice in a row
+        if key != in_force.state.key:
+            in_force.use(key)
+        in_force.watch.was_smaller |= key != shape
+        if self.source.races and not is_audited:
             self._races.before_step(key)
             self._steps.start(self._races.timed(key) if key == shape else None)
 
-    # -- shapes ----------------------------------------------------------------------------------------------------
-
-    def _serving(self, shape: ShapeBucket) -> ShapeBucket | None:
-        """The known shape bucket whose plan is the one for these inputs; None if they need one of their own."""
-        key = self._shapes.cover(shape)
-        return key if key is None or key == shape or self._let_serve_smaller(key) else None
-
-    def _let_serve_smaller(self, key: ShapeBucket) -> bool:
-        """Plan anew without recipes that hold for one shape only; False where that does not fit."""
-        shape = self._shapes[key]
-        free = shape.profile.without_sizes(is_proven=shape.plan.check == "full")
-        if not self._planning.has_budget:
-            return not shape.has_sizes  # no plan is changed for the sake of other shapes
-        if shape.serves_smaller:
-            return True
-        if shape.has_sizes:
-            start = time.perf_counter()
-            try:
-                plan = self._planning.again(shape, is_joint=self._decide("vary"), profile=free)
-            except BudgetError:
-                return False
-            self._replace(shape, plan)
-            self._use(key, why=_VARIES, seconds=time.perf_counter() - start)
-        shape.profile = free
-        shape.rivals = shape.before = None  # they may have recipes with sizes
-        shape.serves_smaller = True
-        return True
-
-    def _may_observe(self, shape: ShapeBucket) -> bool:
-        """An observed step runs the model's collectives once more: then all ranks have to be there."""
-        if not self._shapes:
-            return True
-        return self._decide(f"shape {shape.shapes}") or not self._has_collectives
-
-    def _decide(self, what: str) -> bool:
-        """Whether all ranks are here, in the same forward pass, to decide the same; else each decides for itself."""
-        return self._planning.consensus.all_here(f"{self._num_forwards} {what}")
-
-    def _largest_for(self, shape: ShapeBucket) -> ShapeBucket:
-        """The plan for inputs that no plan was made for, and that cannot be observed."""
-        key = self._shapes.largest_for(shape)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"lowtide: inputs of {shape.shapes} on this rank alone, while the model exchanges data with other "
-                "ranks in its forward pass, so no step can be observed for them; they run under the plan for "
-                f"{key.shapes}, and the guard keeps the limit. Begin with the largest batch, or pad to common lengths.",
-                stacklevel=2,
-            )
-        return key
-
-    def _learn(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
-        """Observe this shape for the first time, and plan for it."""
-        start = time.perf_counter()
-        self._placed.settle()  # what is written to parameters in an observed step is put back
-        why = "new shape" if self._shapes else "first step"
-        self._say(f"lowtide: observing one step ({why})")
-        if self.phase is Phase.WAITING and (under := patched_part(self.model)) is not None:
-            raise ConfigError(
-                f"lowtide.optimize: its module '{under}' came under another lowtide plan since; call remove() on that "
-                "one first"
-            )
-        if self.phase is not Phase.WAITING:
-            self._take_off()
-            self._patch = self._patch.again()  # other threads wait in it until this is over
-        self._enter(Phase.OBSERVING)
-        profile = None
-        try:
-            self._witness = Witness(type(self.model).__name__)
-            how: Any = {"is_inside": self._entry is None, "witness": self._witness}
-            if self._other_bytes is None:
-                read = self.engine.device_bytes
-                self._other_bytes = other_bytes(
-                    self.model, self._optimizer, (args, kwargs), device_of(self.model), read
-                )
-            profile = observe_call(self.model, args, kwargs, self._optimizer, **how)
-            profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=self._other_bytes))
-            if self._planning.facts.link is None:
-                self._planning.know(link=self._measured_link())
-            if not self._shapes:
-                self._meet_first(key, profile)
-            is_joint = not self._shapes or self._planning.consensus.is_together
-            shape = self._planning.first(profile, self._shapes, is_joint=is_joint)
-        except BaseException as error:
-            witness, self._witness = self._witness, None
-            if self.phase is Phase.REMOVED:
-                raise
-            # A bad batch is no reason to go on without a plan; that no plan fits the first one is.
-            if self._shapes or not isinstance(error, BudgetError):
-                self._enter(Phase.WAITING)
-            else:
-                self._enter(Phase.REFUSED)
-                self._leave()
-                self._unplanned.note_refusal(error)
-            if not isinstance(error, Exception):
-                self._unplanned.note_interrupt(error)
-            if profile is None and witness is not None and self._is_the_models(error):
-                if witness.error is error:
-                    self._fail_for_real(error, args, kwargs)
-                elif witness.is_over and self._unplanned.may_go_on():
-                    self._unplanned.go_on(error)
-                    return
-            raise
-        self._unplanned.note_success()
-        if self.phase is Phase.REMOVED:  # by a hook of the user's, or in another thread: this forward is a plain one
-            self._witness = None
-            return
-        self._shapes.add(key, shape)
-        self._use(key, why=why, seconds=time.perf_counter() - start)
-
-    def _is_the_models(self, error: BaseException) -> bool:
-        """Whether the model raised it, for reasons of its own; and no other rank waits meanwhile."""
-        is_ours = isinstance(error, ConfigError) or str(error).startswith("lowtide:")
-        if is_ours or not isinstance(error, Exception) or is_out_of_memory(error):
-            return False
-        return self._entry is None and not has_company(self._group)
-
-    def _fail_for_real(self, error: BaseException, args: tuple, kwargs: dict) -> None:
-        """The model raised `error` while it was observed, and nothing of that forward is left. A loop may leave such a
-        batch out and go on: then random numbers were drawn and statistics moved until the error. So the forward runs
-        once more, without a plan, and raises the error itself. Returns where it does not."""
-        try:
-            self._patch.original(*args, **kwargs)
-        except Exception as again:
-            if is_out_of_memory(again):
-                return
-            raise again from None
-
-    def _measured_link(self) -> Link | None:
-        link = self.source.measure_link()
-        if link is not None:
-            out_rate, in_rate = (
-                format_bytes(int(link.out_bytes_per_second)),
-                format_bytes(int(link.in_bytes_per_second)),
-            )
-            self._say(f"lowtide: link: {out_rate}/s out, {in_rate}/s in; this machine's are kept in {cache_path()}")
-        return link
-
-    def _meet_first(self, key: ShapeBucket, profile: Profile) -> None:
-        """The first step is the one that all ranks take together, whatever they feed the model."""
-        answers = gather((key.shapes, profile.num_collectives), self._group)
-        self._has_collectives = any(num for _, num in answers)
-        if len({shapes for shapes, _ in answers}) > 1:
-            self._planning.consensus.part()
-
-    def _expect_gradients(self) -> None:
-        """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
-        start = time.perf_counter()
-        before = self._planning.facts
-        self._planning.know(has_gradients=True)
-        shapes = list(self._shapes)
-        if self._state.key is not None:
-            self._count_review(self._shapes[self._state.key])  # its plan changes without one
-        try:
-            is_joint = bool(shapes) and self._decide(_ACCUMULATES)
-            plans = [self._planning.again(shape, is_joint=is_joint) for shape in shapes]
-        except BudgetError:
-            self._planning.facts = before  # so that the next one is refused as well
-            raise
-        for shape, plan in zip(shapes, plans, strict=True):
-            self._replace(shape, plan)
-        if self._state.key is not None:
-            self._use(self._state.key, why=_ACCUMULATES, seconds=time.perf_counter() - start)
-
-    def _drop_unsteady(self) -> None:
-        """Recipes that did not hold in the last step are no recipes, and layers that could not be run again will not
-        be: plan again without them, so that memory fits. A plan that is only tried is out, and nothing else changes."""
-        failed = self.tide.failed_recipes if self.tide is not None else {}
-        refused = self.tide.refused_layers if self.tide is not None else {}
-        if self._races.rival is not None:
-            if failed or refused:
-                self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
-            return
-        before = self._planning.facts
-        # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
-        smaller = {site.name for site in self.tide.plan.sites if site.codec is not None} if self.tide and failed else ()
-        lost = {name: form_of(name) if name in smaller else name for name in failed}
-        failed = {name: why for name, why in failed.items() if lost[name] not in before.unsteady}
-        refused = {name: why for name, why in refused.items() if name not in before.refused}
-        key = self._state.key
-        if key is None or not (failed or refused):
-            return
-        start = time.perf_counter()
-        unsteady, layers = before.unsteady | {lost[name] for name in failed}, before.refused | refused.keys()
-        self._planning.know(unsteady=unsteady, refused=layers)
-        if failed:
-            name, why = next(iter(failed.items()))
-            self._say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
-        if refused:
-            self._say(f"lowtide: {len(refused)} layers cannot be run again: {next(iter(refused.values()))}")
-        shape = self._shapes[key]
-        is_joint = self._decide(f"{_UNSTEADY} {len(unsteady)} {len(layers)}")
-        try:
-            plan = self._planning.again(shape, is_joint=is_joint)
-        except BudgetError:
-            self._planning.facts = before  # so that the next forward is refused as well
-            raise
-        self._replace(shape, plan)
-        why = _UNSTEADY if failed else _REFUSED
-        self._use(key, why=why, seconds=time.perf_counter() - start)
-
-    def _use(self, key: ShapeBucket, *, why: str = "", seconds: float = 0.0) -> None:
-        """Put the plan of a shape bucket in force; `why` it is a new one.
-
-        What goes wrong on the way (a full disk) is the caller's to hear of; the next forward pass tries again.
-        """
-        self._take_off()
-        shape = self._shapes.use(key)
-        self._enter(Phase.CHANGING, key)
-        try:
-            self._put_on(key, shape)
-        except BaseException:
-            self._enter(Phase.WAITING)
-            self._patch = self._patch.again()
-            shape.retire()
-            raise
-        self._patch = self._patch.again()
-        if why:
-            self._tell(shape, why, seconds)
-
-    def _put_on(self, key: ShapeBucket, shape: CachedPlan) -> None:
-        if shape.tide is None:
-            # Ranks have agreed already, or cannot.
-            how: Any = {"optimizer": self._optimizer, "engine": self.engine, "group": ALONE}
-            self._placed.follow(shape.plan)
-            self._planning.know(
-                resident_state_bytes=self._placed.resident_bytes, defers_updates=self._placed.defers_updates
-            )
-            shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
-            shape.tide.outlive(self._lease)
-            self.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)
-        else:
-            self._placed.expect_regions(shape.plan)
-            shape.tide.resume()
-        shape.tide.keep_layers(self._planning.facts.refused)
-        # Also of a plan that is new: the device's counter remembers what came before it, the observed step too.
-        self._restart_stats(shape.tide)
-        is_compared = self._planning.has_budget and shape.num_reviews < _NUM_REVIEWS
-        phase = Phase.COMPARED if is_compared else Phase.SETTLED
-        self._enter(phase if shape.contest is None else Phase.RACING, key, shape.tide)
-        self._was_smaller = False
-        self._clock.seconds.clear()
-        if self._is_audited:
-            assert self._audit is not None
-            self._audit.follow()
-
-    def _tell(self, shape: CachedPlan, why: str, seconds: float) -> None:
-        event = PlanEvent(
-            forward=self._num_forwards,
-            why=why,
-            budget_bytes=self._planning.budget_for(shape),
-            digest=shape.plan.digest(),
-            seconds=seconds,
-        )
-        self.events.append(event)
-        predicted = shape.measured or shape.plan.predicted
-        if predicted is not None:
-            self._say(
-                f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
-                f"{format_bytes(predicted.plain_peak_bytes)} plain, step {format_seconds(predicted.step_seconds)} for "
-                f"{format_seconds(predicted.plain_seconds)}, made in {format_seconds(seconds)}"
-            )
-
-    def _replace(self, shape: CachedPlan, plan: Plan) -> None:
-        """Another plan for these shapes, from the next `_use` on."""
-        if shape.tide is self.tide:
-            self._take_off()
-        shape.replace(plan)
-
-    def _take_off(self) -> None:
-        """Bring the model back to its own forward: patches come off in the reverse order."""
-        self._patch.undo()
-        if self.tide is not None:
-            self.tide.suspend()
-            self._enter(Phase.CHANGING, self._state.key)
-
-    # -- compare and correct ---------------------------------------------------------------------------------------
-
-    def _review(self, key: ShapeBucket) -> None:
-        """A planned step is over: was it as predicted?"""
-        shape, tide = self._shapes[key], self.tide
-        assert tide is not None
-        stats = tide.stats
-        if self.phase is not Phase.COMPARED or stats.num_forwards < 1:
-            return
-        pass_bytes = max(self._peak.peak_bytes, self._loop.peak_bytes)
-        self._peak.note()  # the optimizer's step is over as well, and whatever else there was between two passes
-        self._tell_first(shape, stats)
-        has_more = shape.has_more_loop_bytes
-        found = self._correction(shape, stats)
-        if found is None and has_more:
-            found = Correction(why=f"loop: {format_bytes(shape.loop_bytes)} between forward and backward")
-        self._count_review(shape)
-        self._was_smaller = False
-        self._restart_stats(tide)
-        self._clock.seconds.clear()
-        is_joint = self._decide("review")
-        if not (any_rank(found is not None, self._group) if is_joint else found is not None):
-            return
-        start = time.perf_counter()
-        before = (shape.unforeseen_bytes, shape.profile, self._planning.facts)
-        if found is not None:
-            shape.unforeseen_bytes += found.unforeseen_bytes
-            shape.profile = found.profile or shape.profile
-            self._planning.know(link=found.link or self._planning.facts.link)
-        try:
-            plan = self._planning.again(shape, is_joint=self._planning.consensus.is_together)
-        except BudgetError as error:
-            needed_bytes = error.floor_bytes + shape.unforeseen_bytes
-            shape.unforeseen_bytes, shape.profile, self._planning.facts = before
-            self._count_review(shape, _NUM_REVIEWS)
-            shape.has_more_loop_bytes = False
-            is_above = has_more or pass_bytes > self._planning.budget_bytes
-            if is_joint and any_rank(self._is_beginning and is_above, self._group):
-                refusal = self._first_step_error(pass_bytes, needed_bytes)
-                self.remove()
-                self._unplanned.note_refusal(refusal)
-                raise refusal from None
-            # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
-            self._warn_that_nothing_fits(found, needed_bytes)
-            return
-        # What was predicted without the loop's bytes says nothing of whether it fits.
-        corrected = None if has_more else shape.plan
-        self._replace(shape, plan)
-        shape.before = corrected
-        why = found.why if found is not None else "another rank corrected its plan"
-        self._use(key, why=why, seconds=time.perf_counter() - start)
-
-    def _note_loop(self) -> None:
-        """What the loop does between forward and backward was measured: plans have room for it from now on."""
-        if self._state.key is None or self._was_smaller:
-            return
-        shape = self._shapes[self._state.key]
-        more_bytes = self._loop.extra_bytes - shape.loop_bytes
-        if more_bytes > 0:
-            shape.profile = shape.profile.with_loop_bytes(more_bytes)
-            shape.loop_bytes += more_bytes
-            shape.has_more_loop_bytes = True
-
-    def _tell_first(self, shape: CachedPlan, stats: Stats) -> None:
-        predicted = shape.plan.predicted
-        if self._first.is_told or predicted is None:
-            return
-        seen_bytes = max(self._peak.peak_bytes, self._loop.peak_bytes)
-        peak_bytes = None if self.engine.device_peak_bytes() is None else seen_bytes
-        self._say(self._first.line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes))
-
-    def _count_review(self, shape: CachedPlan, num: int = 1) -> None:
-        """So many comparisons fewer to come for the plan in force, which has settled when there are none."""
-        shape.num_reviews += num
-        if self.phase is Phase.COMPARED and shape.num_reviews >= _NUM_REVIEWS:
-            self._enter(Phase.SETTLED, self._state.key, self.tide)
-
-    def _restart_stats(self, tide: Tide) -> None:
-        tide.reset_stats()
-        self._peak.restart()
-        self._loop.restart()
-
-    @property
-    def _is_beginning(self) -> bool:
-        """The first planned micro-batch is over, or the first one that found gradients: nothing is lost but that."""
-        return self._num_forwards == 1 or (self._num_forwards == 2 and self._planning.facts.has_gradients)
-
-    def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
-        return BudgetError(
-            f"budget {format_bytes(self._planning.budget_bytes)}: the first planned step took "
-            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what "
-            "else is on the device), and no plan fits with that; the least that can be reached is "
-            f"{format_bytes(needed_bytes)}; raise the budget to that, or make the micro-batch smaller",
-            floor_bytes=needed_bytes,
-        )
-
-    def _warn_that_nothing_fits(self, found: Correction | None, needed_bytes: int) -> None:
-        why = found.why if found is not None else "another rank corrected its plan"
-        warnings.warn(
-            f"lowtide: a planned step was not as predicted ({why}), and no plan fits the budget of "
-            f"{format_bytes(self._planning.budget_bytes)} with that; the plan in force stays, and steps may need more "
-            f"than the budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
-            stacklevel=2,
-        )
-
-    def _correction(self, shape: CachedPlan, stats: Stats) -> Correction | None:
-        predicted, link = shape.plan.predicted, self._planning.facts.link
-        assert predicted is not None
-        assert link is not None
-        found = None
-        if self.engine.device_peak_bytes() is not None:
-            peak_bytes = self._peak.peak_bytes
-            if not shape.has_more_loop_bytes:  # else the profile has what is above the prediction there
-                peak_bytes = max(peak_bytes, self._loop.peak_bytes)
-            found = correct_memory(predicted, peak_bytes, self._planning.budget_bytes, shape.unforeseen_bytes)
-        if found is not None or self._was_smaller:
-            return found
-        return correct_times(shape.profile, predicted, stats, self._clock.seconds, link)
+    # -- out of memory ---------------------------------------------------------------------------------------------
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
         with self._lock:
-            key = self._state.key
-            if key is None or self.phase is Phase.REMOVED or not self._planning.has_budget:
-                return
-            shape = self._shapes[key]
-            start = time.perf_counter()
-            budget_bytes = self._planning.budget_bytes - shape.unforeseen_bytes
-            # A preset plans for less than the budget.
-            target = int(min(shape.plan.budget_bytes or budget_bytes, budget_bytes) * _TIGHTER)
-            plan = self._planning.make(shape.profile, target)  # no other rank need be out of memory
-            # Only now: where no plan is that small, the budget stays as it was.
-            shape.unforeseen_bytes = self._planning.budget_bytes - target
-            self._replace(shape, plan)
-            self._use(key, why="out of memory", seconds=time.perf_counter() - start)
+            self._again.for_less()
 
     def _tighten(self, error: BaseException, num_tried: int) -> str | None:
         """After an out-of-memory error, between two attempts: what was done about it, or None."""
         if self.phase in (Phase.REFUSED, Phase.REMOVED):
             return None  # since this micro-batch began
-        if self.tide is not None:
-            self._placed.expect_regions(self.tide.plan, all_layers=True)
-        if self.tide is None:
+        tide = self.tide
+        if tide is None:
             # Observing failed, where nothing is kept on the device: no plan would help.
-            self._patch.undo()
-            self._patch = self._patch.again()
+            self._in_force.patch.undo()
+            self._in_force.wrap()
             return None
+        self._placed.expect_regions(tide.plan, all_layers=True)
         self._steps.forget()
         if self._races.rival is not None:
             with self._lock:
                 self._races.drop_rival(str(error).partition("\n")[0] or type(error).__name__)
             return "the plan that was tried is out of the race"
         if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
-            return self.tide._tighten(error, num_tried)
+            return tide._tighten(error, num_tried)
         try:
             self.tighten()
         except BudgetError:
-            return self.tide._tighten(error, num_tried)
+            return tide._tighten(error, num_tried)
         return f"the plan is made for {format_bytes(self.events[-1].budget_bytes or 0)} now"
 
     def _settle(self) -> None:
@@ -879,13 +385,6 @@ class Autopilot:
 
     def _describe_floor(self) -> str:
         return self.tide._describe_floor() if self.tide is not None else "It was the step that is observed."
-
-
-class _Lease:
-    """Closes an engine when nobody holds it any more: the autopilot, and every graph made under one of its plans."""
-
-    def __init__(self, engine: Engine) -> None:
-        weakref.finalize(self, engine.close)
 
 
 def _say_nothing(line: str) -> None:

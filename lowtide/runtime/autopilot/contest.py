@@ -2,7 +2,7 @@
 
 What: `Contest` joins a `Race` (race.py, numbers alone) with plans and tides. One entrant is in force; the tides of the
 others are put aside, and know what they learned when their turn comes again.
-Cost: a tide for each plan while the race goes on. Not covered: putting plans on the model (autopilot.py).
+Cost: a tide for each plan while the race goes on. Not covered: putting plans on the model (in_force.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ what belongs to it: whose plan is in force, and the tide that carries it out.
                      |             +--- from WAITING, where the batch is of a shape that has a plan
                      +---> REFUSED                    (from all but CHANGING: REMOVED)
 
-Cost: nothing. Not covered: why a plan is made again; that is in autopilot.py, and each event says it.
+Cost: nothing. Not covered: why a plan is made again; learn.py, review.py and again.py know, and each event says it.
 """
 
 from __future__ import annotations

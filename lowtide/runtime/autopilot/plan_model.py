@@ -21,11 +21,11 @@ from lowtide.core.profile import Profile
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
+from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_settled
 from lowtide.planner.ways_out import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.profiling.fake.trace import trace
-from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
@@ -59,7 +59,7 @@ def plan_model(
         say(settled.line)
     with sliced_where(model, **config.slices_loss):
         profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
-    how: Any = {"link": chosen.link, "log_seconds": LOG_SECONDS, "progress": progress}
+    how: Any = {"link": chosen.link, "costs": HOST_COSTS, "progress": progress}
     half = _half(batch)
     if half is not None:
 

@@ -16,116 +16,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from lowtide.core.decisions import Prediction
-from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.planner.learned import learned_link, measured_prediction
 from lowtide.runtime.autopilot.contest import LEARNED, Contest, Entrant, Standing
-from lowtide.runtime.autopilot.phases import Phase, State
-from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket
+from lowtide.runtime.autopilot.events import RACE
+from lowtide.runtime.autopilot.in_force import PlanInForce
+from lowtide.runtime.autopilot.phases import Phase
+from lowtide.runtime.autopilot.plan_cache import CachedPlan, ShapeBucket
 from lowtide.runtime.autopilot.planning import Planning
 from lowtide.runtime.autopilot.race import LATE_STEPS, Pace, Race, not_in_force, of_slowest_rank
 from lowtide.runtime.autopilot.step_clock import StepClock
 from lowtide.tensors.ranks import any_rank, gather
 from lowtide.units import format_bytes
 
-RACE = "race: "
-"""How the event of a race begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Controls:
-    """What a race may do to the autopilot."""
-
-    state: Callable[[], State]
-    enter: Callable[..., None]
-    """To a phase, with whose plan that is, and the tide that carries it out."""
-    use: Callable[[ShapeBucket], None]
-    """Put the plan of these shapes in force."""
-    tell: Callable[[CachedPlan, str, float], None]
-    """Note an event of these shapes: why, and how many seconds it took."""
-    decide: Callable[[str], bool]
-    """Whether all ranks are here to decide the same."""
-    num_threads: Callable[[], int]
-    """How many threads train the model."""
-    peak_bytes: Callable[[], int]
-    """The device's peak as it was seen since the plan in force got its turn, whoever resets the counter."""
-    say: Callable[[str], None]
-
 
 class PlanRaces:
     """The races of an autopilot, one for each shape."""
 
     def __init__(
-        self, planning: Planning, shapes: PlanCache, engine: Engine, steps: StepClock, controls: Controls
+        self, in_force: PlanInForce, planning: Planning, steps: StepClock, *, num_threads: Callable[[], int]
     ) -> None:
+        """`num_threads`: how many train the model."""
+        self._in_force = in_force
         self._planning = planning
-        self._shapes = shapes
-        self._engine = engine
+        self._engine = in_force.engine
         self._steps = steps
-        self._controls = controls
+        self._num_threads = num_threads
         self.results: list[tuple[Standing, ...]] = []
         """How the races went that are over, each with the winner first."""
 
     def before_step(self, key: ShapeBucket) -> None:
         """Between two forward passes, with the plan of `key` in force: begin a race, or see whose turn it is."""
-        shape = self._shapes[key]
+        shape = self._in_force.shapes[key]
         self._steps.read()
-        if self._phase is Phase.SETTLED and self._may_race(shape):
+        if self._in_force.state.phase is Phase.SETTLED and self._may_race(shape):
             self._begin(key, shape)
-        if self._phase is Phase.RACING:
+        if self._in_force.state.phase is Phase.RACING:
             assert shape.contest is not None
             self._take_turn(key, shape, shape.contest)
 
     def timed(self, key: ShapeBucket) -> Any:
         """Who wants to know how long the step takes that begins now."""
-        shape = self._shapes[key]
+        shape = self._in_force.shapes[key]
         if shape.contest is not None:
             return shape.contest.race.lap()
-        return shape.pace if self._phase is Phase.SETTLED else None
+        return shape.pace if self._in_force.state.phase is Phase.SETTLED else None
 
     @property
     def rival(self) -> Contest | None:
         """The race, if the plan in force is one that is only tried."""
-        key = self._controls.state().key
-        contest = self._shapes[key].contest if key is not None else None
+        key = self._in_force.state.key
+        contest = self._in_force.shapes[key].contest if key is not None else None
         return contest if contest is not None and contest.number else None
 
     def drop_rival(self, why: str) -> None:
         """The plan in force is out of the race, and the one that was there before is in force again."""
-        contest, key = self.rival, self._controls.state().key
+        contest, key = self.rival, self._in_force.state.key
         assert contest is not None and key is not None
         out = contest.in_force
         contest.race.drop(contest.number)
-        self._controls.say(f"lowtide: the race goes on without the plan '{out.name}': {why}")
-        self._give_turn(key, self._shapes[key], contest, 0)
+        self._in_force.say(f"lowtide: the race goes on without the plan '{out.name}': {why}")
+        self._give_turn(key, self._in_force.shapes[key], contest, 0)
         if out.tide is not None:
             out.tide.remove()
 
     # -- the course of a race --------------------------------------------------------------------------------------
 
-    @property
-    def _phase(self) -> Phase:
-        return self._controls.state().phase
-
     def _may_race(self, shape: CachedPlan) -> bool:
         """The plan has run, there may be others, and no race has said which is the fastest, or steps have drifted."""
-        tide = self._controls.state().tide
+        tide = self._in_force.state.tide
         assert tide is not None
-        if shape.plan.does_nothing or self._controls.num_threads() > 1 or not tide.has_run:
+        if shape.plan.does_nothing or self._num_threads() > 1 or not tide.has_run:
             return False
         if shape.pace is not None and shape.pace.is_due():
             has_drifted = shape.pace.ask()
-            shape.is_raced = not (self._controls.decide("pace") and any_rank(has_drifted, self._planning.group))
+            shape.is_raced = not (self._in_force.decide("pace") and any_rank(has_drifted, self._planning.group))
         return not shape.is_raced
 
     def _begin(self, key: ShapeBucket, shape: CachedPlan) -> None:
         shape.is_raced = True
         shape.measured = None
-        if self._engine.mark_time() is None or not self._controls.decide("race"):
+        if self._engine.mark_time() is None or not self._in_force.decide("race"):
             return
         start = time.perf_counter()
         if shape.rivals is None:
@@ -143,16 +117,16 @@ class PlanRaces:
             turn_steps=2 if any_rank(self._engine.forget_free_memory(), self._planning.group) else 1,
         )
         shape.contest = Contest(entrants, race, time.perf_counter() - start)
-        self._controls.say(f"lowtide: {len(entrants)} plans race: {', '.join(entrant.name for entrant in entrants)}")
-        self._controls.enter(Phase.RACING, key, shape.tide)
+        self._in_force.say(f"lowtide: {len(entrants)} plans race: {', '.join(entrant.name for entrant in entrants)}")
+        self._in_force.enter(Phase.RACING, key, shape.tide)
 
     def _take_turn(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
-        if self._controls.num_threads() > 1:
+        if self._num_threads() > 1:
             self._end(key, shape, contest, contest.number)
             return
         # The first forward pass of a plan also tries its recipes out.
         if contest.number and not contest.race.is_learning(contest.number):
-            peak_bytes = max(self._engine.device_peak_bytes() or 0, self._controls.peak_bytes())
+            peak_bytes = max(self._engine.device_peak_bytes() or 0, self._in_force.watch.peak.peak_bytes)
             if peak_bytes > self._planning.budget_bytes:
                 self.drop_rival(f"it needed {format_bytes(peak_bytes)}")
         if contest.race.is_over(has_pending=self._steps.has_pending):
@@ -167,7 +141,7 @@ class PlanRaces:
         contest.number = number
         shape.plan, shape.tide = contest.in_force.plan, contest.in_force.tide
         try:
-            self._controls.use(key)
+            self._in_force.use(key)
         except ConfigError as error:
             if number == 0:
                 raise
@@ -175,8 +149,8 @@ class PlanRaces:
 
     def _finish(self, key: ShapeBucket, shape: CachedPlan, contest: Contest) -> None:
         medians = contest.race.medians
-        if not self._controls.decide("end of the race"):
-            self._controls.say("lowtide: the race is called off: the ranks have parted company")
+        if not self._in_force.decide("end of the race"):
+            self._in_force.say("lowtide: the race is called off: the ranks have parted company")
             self._end(key, shape, contest, 0)
             return
         seconds = of_slowest_rank(gather(medians, self._planning.group))
@@ -193,7 +167,7 @@ class PlanRaces:
         shape.rivals = contest.plans()
         shape.pace = Pace(own) if own else None
         shape.result = result
-        self._controls.tell(shape, RACE + result, contest.seconds)
+        self._in_force.tell(shape, RACE + result, contest.seconds)
 
     def _measured(self, contest: Contest, number: int) -> Prediction | None:
         """What the winner says by what its passes took on this rank."""
@@ -215,7 +189,7 @@ class PlanRaces:
         contest.entrants.append(Entrant(LEARNED, plan))
         contest.race.begin_finals(winner)
         contest.link, contest.seconds = link, contest.seconds + time.perf_counter() - start
-        self._controls.say(f"lowtide: one more plan races '{contest.entrants[winner].name}': {LEARNED}")
+        self._in_force.say(f"lowtide: one more plan races '{contest.entrants[winner].name}': {LEARNED}")
         return True
 
     def _end(self, key: ShapeBucket, shape: CachedPlan, contest: Contest, number: int) -> None:
@@ -226,8 +200,8 @@ class PlanRaces:
         shape.contest = None
         shape.name, shape.plan, shape.tide = winner.name, winner.plan, winner.tide
         if is_in_force:
-            self._controls.enter(Phase.SETTLED, key, shape.tide)
+            self._in_force.enter(Phase.SETTLED, key, shape.tide)
         else:
             self._engine.forget_free_memory()
-            self._controls.use(key)
+            self._in_force.use(key)
         contest.retire(but=winner)

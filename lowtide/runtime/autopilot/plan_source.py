@@ -27,11 +27,11 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError
 from lowtide.loss.attach import attach_where
+from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
 from lowtide.planner.rivals import rivals_of
 from lowtide.planner.smaller import form_of
-from lowtide.recipes.proof import LOG_SECONDS
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.timeline.step import Link
@@ -136,7 +136,7 @@ class BudgetSource:
         steady = _steady(profile, facts)
 
         def make(**limits: Any) -> Plan:
-            return self._plan(steady, facts, self._config, log_seconds=LOG_SECONDS, **{**how, **limits})
+            return self._plan(steady, facts, self._config, costs=HOST_COSTS, **{**how, **limits})
 
         if self._preset is None:
             return make()
@@ -175,7 +175,7 @@ class BudgetSource:
 
         def make(config: MemoryConfig, **limits: Any) -> Plan:
             how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients, **limits}
-            return self._plan(steady, facts, config, log_seconds=LOG_SECONDS, **how)
+            return self._plan(steady, facts, config, costs=HOST_COSTS, **how)
 
         return dict(rivals_of(plan, config, steady, make, facts.link))
 

@@ -3,7 +3,7 @@
 What: `Planning` joins a `PlanSource` (one rank's plans) with the ranks' consensus and with the facts that steps have
 shown so far: the link, gradients that stay, recipes that did not hold. It also makes the plans that a race tries.
 Cost: the solver, about a second a plan; ranks that agree exchange the plan's text once.
-Not covered: when a plan is made, and putting it on the model; that is autopilot.py.
+Not covered: when a plan is made (learn.py, review.py, again.py), and putting it on the model (in_force.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ with the winner for eight more steps at most.
 
 Why predictions are not enough: steps that were predicted to take 1.00 to 1.05 of the plain step took up to 1.69 of it.
 
-Cost: some additions a step. Not covered: which plans there are (planner/rivals.py), and putting them on (autopilot.py).
+Cost: some additions a step. Not covered: which plans there are (planner/rivals.py), and putting them on (in_force.py).
 """
 
 from __future__ import annotations

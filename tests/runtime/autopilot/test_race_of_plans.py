@@ -23,6 +23,7 @@ from lowtide.core.profile import Profile
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import RecomputeRefusedError
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.problem import state_bytes
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot import race as race_module
 from lowtide.runtime.autopilot.autopilot import Autopilot
@@ -82,7 +83,8 @@ class Mispriced:
 
     def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
         assert facts.link is not None
-        if facts.link.compute_share != self._link.compute_share:  # what a race has shown
+        believed = facts.link.compute_share, facts.link.touch_seconds_per_byte
+        if believed != (self._link.compute_share, self._link.touch_seconds_per_byte):  # what a race has shown
             self.plans["learned prices"] = self._inner.make_plan(self._profile, facts, budget_bytes)
             return self.plans["learned prices"]
         if "solver's" not in self.plans:  # other prices stay as they are
@@ -168,7 +170,7 @@ def test_with_wrong_prices_it_ends_with_the_best_of_its_candidates(
         torch.manual_seed(5)
         for number in range(28):
             assert_same(timed_step(model, engine, compute_factor), expected[number], f"step {number}")
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             num_finals += contest is not None and contest.link is not None
             num_raced += contest is not None and contest.link is None
             assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_spills == 0
@@ -226,8 +228,56 @@ def test_prices_that_a_race_has_shown_give_one_more_plan() -> None:
         # What is believed from now on is what a second of copying costs.
         assert tide.link is not None and tide.link.compute_share == pytest.approx(share, rel=0.25)
         assert tide.link.out_bytes_per_second == FAST.out_bytes_per_second
-        rivals = tide._shapes[tide._state.key].rivals or {}  # type: ignore[index]
+        rivals = tide._in_force.shapes[tide._in_force.state.key].rivals or {}  # type: ignore[index]
         assert set(rivals) | {"fewest layers"} == set(source.plans)  # for the next race; the fewest are 'no swap' here
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_with_a_wrong_price_of_memory_it_ends_with_the_best_of_its_candidates(factor: float) -> None:
+    """Memory that is taken again costs a tenth of what the solver believes, or ten times as much."""
+    profile, config = priced(0.7)
+    free, none = (
+        plan_profile(profile, dataclasses.replace(config, swap=swap), link=FAST).predicted for swap in (None, "none")
+    )
+    assert free is not None and none is not None
+    # For a tenth of it the plan that swaps is faster, for ten times as much the other.
+    touched = free.plain_peak_bytes - state_bytes(profile)
+    price = (none.pass_seconds - free.pass_seconds) / touched * (0.2 if factor > 1 else 5.0)
+    assert price > 0.0
+    truth, model, engine = net(num_layers=NUM_LAYERS), net(num_layers=NUM_LAYERS), engine_of(FAST)
+    link = dataclasses.replace(FAST, touch_seconds_per_byte=factor * price)
+    torch.manual_seed(5)
+    expected = [step(truth, rows(NUM_ROWS)) for _ in range(28)]
+    num_raced = num_finals = 0
+    source, tide = mispriced(model, engine, link, group=ALONE)
+
+    def touch(plan: Plan | None) -> float:
+        return price * touched if plan is not None and Fate.SWAP in {site.fate for site in plan.sites} else 0.0
+
+    with tide:
+        torch.manual_seed(5)
+        for number in range(28):
+            assert_same(timed_step(model, engine, 1.0), expected[number], f"step {number}")
+            engine.clock.now += touch(tide.plan)
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
+            num_finals += contest is not None and contest.link is not None
+            num_raced += contest is not None and contest.link is None
+        assert tide.phase is Phase.SETTLED and 0 < num_raced <= MAX_STEPS and num_finals <= FINAL_STEPS
+        first = source.plans["solver's"]
+        rival = "with swap" if factor > 1 else "no swap"
+        assert (touch(first) == 0.0) == (factor > 1) and (touch(source.plans[rival]) > 0.0) == (factor > 1)
+        assert first.predicted is not None
+        assert ("no activation is swapped: that would take" in str(first)) == (factor > 1)
+        seconds = {name: true_seconds(plan, engine_of(FAST), 1.0) + touch(plan) for name, plan in source.plans.items()}
+        best = min(seconds, key=lambda name: seconds[name])
+        assert best == rival or (best == "learned prices" and factor < 1)
+        assert max(seconds.values()) > 1.05 * seconds[best]
+        assert tide.plan is not None and seconds[best] == pytest.approx(
+            true_seconds(tide.plan, engine_of(FAST), 1.0) + touch(tide.plan)
+        ), seconds
+        (event,) = [event for event in tide.events if event.why.startswith("race: ")]
+        assert event.why.startswith(f"race: {best} ") and rival in event.why
+        assert "no activation is swapped" not in str(tide.plan)
 
 
 @functools.cache
@@ -316,7 +366,7 @@ def test_every_plan_of_a_race_fits_the_budget() -> None:
     names = set()
     with tide:
         until_racing(model, tide)
-        contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+        contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
         assert contest is not None
         while tide.phase is Phase.RACING:
             names.add(contest.in_force.name)
@@ -346,7 +396,7 @@ def test_where_a_step_pays_for_another_plans_a_turn_is_two_steps() -> None:
     with tide:
         for _ in range(34):
             step(model, rows())
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             if contest is not None:
                 order.append(contest.in_force.name)
         assert tide.phase is Phase.SETTLED
@@ -437,9 +487,9 @@ def test_each_shape_has_its_race() -> None:
             assert_same(step(model, batch), expected[number], f"step {number}")
         whys = [event.why for event in tide.events]
         assert whys.count("first step") == whys.count("new shape") == 1
-        raced = [shape for shape in tide._shapes if shape.result]
+        raced = [shape for shape in tide._in_force.shapes if shape.result]
         assert len(raced) == sum(why.startswith("race: ") for why in whys) >= 1
-        assert all(shape.contest is None for shape in tide._shapes)
+        assert all(shape.contest is None for shape in tide._in_force.shapes)
     assert not engine.violations
 
 
@@ -457,9 +507,9 @@ def test_two_shapes_that_take_turns_have_their_races() -> None:
             assert tide.stats is not None and tide.stats.num_divergences == 0
         whys = [event.why for event in tide.events]
         assert whys.count("first step") == whys.count("new shape") == 1
-        raced = [shape for shape in tide._shapes if shape.result]
+        raced = [shape for shape in tide._in_force.shapes if shape.result]
         assert len(raced) >= 1, whys
-        assert all(shape.contest is None and shape.num_reviews >= 2 for shape in tide._shapes)
+        assert all(shape.contest is None and shape.num_reviews >= 2 for shape in tide._in_force.shapes)
     assert not engine.violations
 
 
@@ -519,7 +569,9 @@ def test_a_rival_that_fails_is_out_and_the_bits_are_the_same(what: str) -> None:
         for number, each in enumerate(found):
             assert_same(each, step(truth, rows()), f"step {number}")
         assert failed and [line for line in said if f"the race goes on without the plan '{failed[0]}': " in line]
-        assert tide.phase is Phase.SETTLED and failed[0] not in (tide._shapes[tide._state.key].rivals or {})
+        assert tide.phase is Phase.SETTLED and failed[0] not in (
+            tide._in_force.shapes[tide._in_force.state.key].rivals or {}
+        )
         assert tide.plan is not None and not tide.plan.raced.startswith(failed[0])
         assert "out of memory" not in [event.why for event in tide.events]
 
@@ -583,7 +635,7 @@ def ranks_race(rank: int) -> dict[str, Any]:
             found = step(model, rows(NUM_ROWS))
             torch.set_rng_state(state)
             assert_same(found, step(truth, rows(NUM_ROWS)))
-            contest = tide._shapes[tide._state.key].contest  # type: ignore[index]
+            contest = tide._in_force.shapes[tide._in_force.state.key].contest  # type: ignore[index]
             if contest is not None:
                 order.append(contest.in_force.name)
                 engine.clock.now += costs.get(contest.in_force.name, 4.0)

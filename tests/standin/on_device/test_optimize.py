@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowtide.config.memory import load_memory
-from lowtide.planner.plan_profile import problem_of
+from lowtide.planner.by_rules import problem_of
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.memory import plain_curve
 from tests import zoo

@@ -1,0 +1,185 @@
+"""Swapping has a price of its own on some engines: a plan swaps only where that pays, and says so where it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import pytest
+
+from lowtide.config.memory import load_memory
+from lowtide.core.decisions import Prediction
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.plan_table import why_unswapped
+from lowtide.errors import BudgetError
+from lowtide.planner import fastest
+from lowtide.planner.deferred_state import DeferredState
+from lowtide.planner.learned import learned_link
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.problem import state_bytes
+from lowtide.planner.rivals import NO_SWAP, WITH_SWAP, rivals_of
+from lowtide.report.report import remarks_of
+from lowtide.timeline.step import Link
+from tests.profiles import MIB, decoder_profile
+
+LINK = Link(out_bytes_per_second=50e9, in_bytes_per_second=50e9)
+DEAR, CHEAP = 1e-9, 1e-15
+"""Seconds for each byte that is taken again: more than all recomputing, and next to nothing."""
+_MADE = decoder_profile(2)
+_STATE = dataclasses.replace(_MADE.state, optimizer_movable=_MADE.state.optimizer, optimizer_unit=8 * MIB)
+PROFILE = dataclasses.replace(_MADE, state=_STATE)
+
+
+LOW, HIGH = 583363662, 1058933208
+BUDGET = LOW + int(0.7 * (HIGH - LOW))
+"""Bytes: the floor, and everything kept."""
+
+
+def planned(touch: float, *, share: float = 0.7, rules: dict[str, Any] | None = None, **more: Any) -> Plan:
+    """A budget so much of the way from the floor to everything kept."""
+    config = load_memory({"budget": LOW + int(share * (HIGH - LOW)), "min_bytes": 0, **(rules or {})})
+    link = dataclasses.replace(LINK, touch_seconds_per_byte=touch)
+    return plan_profile(PROFILE, config, link=link, with_ways_out=False, **more)
+
+
+def said(plan: Plan) -> Prediction:
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def swaps(plan: Plan) -> bool:
+    return any(site.fate is Fate.SWAP for site in plan.sites)
+
+
+@pytest.mark.parametrize("rules", [{}, {"recompute": "none"}, {"optimizer": "auto"}, {"optimizer": "swap"}])
+def test_no_plan_is_slower_than_the_better_of_both(rules: dict[str, Any]) -> None:
+    """The best that swaps, with what it costs to take memory again, and the best that swaps nothing."""
+    draw = random.Random(7)
+    kinds = set()
+    for number in range(3 if "optimizer" in rules else 8):
+        touch, share = 10 ** draw.uniform(-14, -11), (0.1, 0.5, 0.6, 0.7)[number % 4]
+        plan = planned(touch, share=share, rules=rules)
+        both = [planned(touch, share=share, rules=rules, weighs_touch=False)]
+        with contextlib.suppress(BudgetError):
+            both.append(planned(touch, share=share, rules={**rules, "swap": "none"}))
+        best = min(said(each).step_seconds for each in both)
+        case = f"{touch} s a byte, {share} of the way"
+        assert said(plan).step_seconds <= best * (1 + 1e-12), case
+        assert said(plan).step_seconds * (1.0 - said(plan).gap) <= best * (1 + 1e-12), case
+        own_bytes = said(plan).plain_peak_bytes - state_bytes(PROFILE)
+        assert said(plan).touch_seconds in (0.0, pytest.approx(touch * own_bytes)), case
+        # What is chosen as if nobody paid says no more of the fastest than it knows.
+        assert said(both[0]).step_seconds * (1.0 - said(both[0]).gap) <= best * (1 + 1e-12), case
+        assert said(plan).peak_bytes <= LOW + int(share * (HIGH - LOW)), case
+        assert said(plan).floor_bytes == said(both[0]).floor_bytes, case
+        assert (
+            (said(plan).touch_seconds > 0)
+            == swaps(plan)
+            == (said(plan).touch_seconds == said(both[0]).touch_seconds > 0)
+        )
+        kinds.add((swaps(both[0]), swaps(plan)))
+    if not rules:
+        assert {(True, True), (True, False)} <= kinds
+
+
+def test_where_the_price_is_high_nothing_is_swapped_and_the_plan_says_why() -> None:
+    free, cheap, dear = planned(0.0), planned(CHEAP), planned(DEAR)
+    assert swaps(free) and swaps(cheap) and not swaps(dear)
+    # The same fates for all that follows from them: only the price is known.
+    assert [site.fate for site in cheap.sites] == [site.fate for site in free.sites]
+    more = said(planned(DEAR, weighs_touch=False)).pass_seconds - said(dear).pass_seconds
+    assert said(dear).swap_excess_seconds == pytest.approx(more) and more > 0.5
+    assert said(dear).touch_seconds == 0.0 and said(dear).recompute_seconds > 0.0
+    line = "no activation is swapped: that would take 656.0 ms more, to take freed memory again"
+    assert str(dear).splitlines()[3] == line
+    assert "no activation is swapped" not in str(cheap) + str(free)
+    assert f"No{line[2:]}." in remarks_of(dear) and len(remarks_of(dear)) == len(remarks_of(cheap)) + 1
+    # A race says more than a price does.
+    raced = str(dataclasses.replace(dear, raced="no swap 1 ms, with swap 2 ms"))
+    assert "no activation is swapped" not in raced and raced.splitlines()[3].startswith("race: ")
+    assert not why_unswapped(dataclasses.replace(dear, raced="no swap 1 ms"))
+    assert Plan.from_json(dear.to_json()) == dear
+    # As with `swap: none`, but for the words.
+    none = planned(DEAR, rules={"swap": "none"})
+    assert [(site.name, site.fate) for site in dear.sites] == [(site.name, site.fate) for site in none.sites]
+    assert dear.rules == none.rules == free.rules
+    assert said(dear).gap == said(none).gap > 0.0
+    reasons = {name: {site.reason for site in plan.sites} for name, plan in (("dear", dear), ("none", none))}
+    assert "the rules leave no other fate" in reasons["none"] - reasons["dear"]
+    assert "swapping would take longer" in reasons["dear"] - reasons["none"]
+
+
+def test_who_must_swap_does() -> None:
+    """Nothing else fits, or a rule asks for it."""
+    for plan in (planned(DEAR, share=0.1), planned(DEAR, rules={"swap": ["layers.0"]})):
+        assert swaps(plan) and said(plan).touch_seconds > 0.5 and said(plan).swap_excess_seconds == 0.0
+        assert "freed memory taken again" in str(plan) and "no activation is swapped" not in str(plan)
+
+
+def test_nothing_more_is_solved_where_nothing_can_come_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One solution more where the price is above 0 and the plan swaps; none elsewhere."""
+    counted: list[tuple[str, ...]] = []
+    solved = fastest.Asked._solved
+
+    def counting(asked: fastest.Asked, layers: tuple[str, ...]) -> fastest.Found:
+        counted.append(layers)
+        return solved(asked, layers)
+
+    monkeypatch.setattr(fastest.Asked, "_solved", counting)
+
+    def number(touch: float, **how: Any) -> int:
+        counted.clear()
+        planned(touch, **how)
+        return len(counted)
+
+    assert number(DEAR) == number(0.0) + 1 == number(DEAR, weighs_touch=False) + 1
+    assert number(DEAR, share=2.0) == number(0.0, share=2.0)  # everything fits
+    for swap in ("none", "all", ["layers.0"]):
+        assert number(DEAR, rules={"swap": swap}) == number(0.0, rules={"swap": swap})
+
+
+def test_a_plan_for_learned_prices_is_weighed_at_them() -> None:
+    """A race in which memory costs next to nothing: now the plan that swaps is the fastest."""
+    link = dataclasses.replace(LINK, touch_seconds_per_byte=DEAR)
+    still, moving = planned(DEAR), planned(DEAR, weighs_touch=False)
+    free = said(moving).pass_seconds - said(moving).touch_seconds
+    learned = learned_link([(still, said(still).pass_seconds), (moving, free)], link)
+    assert learned is not None and learned.touch_seconds_per_byte < 1e-3 * DEAR
+    again = planned(learned.touch_seconds_per_byte)
+    assert [(site.name, site.fate) for site in again.sites] == [(site.name, site.fate) for site in moving.sites]
+    assert said(again).step_seconds < said(still).step_seconds and said(again).swap_excess_seconds == 0.0
+
+
+def test_updates_that_wait_have_tried_the_link_alone_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fastest.Asked(PROFILE, load_memory({"budget": HIGH}), LINK, HIGH, False, 1.0, print)
+    part = DeferredState(nbytes=MIB, resident_bytes=0, bucket_bytes=MIB, num_slots=3, temporaries=0)
+    assert asked._may_keep_instead and not dataclasses.replace(asked, shares=part)._may_keep_instead
+    rules = load_memory({"budget": HIGH, "recompute": "none"})
+    assert dataclasses.replace(asked, shares=part, config=rules)._may_keep_instead
+
+
+def test_a_plan_that_swaps_races_where_the_price_has_kept_it_away() -> None:
+    def rivals(touch: float, link: Link = LINK, **rules: Any) -> tuple[Plan, dict[str, Plan]]:
+        link = dataclasses.replace(link, touch_seconds_per_byte=touch)
+        config = load_memory({"budget": BUDGET, "min_bytes": 0, **rules})
+        make = functools.partial(plan_profile, PROFILE, link=link)
+        plan = make(config)
+        return plan, dict(rivals_of(plan, config, PROFILE, make, link))
+
+    plan, found = rivals(DEAR)
+    assert not swaps(plan) and list(found) == [WITH_SWAP]
+    # It says what it costs at this price, and is the best that swaps.
+    best = planned(DEAR, weighs_touch=False)
+    assert found[WITH_SWAP] == best and said(best).touch_seconds > 0.5
+    assert said(best).peak_bytes <= BUDGET
+    plan, found = rivals(CHEAP)
+    assert swaps(plan) and list(found) == [NO_SWAP]
+    assert not any(swaps(rival) for rival in found.values())
+    assert not rivals(DEAR, swap="none")[1]
+    # It is not the price that keeps it away: copies are slow.
+    plan, found = rivals(CHEAP, Link(out_bytes_per_second=1e7, in_bytes_per_second=1e7))
+    assert not swaps(plan) and not plan.does_nothing and not found and said(plan).swap_excess_seconds == 0.0
