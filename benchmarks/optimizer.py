@@ -8,7 +8,8 @@ By the timeline (nothing runs): Llama-2-7B in bf16, 65,536 tokens a step in four
 141 GB with PCIe 5 to the host. For 4, 8 and 12 bytes of state a parameter (bf16 moments; fp32 moments; these and fp32
 master weights), whole or a shard of eight, the exposed time of each mode (optimizer_modes.py) beside a plan for the
 activations that has all of the state's memory; and what the planner makes of `optimizer: keep`, `swap` and `auto`.
-`in_backward` has all tokens in one micro-batch.
+`in_backward` has all tokens in one micro-batch. Over several ranks it is refused, and so is `deferred` for shards of
+FSDP2.
 
 Measured on this machine's CPU: a small model's step with AdamW, plain, under `lowtide.swap_optimizer`, torchao's
 `CPUOffloadOptimizer` and bitsandbytes' paged AdamW. What cannot run here is a row with its error.
@@ -55,6 +56,7 @@ _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 
           "num_key_value_heads": 32, "vocab_size": 32000, "use_cache": False}  # fmt: skip
 _NUM_SLOTS = 3
 _TIME_LIMIT_SECONDS = 60.0
+_SEVERAL_RANKS = "refused: several ranks"
 _STAYS = OptimizerPlacement(moved_bytes=0, reason="nobody asked")
 
 
@@ -121,7 +123,7 @@ def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: in
     were no state: with whatever fates, and without swap, which leaves the link to the state.
 
     `whole`: all tokens of a step in one micro-batch, which updates in backward need; None where there are several
-    ranks, on which they are refused.
+    ranks, on which they are refused, as deferred updates are where parameters are sharded.
     """
     from lowtide.planner.in_backward import slot_bytes, with_updates_in_backward
 
@@ -140,9 +142,10 @@ def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: in
     plain_seconds = num_micro_batches * sum(profile.op_seconds)
     rows = []
     for overlap in get_args(Overlap):
-        plans = [plan for plan in (one if overlap == "in_backward" else several) if plan is not None]
+        is_refused = whole is None and overlap in ("in_backward", "deferred")
+        plans = [plan for plan in (one if overlap == "in_backward" else several) if plan is not None and not is_refused]
         found = [plan.row(overlap, state, device, budget, plain_seconds) for plan in plans]
-        why_none = "refused: several ranks" if overlap == "in_backward" and whole is None else "does not fit"
+        why_none = _SEVERAL_RANKS if is_refused else "does not fit"
         best = min(found, key=lambda row: row["step_seconds"], default={"outcome": why_none})
         rows.append({"title": f"mode {overlap}", **best})
     return rows
@@ -359,9 +362,14 @@ def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
     def rows_of(piece: Mapping[str, Any]) -> list[Row]:
         device, budget = devices[piece["hardware"]], budgets[piece["hardware"]]
         profile = traced(args.layers, args.tokens, piece["hardware"])
-        own = with_state(profile, piece["bytes_per_parameter"], piece["shards"])
-        rows = [planned(own, kind, device, budget, args.micro_batches) for kind in KINDS]
         nbytes, shards = piece["bytes_per_parameter"], piece["shards"]
+        own = with_state(profile, nbytes, shards)
+        rows = [
+            {"title": f"planner, {kind}", "outcome": _SEVERAL_RANKS}
+            if shards > 1 and kind.endswith("deferred")
+            else planned(own, kind, device, budget, args.micro_batches)
+            for kind in KINDS
+        ]
         in_one = traced(args.layers, args.tokens * args.micro_batches, piece["hardware"]) if shards == 1 else None
         whole = None if in_one is None else with_state(in_one, nbytes, shards)
         return [*rows, *modes(own, device, budget, args.micro_batches, whole)]

@@ -81,6 +81,9 @@ class StateBytes:
     """The most of `optimizer_movable` that one bucket must hold: of a parameter, or of a stretch of its elements."""
     optimizer_temporaries: int = 0
     """Most that `optimizer.step()` needs beyond everything else."""
+    optimizer_share_at_once: float = 1.0
+    """Part of `optimizer_movable` whose parameters these temporaries are of: all where it steps a list of all of them,
+    that of the largest where it steps one after the other."""
     inputs: int = 0
     """The batch."""
     others: int = 0

@@ -18,11 +18,13 @@ not begin with a call of the model, all updates are done first.
 In between, parameters are those of before the step. `optimizer.state`, checkpoints of model and optimizer, and the next
 step bring them up to date first. Who reads parameters elsewhere (an average of weights, `module.weight` by hand) calls
 `handle.flush()`. That is why this way must be asked for.
-Gradients must stay as they are until they are used: `zero_grad()` may drop them, and RuntimeError says where something
-wrote to them.
+Gradients must stay as they are until they are used (`zero_grad()` may drop them), and so must parameters. Where a
+version says that something wrote to them, RuntimeError says so: such a step cannot be done to the bits of plain, and a
+checkpoint mends it.
 
 Cost: gradients live until their module runs; some 3 us for each torch function that is called while updates wait. Not
 covered: compiled models, FSDP2 (both refused); code below torch's functions that holds a parameter (a captured graph).
+Not seen: writes that no version counts (`parameter.data`), and those to parameters that share a storage with others.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from lowtide.tensors.private import (
     is_compiled_module,
     pop_function_mode,
     push_function_mode,
+    storage_key,
     version_of,
 )
 from lowtide.tensors.wrappers import is_distributed
@@ -74,8 +77,9 @@ class DeferredUpdates:
     """See the module's text. `advance(run, numbers)` steps parts of a run; None: all that are left.
 
     `take_over()` sees to it that `optimizer.state` is the mapping of when the step began, while parts of it step.
-    `fetch_more(run)` starts the way of the next parts' buckets, `retire()` gives the last ones' memory back. `regions`:
-    modules of the model; it is read when one of them begins, so that it may change.
+    `fetch_more(run)` starts the way of the next parts' buckets, `retire()` gives the last ones' memory back. `tear(run,
+    error)`: this step cannot go on. `regions`: modules of the model; it is read when one of them begins, so that it may
+    change.
     """
 
     def __init__(
@@ -87,12 +91,14 @@ class DeferredUpdates:
         *,
         fetch_more: Callable[[StepRun], None],
         retire: Callable[[], None],
+        tear: Callable[[StepRun, RuntimeError], None],
         regions: Collection[nn.Module] = (),
     ) -> None:
         self._advance = advance
         self._take_over = take_over
         self._fetch_more = fetch_more
         self._retire = retire
+        self._tear = tear
         self._run: StepRun | None = None
         self.stopped: StepRun | None = None
         """What stopped half-way, with the gradients that were set aside for it."""
@@ -100,6 +106,9 @@ class DeferredUpdates:
         """Itself while updates wait: the model's hooks hold this list, so that an optimizer that is dropped now is
         dropped after they are done."""
         self._versions: dict[torch.Tensor, int] = {}
+        """Of gradients."""
+        self._left_as: dict[torch.Tensor, tuple[int, int]] = {}
+        """How the step has left parameters that wait; until the first of them is updated."""
         self._part_of: dict[torch.Tensor, int] = {}
         self._modes: list[Any] = []
         """That were in force when the step began."""
@@ -177,6 +186,7 @@ class DeferredUpdates:
         self._waiting.append(self)
         self._part_of = {p: number for number in run.todo for p in wanted[number]}
         self._versions = {p: version_of(run.gradients[p]) for p in self._part_of}
+        self._left_as = {p: _now(p) for p in self._part_of if _has_own_storage(p)}
         self._reads.waiting = {id(p): p for p in self._part_of}
         self._fetch_more(run)
 
@@ -216,7 +226,7 @@ class DeferredUpdates:
             parameters = part.parameters()
             for parameter in parameters:
                 self._reads.waiting.pop(id(parameter), None)  # what follows reads them
-            self._check(part)
+            self._check(run, part)
             before = [version_of(parameter) for parameter in parameters]
             if len(run.todo) == 1:
                 self._forget()  # whatever comes of it
@@ -238,13 +248,31 @@ class DeferredUpdates:
         self._waiting.clear()
         self._reads.waiting.clear()
 
-    def _check(self, part: Part) -> None:
-        assert self._run is not None
-        if any(version_of(self._run.gradients[p]) != self._versions[p] for p in part.parameters()):
-            raise RuntimeError(
-                "lowtide: gradients were written to before the deferred update that needs them; use "
-                "zero_grad(set_to_none=True), or call handle.flush() first"
-            )
+    def _check(self, run: StepRun, part: Part) -> None:
+        """RuntimeError, and no way on, where something that an update needs is not what it was in `step()`."""
+        left_as, self._left_as = self._left_as, {}
+        what = ""
+        if any(version_of(run.gradients[p]) != self._versions[p] for p in part.parameters()):
+            what = "gradients were written to before the deferred update that needs them; use"
+            what += " zero_grad(set_to_none=True), or call handle.flush() first"
+        elif any(_now(p) != then for p, then in left_as.items()):
+            what = "parameters were written to before the deferred update of them; call handle.flush() first"
+        if what:
+            self._forget()
+            error = RuntimeError(f"lowtide: {what}. This step cannot be done any more: load a checkpoint")
+            self._tear(run, error)
+            raise error
+
+
+def _now(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes where somebody writes to a parameter, or puts other values into it (`parameter.data = values`)."""
+    return version_of(parameter), storage_key(parameter.untyped_storage())
+
+
+def _has_own_storage(parameter: torch.Tensor) -> bool:
+    """Whether nothing else counts the versions of a parameter: views of one tensor share theirs."""
+    is_plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
+    return is_plain and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 def _before(

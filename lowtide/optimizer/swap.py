@@ -175,8 +175,8 @@ class OptimizerSwap:
         parameters = self._parameters()
         if overlap == "deferred":
             assert model is not None
-            how: Any = {"fetch_more": self._fetch_more, "retire": self._transfers.retire_all, "regions": regions}
-            self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over, **how)
+            how: Any = {"fetch_more": self._fetch_more, "retire": self._transfers.retire_all, "tear": self._tear}
+            self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over, **how, regions=regions)
         if overlap == "in_backward":
             calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)
             self._in_backward = InBackward(self._stepper, parameters, calls)
@@ -354,13 +354,17 @@ class OptimizerSwap:
         run = self._in_backward.take(self._parameters())
         if run is None or not reason:
             return run
-        self._stepper.give_up(run)
-        run.is_tainted = True
-        self._torn, self._torn_error = run, RuntimeError(reason)
+        self._tear(run, RuntimeError(reason))
         raise RuntimeError(
             f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a "
             "checkpoint, and use overlap='backward' or 'deferred'"
         )
+
+    def _tear(self, run: StepRun, error: RuntimeError) -> None:
+        """A step that cannot be done to the bits of plain any more: only a checkpoint mends it."""
+        self._stepper.give_up(run)
+        run.is_tainted = True
+        self._torn, self._torn_error = run, error
 
     def _begin(self) -> StepRun:
         """A step without any part yet."""

@@ -18,7 +18,6 @@ it; parameters whose gradients come in another order than the buckets were made 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +27,7 @@ from lowtide.core.profile import Profile, StateBytes
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE, quick_floor
-from lowtide.planner.place_state import NUM_SLOTS, bucket_size
+from lowtide.planner.place_state import NUM_SLOTS, bucket_size, bucket_temporaries
 from lowtide.planner.problem import Problem
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Link
@@ -77,8 +76,7 @@ def with_updates_in_backward(profile: Profile, link: Link) -> Profile:
     move, and with the gradients in flight alone."""
     state = profile.state
     bucket_bytes = bucket_size(state, link)
-    beside = math.ceil(state.optimizer_temporaries * min(1.0, bucket_bytes / state.optimizer_movable))
-    beside += slot_bytes(state, link)
+    beside = bucket_temporaries(state, bucket_bytes) + slot_bytes(state, link)
     made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
     in_flight = gradients_in_flight(profile, bucket_bytes * state.gradients // state.optimizer_movable)
     op_bytes = np.asarray(profile.op_bytes, dtype=np.int64) - made + in_flight + beside * (made > 0)

@@ -263,12 +263,14 @@ def deferred_state(state: StateBytes, link: Link, nbytes: int, num_slots: int = 
         resident_bytes=state.optimizer_movable - nbytes,
         bucket_bytes=bucket_bytes,
         num_slots=num_slots,
-        temporaries=_bucket_temporaries(state, bucket_bytes),
+        temporaries=bucket_temporaries(state, bucket_bytes),
     )
 
 
-def _bucket_temporaries(state: StateBytes, bucket_bytes: int) -> int:
-    return math.ceil(state.optimizer_temporaries * min(1.0, bucket_bytes / state.optimizer_movable))
+def bucket_temporaries(state: StateBytes, bucket_bytes: int) -> int:
+    """What the optimizer needs beside one bucket: in proportion to the state whose parameters it steps at once."""
+    at_once_bytes = state.optimizer_share_at_once * state.optimizer_movable
+    return math.ceil(state.optimizer_temporaries * min(1.0, bucket_bytes / at_once_bytes))
 
 
 def _other_fates(shares: StateShares, found: Fitted, num_micro_batches: int) -> Iterator[tuple[Fate, ...]]:
@@ -302,7 +304,7 @@ def shares_of(
         fates=fates,
         streamed_seconds=tuple(one / num_micro_batches for one in seconds),
         slot_bytes=min(NUM_SLOTS * bucket_bytes, nbytes),
-        temporaries=_bucket_temporaries(state, bucket_bytes),
+        temporaries=bucket_temporaries(state, bucket_bytes),
     )
 
 

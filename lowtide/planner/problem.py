@@ -265,8 +265,8 @@ def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], h
     ]
     state = profile.state
     after = state.parameters + state.buffers + state.optimizer + state.gradients + state.optimizer_temporaries
-    after += state.others + state.rounding
-    # The optimizer's own step: no time of this micro-batch, but bytes that must fit.
+    after += state.inputs + state.others + state.rounding
+    # The optimizer's own step: no time of this micro-batch, but bytes that must fit. The loop has its batch still.
     return (*ticks, Tick(seconds=0.0, base_bytes=after, name="the step of the optimizer"))
 
 

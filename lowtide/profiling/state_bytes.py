@@ -1,16 +1,18 @@
 """What is on the device whatever the fates: parameters, gradients, optimizer state, and what a step of it needs.
 
-What: bytes of unique storages. An optimizer that has not stepped yet has no state; a copy of it takes one step on fake
+What: bytes of unique storages. An optimizer that has not stepped yet has no state; a copy of it takes two steps on fake
 parameters (shapes without memory), and what it made is counted. Its state between steps and its temporaries come out.
 Of the state, what may be elsewhere between steps is counted too: tensors of 16,384 elements and more, not `step` and
 what else is small; and the most of it that must be there at once: of a parameter that may be stepped in stretches, the
 state of a shortest one.
+Temporaries are those of all parameters where the optimizer steps a list of them, and of the largest where it steps one
+after the other: a second step, of the parameter with the most state alone, tells the two apart.
 The optimizer itself is never written to: what wraps it is taken off first (optimizers.py), nothing is assigned by name
 to its copy, and what the two share is as it was afterwards.
 
-Cost: one step of the optimizer on fake tensors, about 0.1 ms a parameter. Not covered: optimizers that look at values
-(they cannot run without them), and such as hold other optimizers, whose step would step those: for these the state that
-exists is counted, and a warning says so.
+Cost: two steps of the optimizer on fake tensors, about 0.2 ms a parameter, and two of a single parameter. Not covered:
+optimizers that look at values (they cannot run without them), and such as hold other optimizers, whose step would step
+those: for these the state that exists is counted, and a warning says so.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from lowtide.tensors.snapshot import take
 
 MOVABLE_ELEMENTS = 16_384
 """Smaller tensors of an optimizer's state stay where it put them: a copy is not worth its start."""
+_NUM_STEPS = 2
 
 
 def state_bytes(
@@ -67,6 +70,7 @@ def state_bytes(
         optimizer_movable=state.movable,
         optimizer_unit=state.unit,
         optimizer_temporaries=state.temporaries,
+        optimizer_share_at_once=state.share_at_once,
         inputs=inputs,
     )
 
@@ -85,6 +89,9 @@ class _State:
     movable: int = 0
     unit: int = 0
     temporaries: int = 0
+    share_at_once: float = 1.0
+    largest: tuple[int, int] = (0, 0)
+    """Of the parameter with the most state that can move: the bytes of that, and its number."""
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> _State:
@@ -106,18 +113,21 @@ def _state_of(optimizer: torch.optim.Optimizer, in_stretches: set[int]) -> _Stat
     """The state that there is. `in_stretches`: numbers of the parameters that may be stepped so."""
     number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
     movable: list[torch.Tensor] = []
-    unit = 0
+    unit, largest = 0, (0, 0)
     for parameter, state in optimizer.state.items():
         large = [
             leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.numel() >= MOVABLE_ELEMENTS
         ]
         movable += large
         nbytes = unique_bytes(large)
+        largest = max(largest, (nbytes, number_of.get(id(parameter), 0)))
         num_elements = local_part(parameter).numel() if isinstance(parameter, torch.Tensor) else 0
         if number_of.get(id(parameter)) in in_stretches and num_elements > CUT_ELEMENTS:
             nbytes = -(-nbytes * CUT_ELEMENTS // num_elements)
         unit = max(unit, nbytes)
-    return _State(nbytes=unique_bytes(optimizer_tensors(optimizer)), movable=unique_bytes(movable), unit=unit)
+    return _State(
+        nbytes=unique_bytes(optimizer_tensors(optimizer)), movable=unique_bytes(movable), unit=unit, largest=largest
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -137,20 +147,45 @@ def _in_stretches(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> set
 
 
 def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
-    """The state after one step of a copy on fake parameters, and the most that the step needed beyond."""
+    """The state after steps of a copy on fake parameters, and the most that they needed beyond."""
     before = take(beside=(_own(optimizer), slots_of(optimizer)), process=False)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             twin, fakes = _twin(optimizer, is_accelerator)
-            held = unique_bytes([*fakes, *(p.grad for p in fakes if p.grad is not None)])
-            live = LiveBytes(device_type="cpu")
-            live.add_all([*fakes, *(p.grad for p in fakes if p.grad is not None), *optimizer_tensors(twin)])
-            with live:
-                _step_of(type(twin))(twin)
+            temporaries = _temporaries(twin, fakes)
             state = _state_of(twin, _in_stretches(optimizer, is_accelerator))
-            return dataclasses.replace(state, temporaries=max(0, live.peak_bytes - held - state.nbytes))
+            share = _share_at_once(optimizer, is_accelerator, state, temporaries)
+            return dataclasses.replace(state, temporaries=temporaries, share_at_once=share)
     finally:
         before.restore()  # what the copy shares with the original: objects of the optimizer's own class
+
+
+def _temporaries(twin: torch.optim.Optimizer, fakes: list[nn.Parameter]) -> int:
+    """The most that a step needs beyond parameters, gradients and state: of the first two, since the first one has no
+    state of later groups yet."""
+    there = [*fakes, *(p.grad for p in fakes if p.grad is not None)]
+    live = LiveBytes(device_type="cpu")
+    live.add_all([*there, *optimizer_tensors(twin)])
+    with live:
+        for _ in range(_NUM_STEPS):
+            _step_of(type(twin))(twin)
+    return max(0, live.peak_bytes - unique_bytes(there) - unique_bytes(optimizer_tensors(twin)))
+
+
+def _share_at_once(optimizer: torch.optim.Optimizer, is_accelerator: bool, state: _State, temporaries: int) -> float:
+    """See `StateBytes`. A list of parameters needs more temporaries than its largest member alone, in proportion."""
+    nbytes, largest = state.largest
+    if not temporaries or not nbytes:
+        return 1.0
+    twin, fakes = _twin(optimizer, is_accelerator)
+    for number, fake in enumerate(fakes):
+        if number != largest:
+            fake.grad = None
+    try:
+        alone = _temporaries(twin, fakes)
+    except Exception:  # some want a gradient for each
+        return 1.0
+    return min(1.0, nbytes * max(1.0, temporaries / alone) / state.movable) if alone else 1.0
 
 
 def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:

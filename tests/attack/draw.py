@@ -39,11 +39,13 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 
 _ALL_SIDES = {**SIDES, **WORD_SIDES}
 
-STATES = ("stays", "step", "backward", "deferred", "in_backward", "auto", "by plan")
+_STATES = ("stays", "step", "backward", "deferred", "in_backward", "auto", "by plan")
+STATES = (*_STATES, "deferred by plan")
 """Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
-NOT_SIDES = {"deferred": ("prunes",), "in_backward": ("averages", "clips", "gradient_hooks")}
+DEFERRED = ("deferred", "deferred by plan")
+NOT_SIDES = {**dict.fromkeys(DEFERRED, ("prunes",)), "in_backward": ("averages", "clips", "gradient_hooks")}
 NOT_CORES = {
-    "deferred": ("functional", "transformed"),
+    **dict.fromkeys(DEFERRED, ("functional", "transformed")),
     "in_backward": ("accumulate", "failing_backward", "in_closure", "in_flight", "retained"),
 }
 """What docs/optimizer.md leaves out: parameters that are read or written by hand before the forward pass that updates
@@ -139,12 +141,16 @@ def drawn_from(seed: int) -> Draw:
         sides = tuple(side for side in sides if side != "writes_data")
         way = "attribute" if way == "global" else way
     own_loss = plan in WITH_BUDGET or r.random() < 0.3
-    model = ModelDraw(layers, traits, own_loss)
     if core == "searching":
         optimizer = "lbfgs"
+    state = Random(f"{seed} state").choice(("stays", "stays", "stays", *_STATES)) if optimizer != "lbfgs" else "stays"
+    if state == "by plan":
+        state = Random(f"{seed} placed").choice(("by plan", "deferred by plan"))
+        layers = (*layers, (("wide", 0),))
+        optimizer = "momentum" if optimizer == "sgd" else optimizer  # which has no state
+    model = ModelDraw(layers, traits, own_loss)
     # What changes in a few elements shows in any sample of a small tensor, and in few samples of a large one.
     num_samples = r.choice((4, 4, 4, 64))
-    state = Random(f"{seed} state").choice(("stays", "stays", "stays", *STATES)) if optimizer != "lbfgs" else "stays"
     sides = tuple(side for side in sides if side not in NOT_SIDES.get(state, ()))
     if core in NOT_CORES.get(state, ()):
         core = "plain"
@@ -301,7 +307,7 @@ def _step(draw: Draw, run: Run, step: int) -> None:
         if draw.state == "in_backward":
             run.trace.note_model(f"{step}", run.model)
         run.optimizer.zero_grad(set_to_none=not getattr(run, "zeroes_in_place", False))
-    if draw.state != "deferred" or step % 2 or step == draw.num_steps - 1:  # to look is to have it done
+    if draw.state not in DEFERRED or step % 2 or step == draw.num_steps - 1:  # to look is to have it done
         run.trace.note_weights(f"{step}", run.model, run.optimizer)
 
 

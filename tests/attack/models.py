@@ -19,7 +19,7 @@ from tests.attack.now import TOKENS, WIDTH, numbers
 from tests.attack.words import IGNORED, WORDS, WordLoss, focal, losses_of_transformers
 
 CLASSES = 7
-BLOCKS = {**ordinary.BLOCKS, **chosen.BLOCKS, **moody.BLOCKS}
+BLOCKS = {**ordinary.BLOCKS, **ordinary.WIDE, **chosen.BLOCKS, **moody.BLOCKS}
 
 TRAITS = (
     "tokens",  # an embedding at the start

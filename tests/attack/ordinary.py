@@ -382,6 +382,20 @@ class Nested(nn.Module):
         return self.once(self.twice(x, now), now) + self.twice(x, now)
 
 
+class Wide(nn.Module):
+    """Two weights of the least size whose optimizer's state a plan moves (16,384 elements)."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH)
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+WIDE: dict[str, Callable[[Random], nn.Module]] = {"wide": Wide}
+"""Only in draws whose plans move state."""
+
 BLOCKS: dict[str, Callable[[Random], nn.Module]] = {
     "pointwise": Pointwise,
     "gated": Gated,

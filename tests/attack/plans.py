@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 import lowtide
+from lowtide.core.decisions import OptimizerPlacement
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import BudgetError
 from lowtide.loss.attach import sliced_where
@@ -29,6 +30,7 @@ from tests.solved import random_plan
 KINDS = ("keep", "swap", "recompute", "both", "leaves", "mixed", "solved", "planned", "optimize")
 WITH_BUDGET = frozenset({"planned", "optimize"})
 MEMORY = {"min_bytes": 0}
+_OVERLAPS = ("step", "backward")
 
 
 class OverBudget(Exception):
@@ -83,7 +85,7 @@ class Rig:
         if self.tide is not None:
             self.stop()
         self.tide = self.apply(model, optimizer, self._engine(), self._hear)
-        if self.state not in ("stays", "by plan"):
+        if self.state != "stays" and not self.state.endswith("by plan"):
             options: dict[str, Any] = {"overlap": self.state, "bucket_bytes": 4096, "min_bytes": 1}
             options |= {"model": model} if self.state == "deferred" else {}
             self.swap = lowtide.swap_optimizer(optimizer, engine=self._engine(), **options)
@@ -190,12 +192,27 @@ def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
     if kind == "solved":
         profile = _on_twin(draw, _observe_sliced if draw.slices_loss else lowtide.observe)
         plan = random_plan(profile, seed, made=r.choice((0.3, 0.5, 1.0)), swapped=r.choice((0.0, 0.3, 1.0)))
-        plan = dataclasses.replace(plan, loss=profile.loss)
+        plan = dataclasses.replace(plan, loss=profile.loss, optimizer=_placement(draw))
         return Rig(_applying(plan), draw.engine)
-    more = {"optimizer": "swap"} if draw.state == "by plan" else {}
+    more: dict[str, Any] = _moving(draw, "swap")
     if draw.slices_loss:
         more["loss"] = "sliced"
     return Rig(_applying({**_rules(kind, draw, r), **more}), draw.engine)
+
+
+def _moving(draw: Any, state: str) -> dict[str, Any]:
+    """What `memory` says of the optimizer's state."""
+    if not draw.state.endswith("by plan"):
+        return {}
+    return {"optimizer": {"state": state, "overlap": "deferred" if draw.state == "deferred by plan" else "auto"}}
+
+
+def _placement(draw: Any) -> OptimizerPlacement | None:
+    """The same in a plan that nobody has solved for it; a bucket for each weight."""
+    if not draw.state.endswith("by plan"):
+        return None
+    overlap: Any = "deferred" if draw.state == "deferred by plan" else Random(f"{draw.seed} overlap").choice(_OVERLAPS)
+    return OptimizerPlacement(moved_bytes=None, bucket_bytes=4096, overlap=overlap, reason="drawn")
 
 
 def _observe_sliced(model: nn.Module, batch: Any) -> Any:
@@ -252,7 +269,7 @@ def _limits(r: Random) -> dict[str, Any]:
 
 def _optimized(draw: Any, r: Random) -> Rig:
     share, limits, is_counted = r.choice((0.0, 0.05, 0.2, 0.8, 1.5)), {**MEMORY, **_limits(r)}, r.random() < 0.6
-    limits |= {"optimizer": "auto"} if draw.state == "by plan" else {}
+    limits |= _moving(draw, Random(f"{draw.seed} moved").choice(("auto", "swap")))
     peak, floor = plain_peak(draw), None
 
     def apply(budget: int) -> Callable[..., Any]:
@@ -303,4 +320,5 @@ def _planned(draw: Any, r: Random) -> Rig:
     except BudgetError as error:
         raise Broken(f"refused a budget above its own floor, {floor} bytes: {error}") from error
     # Planned without the optimizer's state, which SGD with momentum has from the second step on.
+    made = dataclasses.replace(made, optimizer=_placement(draw))
     return Rig(_applying(made), draw.engine, budget, is_counted and draw.is_lean and draw.optimizer == "sgd")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -223,20 +225,114 @@ def test_buckets_that_come_ahead_take_no_more_than_their_places() -> None:
     handle.detach()
 
 
-def test_gradients_that_are_written_to_are_refused() -> None:
+def _halve(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(0.5)
+
+
+def _replace(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+_WRITES: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], None], str]] = {
+    "zero_grad": (
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        "gradients were written to before the deferred update that needs them; use zero_grad(set_to_none=True), or "
+        "call handle.flush() first",
+    ),
+    "last gradient": (
+        lambda model, optimizer: _halve(list(model.parameters())[-1].grad),
+        "gradients were written to before the deferred update that needs them; use zero_grad(set_to_none=True), or "
+        "call handle.flush() first",
+    ),
+    "parameter": (
+        lambda model, optimizer: _halve(list(model.parameters())[-1]),
+        "parameters were written to before the deferred update of them; call handle.flush() first",
+    ),
+    "data": (
+        lambda model, optimizer: _replace(list(model.parameters())[-1]),
+        "parameters were written to before the deferred update of them; call handle.flush() first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _WRITES)
+def test_what_is_written_to_before_its_update_is_refused_and_a_checkpoint_mends_it(name: str) -> None:
+    """Nobody could do such a step to the bits of plain; and nobody is left with an optimizer that does nothing more."""
+    write, words = _WRITES[name]
     torch.manual_seed(0)
     model = Tower()
     optimizer = _make("AdamW", model)
     handle = swapped(optimizer, VirtualEngine(0), overlap="deferred", model=model)
+
+    def step() -> None:
+        model(torch.ones(3, 24)).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step()
+    peak_bytes = handle.stats.bucket_peak_bytes
+    write(model, optimizer)
+    full = f"lowtide: {words}. This step cannot be done any more: load a checkpoint"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(full)}$"):
+        model(torch.ones(3, 24))
+    with pytest.raises(RuntimeError, match=r"^lowtide: step: the last step stopped half-way .* load a checkpoint$"):
+        optimizer.step()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    optimizer.zero_grad()
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+    assert handle.stats.bucket_peak_bytes == peak_bytes
+    handle.detach()
+    truth = Tower()
+    plain = _make("AdamW", truth)
+    truth.load_state_dict(saved[0])
+    plain.load_state_dict(saved[1])
+    for _ in range(2):
+        truth(torch.ones(3, 24)).sum().backward()
+        plain.step()
+        plain.zero_grad()
+    _assert_same((result_of(list(model.parameters()), optimizer), []), (result_of(list(truth.parameters()), plain), []))
+
+
+def test_after_a_write_that_is_refused_the_swap_can_be_taken_off() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    engine = VirtualEngine(0)
+    handle = swapped(optimizer, engine, overlap="deferred", model=model)
     for _ in range(2):
         model(torch.ones(3, 24)).sum().backward()
         optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    with pytest.raises(
-        RuntimeError, match=r"^lowtide: gradients were written to before the deferred update that needs"
-    ):
-        model(torch.ones(3, 24))
-    del handle
+    with pytest.raises(RuntimeError, match=r"^lowtide: gradients were written to"):
+        handle.detach()
+    handle.detach()
+    assert engine.num_slots == 0
+    assert "step" not in vars(optimizer)
+
+
+def test_parameters_that_are_parts_of_one_tensor_are_not_taken_for_written_to() -> None:
+    """torch counts versions of a tensor and its views together: another optimizer's step counts for these too."""
+    flat = torch.linspace(-1, 1, 2 * 24 * 24)
+    model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False))
+    for number, layer in enumerate(model):
+        layer.weight = nn.Parameter(flat[number * 576 : (number + 1) * 576].view(24, 24))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    other = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    handle = swapped(optimizer, VirtualEngine(0), overlap="deferred", model=model)
+    for _ in range(3):
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+    assert handle.stats.num_steps == 3
+    handle.detach()
 
 
 def test_a_grad_scaler_that_leaves_infs_to_the_optimizer_defers_nothing() -> None:

@@ -158,7 +158,7 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
 ) -> None:
     """Its state is elsewhere between steps, and comes through buckets that are larger than all activations."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stage = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    stage = nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))
     optimizer = torch.optim.AdamW(stage.parameters())
     schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=1)
     pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
@@ -171,7 +171,7 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
             optimizer.zero_grad()
         assert plans.optimizer_swap is not None
         stats = plans.optimizer_swap.stats
-        assert stats.swapped_bytes == 2 * 2 * 256 * 256 * 4
+        assert stats.swapped_bytes == 5 * 2 * 256 * 256 * 4
         weights = sum(parameter.nbytes for parameter in stage.parameters())
         assert stats.bucket_peak_bytes > weights
         peak_bytes = plans.found.peak_bytes

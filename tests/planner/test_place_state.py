@@ -20,7 +20,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.by_rules import problem_of
-from lowtide.planner.place_state import batch_tokens, bucket_size, placed_fates, shares_of
+from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_temporaries, placed_fates, shares_of
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.state_items import StateShares, in_order, with_state
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
@@ -219,9 +219,17 @@ def test_temporaries_are_those_of_one_bucket() -> None:
     large = profile_of(temporaries=4096 * MIB)
     keep, swap = (planned(kind, 8192 * MIB, large).predicted for kind in ("keep", "swap"))
     assert keep is not None and swap is not None
-    assert keep.floor_bytes == (128 + 128 + 256 + 4096) * MIB
+    assert keep.floor_bytes == (128 + 128 + 256 + 4096) * MIB + large.state.inputs
     bucket = bucket_size(large.state, LINK)
-    assert swap.floor_bytes == pytest.approx((128 + 128 + 512) * MIB + 3 * bucket, abs=1024)
+    assert swap.floor_bytes == pytest.approx((128 + 128 + 512) * MIB + 3 * bucket + large.state.inputs, abs=1024)
+
+
+def test_or_those_of_what_is_stepped_at_once() -> None:
+    """Where parameters step one after the other, the largest one has them all, and a bucket may be of it alone."""
+    at_once = StateBytes(optimizer_movable=800, optimizer_temporaries=400)
+    assert [bucket_temporaries(at_once, nbytes) for nbytes in (100, 800, 900)] == [50, 400, 400]
+    one_by_one = dataclasses.replace(at_once, optimizer_share_at_once=0.25)
+    assert [bucket_temporaries(one_by_one, nbytes) for nbytes in (100, 200, 800)] == [200, 400, 400]
 
 
 def test_the_ladder_has_a_column_for_it() -> None:

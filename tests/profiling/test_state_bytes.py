@@ -43,6 +43,27 @@ def test_a_bucket_must_hold_the_largest_parameter() -> None:
     assert counted(torch.optim.AdamW).optimizer_unit == 2 * 4 * LARGE
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_groups", "expected"),
+    [
+        ({"foreach": True}, 1, 1.0),
+        ({"foreach": True}, 2, 2 / 3),
+        ({"foreach": False}, 1, 1 / 2),
+        ({"fused": True}, 1, 1.0),
+    ],
+)
+def test_temporaries_are_of_what_is_stepped_at_once(settings: dict, num_groups: int, expected: float) -> None:
+    """A list of a group's parameters; or one parameter after the other, while what the last one needed is there yet; a
+    fused step has none."""
+    parameters = [nn.Parameter(torch.zeros(128, 128)) for _ in range(3)]
+    groups = [{"params": parameters[number::num_groups]} for number in range(num_groups)]
+    optimizer = torch.optim.AdamW(groups, **settings)
+    model = nn.ParameterList(parameters)
+    state = state_bytes(model, inputs=0, optimizer=optimizer, device_type="cpu", is_accelerator=False)
+    assert (state.optimizer_temporaries == 0) == bool(settings.get("fused"))
+    assert state.optimizer_share_at_once == pytest.approx(expected, rel=0.01)
+
+
 class Own(torch.optim.AdamW):
     """A user's: nobody knows what it looks at."""
 

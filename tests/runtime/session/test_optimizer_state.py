@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -109,14 +110,15 @@ def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_
 def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any) -> None:
     """Also for batches of other sizes, which get plans of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, optimizer = build()
+    model, optimizer = build(8)
+    moved_bytes = STATE_BYTES // 3 * 8
     sizes = (64, 64, 96, 64, 96)
     memory = {"min_bytes": "1KiB", "optimizer": "keep"}
     with pytest.raises(lowtide.BudgetError) as caught:
         lowtide.plan(model, (rows(0, 96),), budget=1024, memory=memory, optimizer=optimizer)
     floor_bytes = caught.value.floor_bytes
     memory["optimizer"] = "auto"
-    budget = floor_bytes - STATE_BYTES // 4
+    budget = floor_bytes - moved_bytes // 4
     with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1") as tide:
         losses = []
         for seed, num_rows in enumerate(sizes):
@@ -131,8 +133,34 @@ def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any
             optimizer.zero_grad()
             losses.append(loss.detach())
         assert tide.plan is not None and tide.plan.optimizer is not None and tide.plan.optimizer.moves
-        assert tide.optimizer_swap is not None and tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES
-        assert_plain(everything(losses, model, optimizer), sizes)
+        assert tide.optimizer_swap is not None and tide.optimizer_swap.stats.swapped_bytes >= moved_bytes // 4
+        assert_plain(everything(losses, model, optimizer), sizes, num_layers=8)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_state", "foreach"), [("auto", False), ("swap", True), ({"state": "swap", "overlap": "deferred"}, False)]
+)
+def test_the_least_that_is_named_holds_the_step_of_the_optimizer_too(optimizer_state: Any, foreach: bool) -> None:
+    """With few rows nothing is larger: buckets, what the optimizer needs beside one, gradients and the batch."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True, foreach=foreach)
+    memory = {"min_bytes": 0, "optimizer": optimizer_state, "race": False}
+
+    def optimize(budget: int) -> Any:
+        return lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1")
+
+    with optimize(1024) as refused, pytest.raises(lowtide.BudgetError) as caught:
+        refused.model(rows(0, 4))
+    budget = caught.value.floor_bytes + 64
+    with optimize(budget) as tide:
+        for seed in range(3):
+            batch = rows(seed, 4)
+            with tide.audit() if seed else contextlib.nullcontext() as audit:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert audit is None or audit.peak_bytes <= budget
 
 
 def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
