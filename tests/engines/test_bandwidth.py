@@ -106,6 +106,16 @@ def test_where_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert cache_path() == tmp_path / "lowtide" / "links.json"
 
 
+def test_what_was_measured_in_another_way_is_measured_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+    measure_link(Counted(), CPU, cache=cache)
+    ((key, known),) = json.loads(cache.read_text()).items()
+    cache.write_text(json.dumps({key.replace(" 2nd", ""): known}))
+    engine = Counted()
+    measure_link(engine, CPU, cache=cache)
+    assert engine.num_probes > 0
+
+
 def test_what_another_version_has_written_is_measured_anew(tmp_path: Path) -> None:
     cache = tmp_path / "links.json"
     link = measure_link(Counted(), CPU, cache=cache)
