@@ -29,7 +29,7 @@ from benchmarks.children import say
 from benchmarks.record import RESULTS, Record
 
 Row = dict[str, Any]
-KEYS = ("model", "batch", "sequence", "method", "setting", "measure")
+KEYS = ("model", "batch", "sequence", "vocabulary", "optimizer", "method", "setting", "measure")
 """What tells one row from another where there are no pieces; a row need not have all."""
 
 _WORTH_ANOTHER_TRY = ("TimeoutError", "the process ended", "plain could not run")

@@ -35,6 +35,14 @@ def test_every_row_is_written_at_once(tmp_path: Path) -> None:
     assert [row["error"] for row in read(rows.path).rows] == ["later", None]
 
 
+def test_two_questions_of_one_model_have_rows_of_their_own(tmp_path: Path) -> None:
+    """`benchmarks.largest` asks forward and backward alone, and then whole steps with another vocabulary."""
+    rows = Rows(blank(), folder=tmp_path)
+    for more in ({}, {"vocabulary": 16384, "optimizer": "adamw"}, {"vocabulary": 16384, "optimizer": "none"}):
+        rows.add({"model": "llama", "method": "plain", "measure": "batch", **more})
+    assert len(read(rows.path).rows) == 3
+
+
 def test_a_run_that_resumes_keeps_what_is_there(tmp_path: Path) -> None:
     first = Rows(blank(["one"], dtype="float32"), folder=tmp_path)
     first.add({"model": "llama", "method": "plain", "setting": None})
