@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,6 +37,10 @@ MEMORY = {
 }
 
 
+# Not "lowtide" anywhere in the path: a clone, and so the virtual environment in it, may be called so too.
+PACKAGE = str(Path(lowtide.__file__).parent) + os.sep
+
+
 class Interrupt:
     """Inside, Ctrl-C comes at the n-th bytecode of the runtime's functions with such names."""
 
@@ -52,7 +58,7 @@ class Interrupt:
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if "lowtide" not in code.co_filename or not self._is_hit(code.co_name):
+        if not code.co_filename.startswith(PACKAGE) or not self._is_hit(code.co_name):
             return None
         frame.f_trace_opcodes = True
         return self._step
