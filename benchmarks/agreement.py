@@ -43,53 +43,21 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     good = [row for row in rows if not row.get("error")]
     groups = dict.fromkeys((row["model"], row.get("scale")) for row in good)
     by_group = {group: [row for row in good if (row["model"], row.get("scale")) == group] for group in groups}
-    learned = {group: learned_ratios(members) for group, members in by_group.items()}
-    result = [_summary_of(*group, members, learned[group]) for group, members in by_group.items()]
-    if not any(learned.values()):
-        return result
-    pairs = [pair for group, members in by_group.items() for pair in zip(members, learned[group], strict=True)]
+    result = [_summary_of(*group, members) for group, members in by_group.items()]
+    timed = [row for row in good if "seconds_median" in row]
     for name, is_long in (("steps above 100 ms", True), ("shorter steps", False)):
-        some = [(row, ratio) for row, ratio in pairs if (row["seconds_median"] > LONG_SECONDS) == is_long]
+        some = [row for row in timed if (row["seconds_median"] > LONG_SECONDS) == is_long]
         if some:
-            result.append({"model": name, "num_plans": len(some), **_time_errors(*map(list, zip(*some, strict=True)))})
+            result.append({"model": name, "num_plans": len(some), **_time_errors(some)})
     return result
 
 
-def learned_ratios(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """For each row the time that prices give which all other rows and the plain step show; None where they tell
-    nothing. Empty for rows that do not have the parts.
-
-    The plain step ran in turn with every plan, and times are multiples of it: 1, with nothing in it but compute."""
-    from lowtide.planner.learned import Raced, learned_prices
-
-    if not all("rest_ratio" in row for row in rows):
-        return []
-    raced = [
-        Raced(
-            rest=row["rest_ratio"], touch=row["touch_ratio"], copies=row["copies_ratio"], measured=row["ratio_median"]
-        )
-        for row in rows
-    ]
-    plain = Raced(rest=1.0, touch=0.0, copies=0.0, measured=1.0)
-    result = []
-    for place, own in enumerate(raced):
-        prices = learned_prices([*raced[:place], *raced[place + 1 :], plain])
-        result.append(None if prices is None else prices.step(own))
-    return result
-
-
-def _time_errors(rows: Sequence[Mapping[str, Any]], learned: Sequence[float | None]) -> Row:
+def _time_errors(rows: Sequence[Mapping[str, Any]]) -> Row:
     times = [100 * abs(row["predicted_ratio"] / row["ratio_median"] - 1) for row in rows]
-    found: Row = {"time_error_median_percent": statistics.median(times), "time_error_worst_percent": max(times)}
-    pairs = zip(rows, learned, strict=True) if learned else []
-    after = [100 * abs(ratio / row["ratio_median"] - 1) for row, ratio in pairs if ratio is not None]
-    if after:
-        found["learned_time_error_median_percent"] = statistics.median(after)
-        found["learned_time_error_worst_percent"] = max(after)
-    return found
+    return {"time_error_median_percent": statistics.median(times), "time_error_worst_percent": max(times)}
 
 
-def _summary_of(name: str, scale: int | None, rows: Sequence[Mapping[str, Any]], learned: list[float | None]) -> Row:
+def _summary_of(name: str, scale: int | None, rows: Sequence[Mapping[str, Any]]) -> Row:
     peaks = [100 * abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) for row in rows]
     said, measured = ([row[key] for row in rows] for key in ("predicted_ratio", "ratio_median"))
     return {
@@ -99,7 +67,7 @@ def _summary_of(name: str, scale: int | None, rows: Sequence[Mapping[str, Any]],
         "peak_error_median_percent": statistics.median(peaks),
         "peak_error_worst_percent": max(peaks),
         "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in rows),
-        **_time_errors(rows, learned),
+        **_time_errors(rows),
         "tau": kendall_tau(said, measured),
         "tau_of_clear_pairs": kendall_tau(said, measured, least=CLEAR),
         "tau_of_measured_with_itself": kendall_tau(

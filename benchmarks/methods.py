@@ -25,9 +25,6 @@ from benchmarks.children import CannotRunError
 from benchmarks.peaks import Running
 from benchmarks.subjects import Subject
 
-_RACE_STEPS = 25
-"""Within which the autopilot has found the fastest of its plans (docs/autopilot.md)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -289,8 +286,7 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) 
             "predicted_ratio": predicted.step_seconds / predicted.plain_seconds,
             "gap": predicted.gap,
             "planning_seconds": sum(event.seconds for event in tide.events),
-            "num_plans": sum(not event.why.startswith("race: ") for event in tide.events),
-            "raced": tide.plan.raced,
+            "num_plans": len(tide.events),
             "loss": tide.plan.loss,
             "state_bytes_moved": 0 if tide.plan.optimizer is None else tide.plan.optimizer.moved_bytes,
         }
@@ -299,8 +295,8 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) 
         assert tide.tide is not None
         return tide.tide.audit()
 
-    # Observe, compare, and until the plans have raced.
-    return _under(subject, tide, lambda: tide.stats, audit, facts, warm_up_steps=4 + _RACE_STEPS)
+    # Observe, compare, and correct.
+    return _under(subject, tide, lambda: tide.stats, audit, facts)
 
 
 def _lowtide_keep(subject: Subject, setting: float | None, budget_bytes: int | None) -> Running:

@@ -5,13 +5,12 @@
 Each of three models is observed once, on a CPU in two sizes: with short steps and, twice as wide and with twice the
 batch, with steps above 100 ms. Then come random plans: half of them are the solver's for a random budget between
 the floor and the plain peak, half are random fates, one drawn for each layer. Each is carried out by the runtime beside
-a copy of the model without one: in turns of two steps, of which the first is not counted, as in the autopilot's race;
+a copy of the model without one: in turns of two steps, of which the first is not counted;
 each turn begins with the heap given back, or the plain step would pay for what the planned one left. Compared are
 
 - the peak: the plan's, and that of a step in which every live byte is counted (on an accelerator: the allocator's own);
-- the step time as a multiple of plain's: predicted, and the median over rounds. Predicted twice: by the plan, from what
-  was known before anything ran under one; and (`learned`) by the prices that the model's other plans and the plain step
-  show, found as the autopilot finds them in a race (planner/learned.py). The plan itself is not among those.
+- the step time as a multiple of plain's: predicted by the plan, from what was known before anything ran under
+  one, and the median over rounds.
 
 A shared CPU is noisy, so the order counts too: Kendall's tau between predicted and measured times over the plans of a
 model, and between measurements of odd and of even rounds, which is what a perfect prediction could reach. Loss and
@@ -166,10 +165,9 @@ def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tup
     return plan_profile(subject.profile, load_memory(memory), **prices, time_limit_seconds=2.0), how
 
 
-def measure_plan(subject: Subject, plan: lowtide.Plan, link: Any, rounds: int) -> Row:
-    """What the plan, made for `link`, says beside what it does."""
+def measure_plan(subject: Subject, plan: lowtide.Plan, rounds: int) -> Row:
+    """What the plan says beside what it does."""
     import lowtide
-    from lowtide.planner.learned import raced_parts
 
     assert plan.predicted is not None
     seconds: dict[str, list[float]] = {"plain": [], "planned": []}
@@ -184,15 +182,12 @@ def measure_plan(subject: Subject, plan: lowtide.Plan, link: Any, rounds: int) -
         is_equal = subject.is_equal()
         peak_bytes = subject.peak_bytes(tide)
     ratios = [ours / theirs for ours, theirs in zip(seconds["planned"], seconds["plain"], strict=True)]
-    said, parts = plan.predicted, raced_parts(plan, link, 0.0)
+    said = plan.predicted
     return {
         "ratio_median": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "predicted_ratio": said.pass_seconds / said.plain_seconds,
-        "rest_ratio": parts.rest / said.plain_seconds,
-        "touch_ratio": parts.touch / said.plain_seconds,
-        "copies_ratio": parts.copies / said.plain_seconds,
         "ratio_of_odd_rounds": statistics.median(ratios[::2]),
         "ratio_of_even_rounds": statistics.median(ratios[1::2] or ratios),
         "peak_bytes": peak_bytes,
@@ -243,8 +238,7 @@ def main(argv: Sequence[str]) -> int:
             "Peaks on a CPU are counted byte by byte in a step of their own; on an accelerator they are the "
             "allocator's.",
             "Times are multiples of a plain step, in turns with which each planned step ran; each turn begins with the "
-            "heap given back, and its first step is not counted. `time error` is that of the plan, before anything was "
-            "learned, `learned time error` that of prices which the model's other plans and the plain step show. "
+            "heap given back, and its first step is not counted. `time error` is that of the plan. "
             "`scale` is times hidden and batch.",
             "`tau` is the agreement of the "
             "predicted with the measured order, `tau of clear pairs` the same for pairs predicted to be a twentieth of "
@@ -281,7 +275,7 @@ def _measurer(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], Row]:
         if not links:
             links.append(_link(subject))
         plan, how = draw_plan(subject, links[0], f"{args.seed} {name} {draw}", is_by_budget=draw % 2 == 0)
-        return {"plan": how, **measure_plan(subject, plan, links[0], args.rounds)}
+        return {"plan": how, **measure_plan(subject, plan, args.rounds)}
 
     return measure
 

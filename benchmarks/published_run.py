@@ -150,7 +150,7 @@ def _in_force(
     if method == "lowtide, throttled link":
         engine = ThrottledEngine(engine, args.link, device)
     budget = parse_bytes(args.cap) - parse_bytes(args.reserved)
-    tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": args.min_bytes, "race": False}, engine=engine)
+    tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": args.min_bytes}, engine=engine)
     try:
         yield lambda: _facts(tide, args.rounds, real), tide
     finally:

@@ -29,7 +29,7 @@ def test_a_budget_holds_to_the_byte_and_changes_no_bit(rules: dict[str, Any]) ->
     before = num_frames()
     for budget in ("1MiB", "180KiB", "150KiB"):
         model = build(**HABITS)
-        memory = {"min_bytes": 1, "race": False, **rules}
+        memory = {"min_bytes": 1, **rules}
         with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1") as tide:
             assert_same(train(model, ROWS), truth)
             assert tide.plan is not None and tide.stats is not None and tide.tide is not None
@@ -76,7 +76,7 @@ def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.Monke
     before = num_frames()
     for rules in ({}, {"swap": "none"}):
         model = build(**how)
-        memory = {"min_bytes": 1, "race": False, **rules}
+        memory = {"min_bytes": 1, **rules}
         with lowtide.optimize(model, budget="80KiB", memory=memory, engine="virtual:1") as tide:
             assert_same(train(model, ROWS), truth)
             assert tide.stats is not None
@@ -148,7 +148,7 @@ def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> N
     for share in (1.0, 0.8):
         model = compiled()
         budget: Any = int(share * whole_bytes) if whole_bytes else "1GiB"
-        memory = {"min_bytes": 1, "race": False}
+        memory = {"min_bytes": 1}
         with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:2") as tide:
             assert_same(steps(model), truth)
             assert tide.plan is not None and tide.stats is not None

@@ -16,7 +16,6 @@
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit
       optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps; or
       #          {state: auto, overlap: deferred}, where updates may also wait for the next forward pass
-      race: true                               # try a few plans on real steps, and keep the fastest
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
 budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
@@ -116,9 +115,6 @@ class MemoryConfig:
     """How recipes are proven. full: in every forward pass, by all operators that ran, at a price that the solver knows.
     sampled: so in the first forward pass and in every 64th; between them by what autograd's graph shows and by
     fingerprints, which do not see frozen weights and numbers that change few values."""
-    race: bool | None = None
-    """Whether a few plans are tried on real steps, and the fastest stays. false: the plan is the solver's, whatever the
-    clock says. Absent: true with a budget."""
     layers: tuple[str, ...] | None = None
     """Dotted names of the layers, in order of the forward pass, for models where they are not found by themselves."""
     locations: Locations = field(default_factory=lambda: Locations(prefix="memory"), compare=False, repr=False)
@@ -131,8 +127,6 @@ class MemoryConfig:
         for key in ("recompute", "swap"):
             if not self.has_budget and getattr(self, key) == "auto":
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
-        if self.race and not self.has_budget:
-            raise FieldError("race", "true needs a budget to plan for; write e.g. budget: 20GiB")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
@@ -183,11 +177,6 @@ class MemoryConfig:
     def swaps_freely(self) -> bool:
         """Whether the solver may swap what no rule names."""
         return self.has_budget and self.swap in (None, "auto")
-
-    @property
-    def races(self) -> bool:
-        """Whether plans are tried on real steps."""
-        return self.has_budget and self.race is not False
 
     @property
     def slices_loss(self) -> dict[str, bool]:

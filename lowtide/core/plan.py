@@ -56,8 +56,6 @@ class Plan:
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: nobody asked, and it stays."""
-    raced: str = ""
-    """What it was tried beside on real steps, and how long those took; empty where it was not."""
     audited_peak_bytes: int | None = None
     """The peak of steps in which every live byte was counted (`tide.audit()`), to stand beside the predicted one."""
 
@@ -111,7 +109,6 @@ class Plan:
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],
             "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
-            **({"raced": self.raced} if self.raced else {}),
             **({} if self.audited_peak_bytes is None else {"audited_peak_bytes": self.audited_peak_bytes}),
             "sites": [_site_to_dict(site) for site in self.sites],
         }
@@ -144,7 +141,6 @@ class Plan:
                 predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
                 account=tuple(AccountLine(**line) for line in document["account"]),
                 optimizer=_placement_from_dict(document.get("optimizer")),
-                raced=document.get("raced", ""),
                 audited_peak_bytes=document.get("audited_peak_bytes"),
             )
             digest, own_digest = document["digest"], plan.digest()

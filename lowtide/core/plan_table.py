@@ -50,8 +50,6 @@ class TabledPlan(Protocol):
     @property
     def optimizer(self) -> OptimizerPlacement | None: ...
     @property
-    def raced(self) -> str: ...
-    @property
     def audited_peak_bytes(self) -> int | None: ...
     @property
     def is_solved(self) -> bool: ...
@@ -346,7 +344,6 @@ def promise_lines(plan: TabledPlan) -> list[str]:
         f", floor {format_bytes(predicted.floor_bytes)}",
         _time_line(predicted),
         f"certainty: {predicted.certainty}",
-        *([f"race: {plan.raced}"] if plan.raced else []),
         *why_unswapped(plan),
     ]
 
@@ -370,8 +367,8 @@ def _time_line(predicted: Prediction) -> str:
 
 
 def why_unswapped(plan: TabledPlan) -> list[str]:
-    """One line where a price is why nothing is swapped. After a race that is why."""
-    seconds = plan.predicted.swap_excess_seconds if plan.predicted is not None and not plan.raced else 0.0
+    """One line where a price is why nothing is swapped."""
+    seconds = plan.predicted.swap_excess_seconds if plan.predicted is not None else 0.0
     if not seconds:
         return []
     return [f"no activation is swapped: that would take {format_seconds(seconds)} more, to take freed memory again"]

@@ -188,7 +188,6 @@ class FilePlans:
         say: Callable[[str], None] | None,
     ) -> None:
         self.budget_bytes: int | None = None
-        self.races = False
         self.resolution = resolution
         self.file_plan: FilePlan | None = None
         """The plan in force and its table; None before the first step."""
@@ -220,10 +219,6 @@ class FilePlans:
         ]:
             self._say_once(line)
         return self.file_plan.plan
-
-    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
-        """None: what is written is done."""
-        return {}
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """The first rank's plan, with this rank's own process groups in it."""

@@ -13,7 +13,7 @@ time, so they are two to three times those of toy models (docs/LOG.md, "What swa
 
 On an accelerator the host runs ahead of the device, so recipes and layers have no such price there; not yet measured on
 a GPU. Cost: one pass over the nodes.
-Not covered: what each machine takes; a race finds that out (planner/learned.py).
+Not covered: what each machine takes.
 """
 
 from __future__ import annotations

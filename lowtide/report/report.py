@@ -201,8 +201,6 @@ def remarks_of(plan: Plan) -> list[str]:
         f"How sure: {predicted.certainty}; at most {100 * predicted.gap:.1f} % from the fastest plan possible on this "
         "clock."
     ]
-    if plan.raced:
-        remarks.append(f"The race on real steps: {plan.raced}.")
     remarks += [f"{line[0].upper()}{line[1:]}." for line in why_unswapped(plan)]
     if plan.does_nothing:
         remarks.append("This plan does nothing: everything fits.")

@@ -1,7 +1,7 @@
 """What a run of `lowtide train` leaves for its report, kept up to date while it goes on.
 
 What: run.json (how the run stands), plan.json, step.json (the plan on the clock) and events.json (what the autopilot
-decided, and its races) of the first rank; rank-R.json (its last step) of each rank of a pipeline. Each file is replaced
+decided) of the first rank; rank-R.json (its last step) of each rank of a pipeline. Each file is replaced
 as a whole, so a reader never sees half of one.
 A full disk ends no training: what cannot be written is left out, which is said once.
 Cost: a run of the timeline for each plan that is made; a file of a rank each 16 steps. Not covered: metrics.jsonl,
@@ -23,7 +23,6 @@ from lowtide.report.rank_step import RankStep
 from lowtide.report.run_state import RunState
 from lowtide.report.story import Story, story_of, story_to_json
 from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.phases import Phase
 from lowtide.runtime.autopilot.plan_source import BudgetSource
 
 METRICS, RUN, PLAN, STEP, EVENTS = "metrics.jsonl", "run.json", "plan.json", "step.json", "events.json"
@@ -75,9 +74,8 @@ class RunFiles:
             self._write(RUN, run_state.to_json(state))
 
     def follow(self, handle: Any) -> None:
-        """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing, and
-        neither does a race: its plans take turns, and one of them stays."""
-        if not isinstance(handle, Autopilot) or handle.phase is Phase.RACING or self._num_writes == _MOST_WRITES:
+        """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing."""
+        if not isinstance(handle, Autopilot) or self._num_writes == _MOST_WRITES:
             return
         plan = handle.plan
         if plan is None or plan.predicted is None:

@@ -380,8 +380,6 @@ def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoR
         fail("memory.preset", f"'memory.preset' {PRESET_OF_STAGES.format(memory.preset)}")
     if memory.loss == "sliced":
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
-    if memory.race:
-        fail("memory.race", "'memory.race' cannot be true beside 'pipeline': plans of stages do not race; leave it out")
 
 
 def _model(

@@ -105,7 +105,7 @@ def _train(config: Config, *, attaches: bool = True) -> tuple[list[float], list[
 
 WISHES: dict[str, dict[str, Any]] = {
     "roomy": {"budget": "1GiB"},
-    "tight": {"budget": "270KiB", "memory": {"min_bytes": 0, "recompute": "none", "race": False}},
+    "tight": {"budget": "270KiB", "memory": {"min_bytes": 0, "recompute": "none"}},
     "rules": {"memory": {"swap": "all", "min_bytes": 0}},
 }
 

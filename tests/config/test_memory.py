@@ -58,12 +58,6 @@ def test_every_key(in_tmp: Path) -> None:
     ]
 
 
-def test_plans_race_with_a_budget_unless_they_must_not() -> None:
-    assert load_memory({"budget": "1GiB"}).races and load_memory({"budget": "1GiB", "race": True}).races
-    assert not load_memory({"budget": "1GiB", "race": False}).races
-    assert not load_memory({"race": False}).races and not load_memory({}).races
-
-
 def test_the_memory_section_of_a_run_file(in_tmp: Path) -> None:
     Path("run.yaml").write_text("model: {hidden: 8}\nmemory:\n  recompute: all\n")
     (rule,) = load_memory(Path("run.yaml")).rules().rules
@@ -80,10 +74,10 @@ def test_nothing_asked_is_nothing_done() -> None:
 def test_what_leaves_the_budget_to_the_device_sets_the_solver_free_too() -> None:
     for written in ({"budget": "90%"}, {"budget": "AUTO"}, {"budget": " 12.5 % "}, {"preset": "balanced"}):
         config = load_memory(written)
-        assert config.has_budget and config.recomputes_freely and config.swaps_freely and config.races
+        assert config.has_budget and config.recomputes_freely and config.swaps_freely
         assert config.slices_loss == {"may": True, "must": False}
     assert load_memory({"budget": " 12.5 % "}).budget == Share(Fraction(25, 2))
-    assert load_memory({"recompute": "auto", "race": True, "preset": "fastest"}).preset == "fastest"
+    assert load_memory({"recompute": "auto", "preset": "fastest"}).preset == "fastest"
 
 
 def test_bytes_ask_no_device() -> None:
@@ -153,8 +147,6 @@ def test_a_budget_sets_the_solver_free() -> None:
             "memory.preset: expected fastest, balanced, smallest or null, not 'smalest'; did you mean 'smallest'?",
         ),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
-        ({"race": True}, "memory.race: true needs a budget to plan for; write e.g. budget: 20GiB"),
-        ({"budget": 1, "race": "sometimes"}, "memory.race: expected true, false or null, not 'sometimes'"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         (
             {"optimizer": "host"},
@@ -196,11 +188,11 @@ def test_mistakes(mapping: dict[str, Any], message: str) -> None:
         ("memroy: {swap: all}\n", "run.yaml:1:1: unknown section 'memroy'; did you mean 'memory'?"),
         ("train: {steps: 1}\nmemmory: {}\n", "run.yaml:2:1: unknown section 'memmory'; did you mean 'memory'?"),
         ("model: {path: x}\n", "run.yaml:1:1: missing section 'memory'; write 'memory:' and its keys below it: budget, "
-         "preset, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, check, race, "
+         "preset, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, check, "
          "layers"),
         ("budgett: 1GiB\n", "run.yaml:1:1: unknown key 'budgett'; did you mean 'budget'?"),
         ("[a]\n", "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: budget, preset, "
-         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, check, race, layers"),
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, min_bytes, check, layers"),
     ],
 )  # fmt: skip
 def test_a_file_without_the_section(in_tmp: Path, text: str, message: str) -> None:

@@ -16,7 +16,7 @@ PRINTED = (
     "plan", "peak", "budget", "everything kept", "floor", "stalls", "recompute", "certainty", "sites", "anchors",
     "check", "recipe", "weights", "optimizer state", "buffers and batch", "gradients", "activations",
     "head, loss, temporaries", "at the worst moment", "kept", "swapped", "recomputed", "away and back", "prefetch",
-    "tier", "sites each", "gap", "layers", "link", "race", "preset", "min_bytes",
+    "tier", "sites each", "gap", "layers", "link", "preset", "min_bytes",
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_the_python_of_the_page_on_adapters_runs(
     assert len(starts) == 4
     for number, code in enumerate(starts, start=1):
         assert code.count('"run.html"') == 1
-        quick = code.replace("run.html", "run.json").replace('"min_bytes": 0', '"min_bytes": 0, "race": False')
+        quick = code.replace("run.html", "run.json").replace('"min_bytes": 0', '"min_bytes": 0')
         exec(compile(quick, f"adapters.md, block {number}", "exec"), {"__name__": "x"})
         tiles = {tile["what"]: tile for tile in json.loads(Path("run.json").read_text())["figures"]}
         assert {"peak, predicted", "everything kept", "peak, measured"} <= tiles.keys()

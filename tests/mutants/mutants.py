@@ -52,9 +52,6 @@ _DEFERRED = "optimizer/test_deferred.py"
 _PLACES = "planner/test_place_state.py"
 _OVERLAP = "pipeline/test_overlap.py"
 _OVERLAP_FIGURES = "benchmarks/test_overlap_figures.py"
-_RACE = "runtime/autopilot/test_race.py"
-_RACED = "runtime/autopilot/test_race_of_plans.py"
-_STEP_CLOCK = "runtime/autopilot/test_step_clock.py"
 
 HOOKS = [
     Mutant(
@@ -1483,6 +1480,15 @@ BUDGETS = [
         ("planner/test_problem.py::test_what_can_have_only_one_fate_is_no_item",),
         "what something else holds anyway is swapped: no byte is saved, and the plan says it is",
     ),
+    Mutant(
+        "swaps-a-little-for-nothing",
+        "budgets",
+        "planner/fastest.py",
+        "        if excess_seconds <= 0.0:\n",
+        "        if excess_seconds <= found.touch_seconds:\n",
+        (f"{_FASTEST}::test_no_plan_is_slower_than_the_better_of_both",),
+        "a step on the CPU is up to half again as long as that of a plan that swaps nothing",
+    ),
 ]
 
 CHECKPOINTS = [
@@ -2057,144 +2063,6 @@ PIPELINE = [
     ),
 ]
 
-RACE = [
-    Mutant(
-        "race-keeps-the-slowest",
-        "race",
-        "runtime/autopilot/race.py",
-        "    return min(known)[1] if known else 0\n",
-        "    return max(known)[1] if known else 0\n",
-        (f"{_RACED}::test_with_wrong_prices_it_ends_with_the_best_of_its_candidates",),
-        "after the race the run is as slow as it can be",
-    ),
-    Mutant(
-        "race-counts-the-step-that-learns",
-        "race",
-        "runtime/autopilot/race.py",
-        "is_counted=not is_first)",
-        "is_counted=True)",
-        (_RACE,),
-        "plans that were in force before always win",
-    ),
-    Mutant(
-        "race-by-the-mean",
-        "race",
-        "runtime/autopilot/race.py",
-        "[statistics.median_low(seconds) if seconds else None for seconds in self._seconds]",
-        "[statistics.mean(seconds) if seconds else None for seconds in self._seconds]",
-        (f"{_RACE}::test_one_outlier_of_each_decides_nothing",),
-        "an evaluation between two steps decides the race",
-    ),
-    Mutant(
-        "race-by-the-fastest-rank",
-        "race",
-        "runtime/autopilot/race.py",
-        "None if None in each else max(",
-        "None if None in each else min(",
-        (f"{_RACE}::test_the_slowest_rank_decides",),
-        "a plan wins that one rank is slow with, and all others wait for it",
-    ),
-    Mutant(
-        "race-forgets-to-switch",
-        "race",
-        "runtime/autopilot/plan_race.py",
-        "            self._in_force.use(key)\n        except ConfigError as error:\n",
-        "            pass\n        except ConfigError as error:\n",
-        (f"{_RACED}::test_with_wrong_prices_it_ends_with_the_best_of_its_candidates",),
-        "all turns are those of one plan, and chance decides which name wins",
-    ),
-    Mutant(
-        "race-leaves-the-losers-on",
-        "race",
-        "runtime/autopilot/contest.py",
-        "                entrant.tide.remove()\n                entrant.tide = None\n",
-        "                entrant.tide = None\n",
-        (f"{_RACED}::test_the_losers_are_gone",),
-        "plans that lost hold the model and what they learned until the end",
-    ),
-    Mutant(
-        "race-with-several-threads",
-        "race",
-        "runtime/autopilot/plan_race.py",
-        "        if self._num_threads() > 1:\n            self._end(",
-        "        if False:\n            self._end(",
-        (f"{_RACED}::test_a_second_thread_ends_the_race_where_it_is",),
-        "the plan changes while another thread is in the middle of its forward pass",
-    ),
-    Mutant(
-        "race-goes-on-with-a-rival-that-failed",
-        "race",
-        "runtime/autopilot/plan_race.py",
-        "        contest.race.drop(contest.number)\n",
-        "",
-        (f"{_RACED}::test_a_rival_that_fails_is_out_and_the_bits_are_the_same",),
-        "a plan that ran out of memory has its turn again",
-    ),
-    Mutant(
-        "race-plans-for-the-whole-budget",
-        "race",
-        "runtime/autopilot/planning.py",
-        "        budget_bytes = self.budget_bytes - shape.unforeseen_bytes\n        found: dict",
-        "        budget_bytes = self.budget_bytes\n        found: dict",
-        (f"{_RACED}::test_rivals_are_made_for_what_is_left_of_the_budget",),
-        "after an out-of-memory error the plans that race need as much as the one that ran out",
-    ),
-    Mutant(
-        "ranks-race-each-for-itself",
-        "race",
-        "runtime/autopilot/plan_race.py",
-        "            is_fixed=self._planning.consensus.num_ranks > 1,\n",
-        "            is_fixed=False,\n",
-        (f"{_RACED}::test_two_ranks_race_in_one_order_and_the_slowest_decides",),
-        "a rank ends its race early, and waits for the others in a collective that they do not make",
-    ),
-    Mutant(
-        "micro-batch-with-the-optimizer-in-it",
-        "race",
-        "runtime/autopilot/step_clock.py",
-        "step.timed is None or has_optimizer != self._wants_optimizer()",
-        "step.timed is None",
-        (f"{_STEP_CLOCK}::test_where_gradients_accumulate_it_is_a_micro_batch_without_the_optimizer",),
-        "where gradients accumulate, the plan loses that has the optimizer's step in its turns",
-    ),
-    Mutant(
-        "half-a-step",
-        "race",
-        "runtime/autopilot/step_clock.py",
-        "        if step is None or not step.has_backward:\n",
-        "        if step is None:\n",
-        (f"{_STEP_CLOCK}::test_two_forwards_before_one_backward_are_one_step",),
-        "of a model that runs twice before its loss, forward passes alone are compared",
-    ),
-    Mutant(
-        "fewest-layers-but-one",
-        "race",
-        "planner/rivals.py",
-        "(best, middle, high) if found is None else (found, low, middle)",
-        "(best, middle, high) if found is None else (best, low, middle)",
-        ("planner/test_rivals.py::test_each_rival_fits_and_is_what_its_name_says",),
-        "the simple way that races is slower than the one that anybody has",
-    ),
-    Mutant(
-        "swaps-a-little-for-nothing",
-        "budgets",
-        "planner/fastest.py",
-        "        if excess_seconds <= 0.0:\n",
-        "        if excess_seconds <= found.touch_seconds:\n",
-        (f"{_FASTEST}::test_no_plan_is_slower_than_the_better_of_both",),
-        "a step on the CPU is up to half again as long as that of a plan that swaps nothing",
-    ),
-    Mutant(
-        "a-wrong-price-is-believed",
-        "race",
-        "planner/rivals.py",
-        "        found = _made(lambda: make(config, weighs_touch=False, **limits))\n",
-        "        found = _made(lambda: make(config, **limits))\n",
-        (f"{_FASTEST}::test_a_plan_that_swaps_races_where_the_price_has_kept_it_away",),
-        "a plan that swaps is never tried on a machine whose price was measured too high",
-    ),
-]
-
 MUTANTS: tuple[Mutant, ...] = (
-    *HOOKS, *SWAP, *RECIPES, *RECOMPUTE, *ENGINES, *AGREEMENT, *BUDGETS, *CHECKPOINTS, *OPTIMIZER, *RACE, *PIPELINE,
+    *HOOKS, *SWAP, *RECIPES, *RECOMPUTE, *ENGINES, *AGREEMENT, *BUDGETS, *CHECKPOINTS, *OPTIMIZER, *PIPELINE,
 )  # fmt: skip

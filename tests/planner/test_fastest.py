@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import random
 from typing import Any
 
@@ -14,14 +13,11 @@ from lowtide.config.memory import load_memory
 from lowtide.core.decisions import Prediction
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import why_unswapped
 from lowtide.errors import BudgetError
 from lowtide.planner import fastest
 from lowtide.planner.deferred_state import DeferredState
-from lowtide.planner.learned import learned_link
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
-from lowtide.planner.rivals import NO_SWAP, WITH_SWAP, rivals_of
 from lowtide.report.report import remarks_of
 from lowtide.timeline.step import Link
 from tests.profiles import MIB, decoder_profile
@@ -98,10 +94,6 @@ def test_where_the_price_is_high_nothing_is_swapped_and_the_plan_says_why() -> N
     assert str(dear).splitlines()[3] == line
     assert "no activation is swapped" not in str(cheap) + str(free)
     assert f"No{line[2:]}." in remarks_of(dear) and len(remarks_of(dear)) == len(remarks_of(cheap)) + 1
-    # A race says more than a price does.
-    raced = str(dataclasses.replace(dear, raced="no swap 1 ms, with swap 2 ms"))
-    assert "no activation is swapped" not in raced and raced.splitlines()[3].startswith("race: ")
-    assert not why_unswapped(dataclasses.replace(dear, raced="no swap 1 ms"))
     assert Plan.from_json(dear.to_json()) == dear
     # As with `swap: none`, but for the words.
     none = planned(DEAR, rules={"swap": "none"})
@@ -142,44 +134,9 @@ def test_nothing_more_is_solved_where_nothing_can_come_of_it(monkeypatch: pytest
         assert number(DEAR, rules={"swap": swap}) == number(0.0, rules={"swap": swap})
 
 
-def test_a_plan_for_learned_prices_is_weighed_at_them() -> None:
-    """A race in which memory costs next to nothing: now the plan that swaps is the fastest."""
-    link = dataclasses.replace(LINK, touch_seconds_per_byte=DEAR)
-    still, moving = planned(DEAR), planned(DEAR, weighs_touch=False)
-    free = said(moving).pass_seconds - said(moving).touch_seconds
-    learned = learned_link([(still, said(still).pass_seconds), (moving, free)], link)
-    assert learned is not None and learned.touch_seconds_per_byte < 1e-3 * DEAR
-    again = planned(learned.touch_seconds_per_byte)
-    assert [(site.name, site.fate) for site in again.sites] == [(site.name, site.fate) for site in moving.sites]
-    assert said(again).step_seconds < said(still).step_seconds and said(again).swap_excess_seconds == 0.0
-
-
 def test_updates_that_wait_have_tried_the_link_alone_already(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fastest.Asked(PROFILE, load_memory({"budget": HIGH}), LINK, HIGH, False, 1.0, print)
     part = DeferredState(nbytes=MIB, resident_bytes=0, bucket_bytes=MIB, num_slots=3, temporaries=0)
     assert asked._may_keep_instead and not dataclasses.replace(asked, shares=part)._may_keep_instead
     rules = load_memory({"budget": HIGH, "recompute": "none"})
     assert dataclasses.replace(asked, shares=part, config=rules)._may_keep_instead
-
-
-def test_a_plan_that_swaps_races_where_the_price_has_kept_it_away() -> None:
-    def rivals(touch: float, link: Link = LINK, **rules: Any) -> tuple[Plan, dict[str, Plan]]:
-        link = dataclasses.replace(link, touch_seconds_per_byte=touch)
-        config = load_memory({"budget": BUDGET, "min_bytes": 0, **rules})
-        make = functools.partial(plan_profile, PROFILE, link=link)
-        plan = make(config)
-        return plan, dict(rivals_of(plan, config, PROFILE, make, link))
-
-    plan, found = rivals(DEAR)
-    assert not swaps(plan) and list(found) == [WITH_SWAP]
-    # It says what it costs at this price, and is the best that swaps.
-    best = planned(DEAR, weighs_touch=False)
-    assert found[WITH_SWAP] == best and said(best).touch_seconds > 0.5
-    assert said(best).peak_bytes <= BUDGET
-    plan, found = rivals(CHEAP)
-    assert swaps(plan) and list(found) == [NO_SWAP]
-    assert not any(swaps(rival) for rival in found.values())
-    assert not rivals(DEAR, swap="none")[1]
-    # It is not the price that keeps it away: copies are slow.
-    plan, found = rivals(CHEAP, Link(out_bytes_per_second=1e7, in_bytes_per_second=1e7))
-    assert not swaps(plan) and not plan.does_nothing and not found and said(plan).swap_excess_seconds == 0.0

@@ -192,7 +192,7 @@ def test_a_plan_that_never_ran_and_a_model_that_trains(tmp_path: Path, capsys: p
     peak = max(live_curve(pickle.loads((tmp_path / "plan.pickle").read_bytes())).values())
     assert peak <= 64 << 20
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
-    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0, "race": False}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0}, engine="virtual:1")
     model(torch.ones(32, 64)).sum().backward()
     document = pickle.loads(lowtide.write_report(tide, tmp_path / "run.pickle").read_bytes())
     assert max(live_curve(document).values()) == tide.plan.predicted.peak_bytes

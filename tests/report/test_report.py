@@ -126,9 +126,7 @@ def test_the_document_has_the_same_figures(profile: Profile) -> None:
 
 def test_a_run_within_a_budget(tmp_path: Path) -> None:
     model = _model()
-    tide = lowtide.optimize(
-        model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"], "race": False}, engine="virtual:1"
-    )
+    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"]}, engine="virtual:1")
     with pytest.raises(
         lowtide.ConfigError, match=r"^lowtide\.write_report: no step has run under this handle yet; run one"
     ):
@@ -145,7 +143,7 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
 
 def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: Path) -> None:
     model = nn.Sequential(*_model(), Mean())
-    memory = {"min_bytes": 0, "swap": ["0"], "race": False}
+    memory = {"min_bytes": 0, "swap": ["0"]}
     with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
         for _ in range(2):
             model(torch.ones(32, 64)).backward()

@@ -20,8 +20,6 @@ from lowtide.report.run_files import RunFiles
 from lowtide.report.run_folder import report_of_folder
 from lowtide.report.run_state import RunState, verdict
 from lowtide.report.story import Story, story_from_json, story_to_json, tables_of
-from lowtide.runtime.autopilot.contest import Contest, Entrant, Standing
-from lowtide.runtime.autopilot.race import Race
 from lowtide.timeline.events import Event
 from lowtide.train.progress import MetricsFile, StepRecord
 
@@ -101,32 +99,15 @@ def test_ranks_in_a_file_and_a_table() -> None:
         rank_step.from_json(rank_step.to_json(STEP).replace('"wait"', '"weight"'))
 
 
-def test_a_race_in_a_file_and_a_table() -> None:
-    race = Race(3)
-    for candidate, seconds in ((0, 2.0), (0, 2.2), (1, 1.0)):
-        race.note(candidate, seconds, seconds)
-    race.drop(2)
-
-    class Predicts:
-        def __init__(self, seconds: float) -> None:
-            self.predicted = type("P", (), {"step_seconds": seconds})
-
-    entrants = [Entrant(name, Predicts(0.5)) for name in ("solver's", "no swap", "fewest layers")]  # type: ignore[arg-type]
-    standings = Contest(entrants, race, 0.0).standings(race.medians)
-    story = Story(events=(("3", "race: ...", "-", "0b8e", "1.0 s"),), races=(standings,))
+def test_a_story_in_a_file_and_a_table() -> None:
+    story = Story(events=(("3", "peak: ...", "-", "0b8e", "1.0 s"),))
     assert story_from_json(story_to_json(story)) == story
-    happened, table = tables_of(story)
+    (happened,) = tables_of(story)
     assert happened.rows[1] == story.events[0]
-    assert table.rows[1:] == (
-        ("no swap", "500.0 ms", "1.00 s", "1.00", "1", "stays"),
-        ("solver's", "500.0 ms", "2.00 s", "2.00", "2", ""),
-        ("fewest layers", "500.0 ms", "-", "-", "0", "out: it did not fit, or failed"),
-    )
-    assert isinstance(standings[0], Standing)
 
 
 @pytest.mark.parametrize("parse", [run_state.from_json, rank_step.from_json, story_from_json])
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"events": [[]], "races": []}', '{"a": ' * 9000])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"events": [[]]}', '{"a": ' * 9000])
 def test_files_that_were_edited_badly(parse: Any, text: str) -> None:
     with pytest.raises(ConfigError):
         parse(text)
@@ -220,7 +201,7 @@ def _fails_at(step: int, folder: Path, monkeypatch: pytest.MonkeyPatch, error: E
         "model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
         f"num_attention_heads: 2}}\ndata: {{files: [{text}], sequence_length: 32}}\n"
         f'train: {{steps: 5, batch_size: 4, output_dir: {folder / "out"}, engine: "virtual:1"}}\n'
-        "memory: {budget: 2MiB, min_bytes: 0, race: false}\n",
+        "memory: {budget: 2MiB, min_bytes: 0}\n",
         encoding="utf-8",
     )
     take = trainer.Trainer._run_micro_batch
@@ -287,7 +268,7 @@ def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def test_the_measured_peak_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
-    """Plans that were corrected, or have lost a race, may have needed more. What failed is told the highest of all."""
+    """Plans that were corrected may have needed more. What failed is told the highest of all."""
     tide = {"saved_bytes": 800, "kept_bytes": 200, "aliased_bytes": 40, "num_forwards": 2}
     lines = [
         {"step": step, "loss": 1.0, "step_seconds": 0.5, "peak_bytes": peak, "plan": {"digest": digest}, "tide": tide}

@@ -26,7 +26,7 @@ def _trained(folder: Path, memory: str, steps: int = 4) -> Path:
 
 
 def test_a_run_within_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = _trained(tmp_path, "{budget: 2MiB, min_bytes: 0, race: false}")
+    out = _trained(tmp_path, "{budget: 2MiB, min_bytes: 0}")
     capsys.readouterr()
     assert main(["report", str(out)]) == 0
     assert capsys.readouterr().out == f"{out / 'report.html'}\n"

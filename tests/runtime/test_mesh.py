@@ -26,7 +26,7 @@ NUM_LAYERS, WIDTH, INNER, VOCABULARY = 3, 33, 64, 49
 """Neither the width nor the vocabulary divides by two."""
 SLACK = (2 * WIDTH * INNER + 3 * WIDTH + INNER) * 4
 """A layer that was gathered: a worker thread of gloo may let go of it a little late."""
-QUIET: dict[str, Any] = {"min_bytes": 1, "race": False}
+QUIET: dict[str, Any] = {"min_bytes": 1}
 
 
 class Block(nn.Module):

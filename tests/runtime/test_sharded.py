@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.fsdp import fsdp_modules, gathered_storages
-from lowtide.timeline.step import Link
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY = 4, 32, 96, 48
 LAYER_BYTES = (3 * WIDTH * INNER + 2 * WIDTH) * 4
@@ -378,41 +376,6 @@ class Dice(VirtualEngine):
         return end - start
 
 
-def races(rank: int, way: str, engine: str) -> dict[str, Any]:
-    """Plans take turns, and on each rank others are fast; parameters are trained meanwhile."""
-    truth, model = net(way), net(way)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (truth, model)]
-    with lowtide.optimize(net(way), budget="1GiB", memory={"min_bytes": 1}, engine="virtual:0") as tide:
-        step(tide.model, rank)
-        floor, plain = tide.profile.state.parameters, tide.plan.predicted.plain_peak_bytes
-    how: Any = {"memory": {"min_bytes": 1}, "engine": Dice(rank) if engine == "dice" else engine}
-    bits, digests, said = [], [], []
-    # On the host the link is said to be fast: then the solver's plan swaps, and there is another one to race with.
-    link = Link(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
-    told = mock.patch("lowtide.runtime.autopilot.plan_source.measure_link", return_value=link)
-    with (
-        told if engine == "host" else contextlib.nullcontext(),
-        lowtide.optimize(model, budget=int(floor + 0.7 * (plain - floor)), say=said.append, **how) as tide,
-    ):
-        for number in range(160):
-            # The steps that a race takes depend on the clock; its end comes to all ranks in the same step.
-            if number >= 32 and any(event.why.startswith("race: ") for event in tide.events):
-                break
-            found = []
-            for one, optimizer in zip((truth, model), optimizers, strict=True):
-                loss = one(tokens(1000 * rank + number))
-                loss.backward()
-                found.append([loss.detach(), *gradients(one)])
-                optimizer.step()
-                optimizer.zero_grad()
-            bits.append(same(*found))
-            digests.append(tide.tide.plan.digest())
-        misses = (tide.stats.num_divergences, tide.stats.num_unplanned)
-        raced = [event.why for event in tide.events if event.why.startswith("race: ")]
-        trained = [same(*([local(p.detach()) for p in one.parameters()] for one in (truth, model)))]
-    return {"bits": bits + trained, "digests": digests, "raced": raced, "misses": misses, "said": said}
-
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "layers": {"recompute_config": {"recompute": [3]}},
     "ops": {"recompute_config": {"select_recompute": [r"mlp\.act_fn", r"mlp\.gate_proj"]}},
@@ -511,7 +474,6 @@ def inside(model: nn.Module, call: Callable[[], Any]) -> None:
         hook.remove()
 
 
-RACES = [("layers", "dice"), ("nested", "host")]
 GATHERING = ("layers", "gathered until backward", "no root")
 
 
@@ -534,23 +496,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
     given = two_ranks.run(__name__, JOBS, tmp_path_factory.mktemp("ranks"), seconds=300)
     named = [(name, {k: v for k, v in arguments.items() if k != "shares"}) for name, arguments in JOBS]
     return {key(name, **arguments): both for (name, arguments), both in zip(named, given, strict=True)}
-
-
-@pytest.fixture(scope="module")
-def raced(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    jobs: list[two_ranks.Job] = [("races", {"way": way, "engine": engine}) for way, engine in RACES]
-    return two_ranks.run(__name__, jobs, tmp_path_factory.mktemp("raced"), seconds=300)
-
-
-@pytest.mark.parametrize("number", range(len(RACES)))
-def test_sharded_plans_race_and_ranks_agree(raced: list[tuple[Any, ...]], number: int) -> None:
-    first, second = raced[number]
-    assert all(first["bits"]) and all(second["bits"]), (first["bits"], second["bits"])
-    assert first["digests"] == second["digests"]
-    assert first["raced"] == second["raced"]
-    assert first["misses"] == second["misses"] == (0, 0)
-    assert len(first["raced"]) == 1, first["said"]
-    assert len(set(first["digests"])) >= 2
 
 
 def key(name: str, way: str = "", config: str = "", reshards: bool = True, flag: bool | None = None) -> str:

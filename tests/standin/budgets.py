@@ -42,7 +42,6 @@ class Training:
     """All of the optimizer's state is elsewhere between steps, and updates wait for the next forward pass."""
     resets: str = "never"
     """When the loop resets torch's peak counter: 'never', 'each step', 'between' (forward and backward)."""
-    is_raced: bool = False
     own_loss: bool = False
     """The loss is the loop's, not the model's."""
     min_bytes: int = 0
@@ -193,7 +192,7 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Auto
         warnings.simplefilter("always")
         model = training.model()
         optimizer = training.optimizer(model)
-        memory: dict[str, Any] = {"race": training.is_raced, "min_bytes": training.min_bytes}
+        memory: dict[str, Any] = {"min_bytes": training.min_bytes}
         if training.defers:
             memory["optimizer"] = {"state": "swap", "overlap": "deferred"}
         with lowtide.optimize(

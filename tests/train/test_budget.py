@@ -41,13 +41,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
 
 
-def write(
-    model: dict[str, object] = LLAMA, *, budget: int | None = None, race: bool = True, **train_keys: object
-) -> RunConfig:
+def write(model: dict[str, object] = LLAMA, *, budget: int | None = None, **train_keys: object) -> RunConfig:
     keys = {"steps": 3, "batch_size": 2, "device": "cpu", "log_every": 1, **train_keys}
     sections = {"model": model, "data": {"files": ["text"], "sequence_length": 64}, "train": keys}
     if budget is not None:
-        sections["memory"] = {"budget": budget, "min_bytes": 1024, "race": race}
+        sections["memory"] = {"budget": budget, "min_bytes": 1024}
     path = Path("run.yaml")
     path.write_text("".join(f"{name}: {json.dumps(section)}\n" for name, section in sections.items()))
     return load_run(path)
@@ -192,7 +190,7 @@ def test_without_a_budget_there_is_no_plan_to_record() -> None:
 
 def test_numbers_of_a_step_are_of_that_step() -> None:
     """Also after corrections have ended: totals do not grow from step to step. Of one plan; others save other bytes."""
-    go(output_dir="out", budget=budget_of(0.3), steps=6, race=False)
+    go(output_dir="out", budget=budget_of(0.3), steps=6)
     saved = [record["tide"]["saved_bytes"] for record in records("out")]
     assert len(set(saved)) == 1
     assert [record["tide"]["num_forwards"] for record in records("out")] == [1] * 6

@@ -87,7 +87,7 @@ def answers(folder: Path) -> dict[str, Any]:
         import json
         found = {"whole": go("whole")}
         found["plain"] = go("plain", memory=None)
-        found["budget"] = go("budget", memory={"budget": 340000, "race": False, "recompute": "none"})
+        found["budget"] = go("budget", memory={"budget": 340000, "recompute": "none"})
         found["resumed"] = go("resumed", resume="runs/whole/checkpoints/step-00000002")
         found["hybrid"] = go("hybrid", parallel={"shard": "hsdp", "replicas": 2, "tensor": None}, batch_size=1)
         found["uneven"] = go("uneven", parallel={"tensor": 4})

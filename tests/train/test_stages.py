@@ -277,9 +277,6 @@ def test_what_is_refused_with_its_place() -> None:
     assert beside({"budget": "1GiB", "loss": "sliced"}) == (
         "run.yaml:5:36: 'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model"
     )
-    assert beside({"budget": "1GiB", "race": True}) == (
-        "run.yaml:5:36: 'memory.race' cannot be true beside 'pipeline': plans of stages do not race; leave it out"
-    )
     assert beside({"optimizer": {"state": "swap", "overlap": "deferred"}}) == (
         "run.yaml:5:52: 'memory.optimizer.overlap' cannot be deferred beside 'pipeline', whose stages take turns; "
         "write auto"

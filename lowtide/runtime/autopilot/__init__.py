@@ -1,4 +1,4 @@
-"""Observe, plan, apply, compare, correct, race: a model that stays within a budget. Plans by shape; ranks that agree.
+"""Observe, plan, apply, compare, correct: a model that stays within a budget. Plans by shape; ranks that agree.
 
 Start at `optimize.py`, then `autopilot.py`.
 May import: `runtime/session` and all below.

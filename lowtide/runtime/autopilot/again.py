@@ -19,7 +19,6 @@ from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.events import ACCUMULATES, OUT_OF_MEMORY, REFUSED, UNSTEADY
 from lowtide.runtime.autopilot.in_force import PlanInForce
 from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_race import PlanRaces
 from lowtide.runtime.autopilot.planning import Planning
 
 _TIGHTER = 0.9
@@ -28,10 +27,9 @@ _TIGHTER = 0.9
 class Again:
     """For one model on autopilot."""
 
-    def __init__(self, in_force: PlanInForce, planning: Planning, races: PlanRaces) -> None:
+    def __init__(self, in_force: PlanInForce, planning: Planning) -> None:
         self._in_force = in_force
         self._planning = planning
-        self._races = races
 
     def with_gradients(self) -> None:
         """Forward passes find gradients from now on (micro-batches accumulate): every plan is made again for that."""
@@ -55,15 +53,11 @@ class Again:
 
     def without_unsteady(self) -> None:
         """Recipes that did not hold in the last step are no recipes, and layers that could not be run again will not
-        be: plan again without them, so that memory fits. A plan that is only tried is out, and nothing else changes."""
+        be: plan again without them, so that memory fits."""
         tide = self._in_force.state.tide
         if tide is None:
             return
         failed, refused = tide.failed_recipes, tide.refused_layers
-        if self._races.rival is not None:
-            if failed or refused:
-                self._races.drop_rival(next(iter(refused.values()), "a recipe did not hold"))
-            return
         before = self._planning.facts
         # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
         smaller = {site.name for site in tide.plan.sites if site.codec is not None} if failed else ()

@@ -1,25 +1,23 @@
-"""The autopilot: observe, plan, apply, compare, correct, race.
+"""The autopilot: observe, plan, apply, compare, correct.
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
 saved activations are stored off the device, and after which everything is as before (learn.py). A plan is made for the
 budget (planning.py), and this pass and all later ones run under a plan (in_force.py). After each of the first two
 planned steps the measured stalls and, on an accelerator, the measured peak are compared with the predicted ones. If
 they are off by more than 2 %, the bytes, the times of operators or the speed of the link are corrected, and a new plan
-is made (review.py). So the plan is stable after three planned steps. Then a few plans race on real steps, and the
-fastest stays (plan_race.py). A plan is also made again where gradients stay, recipes do not hold, or the device runs
-out of memory all the same (again.py).
+is made (review.py). So the plan is stable after three planned steps. A plan is also
+made again where gradients stay, recipes do not hold, or the device runs out of memory all the same (again.py).
 
 How: here is what the user sees, and what happens in each forward pass: `_prepare` asks the parts above in turn whether
 the plan in force is the right one. Where it stands is a phase (phases.py). Plans come from a `PlanSource`
-(plan_source.py). A source may have no budget: then plans are carried out as they are, and nothing is compared,
-corrected or raced.
+(plan_source.py). A source may have no budget: then plans are carried out as they are, and nothing is compared or
+corrected.
 
 Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
 first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks.
 
 Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
-observes or plans waits until there is a plan. Plans do not race then, because no plan may change while another thread
-is in the middle of a forward pass.
+observes or plans waits until there is a plan.
 
 Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
 Not covered: what the caller does around the model's forward (a loss of one's own) is not observed; on an accelerator it
@@ -29,7 +27,6 @@ while a new shape is observed, its gradients may be lost.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -45,18 +42,15 @@ from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.autopilot.again import Again
-from lowtide.runtime.autopilot.contest import Standing
 from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.autopilot.in_force import PlanInForce
 from lowtide.runtime.autopilot.learn import Learning
 from lowtide.runtime.autopilot.observe_call import is_training
 from lowtide.runtime.autopilot.phases import Phase
 from lowtide.runtime.autopilot.plan_cache import shape_bucket
-from lowtide.runtime.autopilot.plan_race import PlanRaces
 from lowtide.runtime.autopilot.plan_source import PlanSource
 from lowtide.runtime.autopilot.planning import Planning
 from lowtide.runtime.autopilot.review import Review
-from lowtide.runtime.autopilot.step_clock import StepClock
 from lowtide.runtime.autopilot.unplanned import Unplanned
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
@@ -117,12 +111,7 @@ class Autopilot:
         self._learning = Learning(self._in_force, self._planning, placed, self._unplanned)
         self._first = FirstStep(engine, None if source.budget_bytes is None else model)
         self._review = Review(self._in_force, self._planning, self._first, self._unplanned)
-        self._steps = StepClock(engine, self._trained)
-        """Of the steps of plans that race, or have won."""
-        self._threads: set[int] = set()
-        """Those that have come with a forward pass."""
-        self._races = PlanRaces(self._in_force, self._planning, self._steps, num_threads=lambda: len(self._threads))
-        self._again = Again(self._in_force, self._planning, self._races)
+        self._again = Again(self._in_force, self._planning)
         self._inside = threading.local()
         """Of each thread: whether it is in a forward pass of the model, which may call itself."""
         self._rollback = Rollback(
@@ -139,13 +128,8 @@ class Autopilot:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None before the first step. Once it has won a race, its times are those of the race."""
-        if self.tide is None or self._in_force.state.key is None:
-            return None
-        shape, plan = self._in_force.shapes[self._in_force.state.key], self.tide.plan
-        if shape.measured is not None:
-            plan = dataclasses.replace(plan, predicted=shape.measured)
-        return dataclasses.replace(plan, raced=shape.result) if shape.result else plan
+        """The plan in force; None before the first step."""
+        return None if self.tide is None or self._in_force.state.key is None else self.tide.plan
 
     @property
     def profile(self) -> Profile | None:
@@ -188,11 +172,6 @@ class Autopilot:
         return self.tide.live_bytes if self.tide is not None else 0
 
     @property
-    def races(self) -> list[tuple[Standing, ...]]:
-        """How its races went, each with the winner first."""
-        return self._races.results
-
-    @property
     def num_corrections(self) -> int:
         """How often a plan was made again because a step was not as predicted."""
         return sum(event.is_correction for event in self.events)
@@ -209,7 +188,7 @@ class Autopilot:
         bytes, and `plan.audited_peak_bytes` has it afterwards. See `Tide.audit`.
 
         The plan in force stays inside: steps that are counted operator by operator say nothing about time, so they are
-        neither compared nor raced. Where a batch of another shape brings another plan, its peak counts too.
+        not compared. Where a batch of another shape brings another plan, its peak counts too.
 
         Raises ConfigError, when it is entered, where no plan is in force (before the first step, after `remove`).
         """
@@ -303,13 +282,8 @@ class Autopilot:
         self._first.follow(output)
         if witness is not None:
             witness.compare(output)
-        if self.source.races:
-            self._steps.follow(output)
-        phase = in_force.state.phase
-        if phase is Phase.COMPARED:
+        if in_force.state.phase is Phase.COMPARED:
             in_force.watch.follow(output, tide)
-        elif phase is Phase.RACING:
-            in_force.watch.peak.follow(output)
         return output
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -323,8 +297,6 @@ class Autopilot:
     def _prepare(self, args: tuple, kwargs: dict) -> None:
         """See that a plan for these inputs is in force."""
         self._unplanned.tell_interrupt()
-        self._steps.stop()
-        self._threads.add(threading.get_ident())
         if self._planning.has_budget:
             self._review.note_loop()
             if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
@@ -338,15 +310,11 @@ class Autopilot:
             return
         if key is None:
             key = self._learning.largest_for(shape)
-        is_audited = in_force.is_audited
-        if in_force.state.key is not None and not is_audited:
+        if in_force.state.key is not None and not in_force.is_audited:
             self._review.compare(in_force.state.key)  # also where shapes take turns, and none comes twice in a row
         if key != in_force.state.key:
             in_force.use(key)
         in_force.watch.was_smaller |= key != shape
-        if self.source.races and not is_audited:
-            self._races.before_step(key)
-            self._steps.start(self._races.timed(key) if key == shape else None)
 
     # -- out of memory ---------------------------------------------------------------------------------------------
 
@@ -366,11 +334,6 @@ class Autopilot:
             self._in_force.wrap()
             return None
         self._placed.expect_regions(tide.plan, all_layers=True)
-        self._steps.forget()
-        if self._races.rival is not None:
-            with self._lock:
-                self._races.drop_rival(str(error).partition("\n")[0] or type(error).__name__)
-            return "the plan that was tried is out of the race"
         if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
             return tide._tighten(error, num_tried)
         try:

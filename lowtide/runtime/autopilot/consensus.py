@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -85,14 +84,6 @@ def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
         assert plan is not None
         return plan
     return Plan.from_json(answers[0][0])
-
-
-def agreed_rivals(rivals: Mapping[str, Plan], group: Any) -> dict[str, Plan]:
-    """The first rank's, of those that every rank has found."""
-    answers = gather({name: plan.to_json() for name, plan in rivals.items()}, group)
-    if len(answers) == 1:
-        return dict(rivals)
-    return {name: Plan.from_json(text) for name, text in answers[0].items() if all(name in each for each in answers)}
 
 
 def _packed(error: BudgetError | None) -> tuple[str, int, tuple[str, ...]] | None:

@@ -1,6 +1,6 @@
-"""What an autopilot decided, and when: one `PlanEvent` for each plan that was made, corrected or raced.
+"""What an autopilot decided, and when: one `PlanEvent` for each plan that was made or corrected.
 
-Cost: nothing. Not covered: how the races went (contest.py has their standings).
+Cost: nothing. Not covered: what was measured (corrections.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ VARIES = "shapes vary"
 UNSTEADY = "recipes do not hold"
 REFUSED = "layers cannot run again"
 OUT_OF_MEMORY = "out of memory"
-RACE = "race: "
-"""How the event of a race begins."""
 _NOT_CORRECTIONS = (FIRST_STEP, NEW_SHAPE, ACCUMULATES, VARIES, UNSTEADY, REFUSED)
 
 
@@ -27,15 +25,14 @@ class PlanEvent:
     """How many planned forward passes had run."""
     why: str
     """'first step', 'new shape', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
-    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory', 'race: no swap 102 ms, solver's 118
-    ms'."""
+    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory'."""
     budget_bytes: int | None
     """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
     digest: str
     seconds: float
-    """Time that observing and planning took; of a race, that of making the other plans."""
+    """Time that observing and planning took."""
 
     @property
     def is_correction(self) -> bool:
         """Whether the plan was made again because a step was not as predicted."""
-        return not self.why.startswith(RACE) and self.why not in _NOT_CORRECTIONS
+        return self.why not in _NOT_CORRECTIONS

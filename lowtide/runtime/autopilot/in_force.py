@@ -2,7 +2,7 @@
 
 What: `PlanInForce` has the plans by shape (plan_cache.py), the phase (phases.py), the wrapper around the model's
 forward, and the tide under it. `use` takes one plan off and puts another on, `replace` gives some shapes another plan
-first, and `tell` notes why (events.py). Whoever decides that (learn.py, review.py, again.py, plan_race.py) does it by
+first, and `tell` notes why (events.py). Whoever decides that (learn.py, review.py, again.py) does it by
 these calls.
 
 Why it is safe: patches come off in the reverse order in which they went on. The phase changes in `enter` alone, which
@@ -150,7 +150,7 @@ class PlanInForce:
             seconds=seconds,
         )
         self.events.append(event)
-        predicted = shape.measured or shape.plan.predicted
+        predicted = shape.plan.predicted
         if predicted is not None:
             self.say(
                 f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
@@ -176,7 +176,7 @@ class PlanInForce:
         self.watch.begin(shape.tide)
         is_compared = self._planning.has_budget and shape.num_reviews < NUM_REVIEWS
         phase = Phase.COMPARED if is_compared else Phase.SETTLED
-        self.enter(phase if shape.contest is None else Phase.RACING, key, shape.tide)
+        self.enter(phase, key, shape.tide)
         if self.is_audited:
             assert self.audit is not None
             self.audit.follow()

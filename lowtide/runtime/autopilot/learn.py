@@ -221,6 +221,5 @@ class Learning:
             self._in_force.replace(shape, plan)
             self._in_force.use(key, why=VARIES, seconds=time.perf_counter() - start)
         shape.profile = free
-        shape.rivals = shape.before = None  # they may have recipes with sizes
         shape.serves_smaller = True
         return True

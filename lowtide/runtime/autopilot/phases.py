@@ -3,9 +3,9 @@
 What: `Phase` names each place, `ARROWS` is the whole table of ways from one to another, and `State` is the phase with
 what belongs to it: whose plan is in force, and the tide that carries it out.
 
-    WAITING ---> OBSERVING ---> CHANGING ---> COMPARED ---> SETTLED <---> RACING
-       ^             |          |  ^  ^  ^       |             |             |
-       |             |          |  |  |  +-------+-------------+-------------+
+    WAITING ---> OBSERVING ---> CHANGING ---> COMPARED ---> SETTLED
+       ^             |          |  ^  ^  ^       |             |
+       |             |          |  |  |  +-------+-------------+
        +-------------+----------+  |  +--- and back to the phase that its plan was in
                      |             +--- from WAITING, where the batch is of a shape that has a plan
                      +---> REFUSED                    (from all but CHANGING: REMOVED)
@@ -35,8 +35,6 @@ class Phase(Enum):
     """A plan is in force, and what its steps take is compared with what was predicted."""
     SETTLED = "settled"
     """A plan is in force, and its steps are not compared any more."""
-    RACING = "racing"
-    """A plan is in force, and takes turns with others: the fastest will stay."""
     REFUSED = "refused"
     """No plan fits the first step: the model is as it was."""
     REMOVED = "removed"
@@ -61,16 +59,11 @@ ARROWS: dict[tuple[Phase, Phase], str] = {
     (Phase.COMPARED, Phase.REMOVED): "the user is done",
     (Phase.SETTLED, Phase.CHANGING): "another shape comes, or the plan is made again",
     (Phase.SETTLED, Phase.REMOVED): "the user is done",
-    (Phase.SETTLED, Phase.RACING): "there are other plans to try",
-    (Phase.CHANGING, Phase.RACING): "the plan is on, and has its turn",
-    (Phase.RACING, Phase.CHANGING): "another plan's turn, another shape comes, or the plan is made again",
-    (Phase.RACING, Phase.SETTLED): "the race is over, and the plan in force has won",
-    (Phase.RACING, Phase.REMOVED): "the user is done",
     (Phase.REFUSED, Phase.REMOVED): "the user is done",
 }
 """Every way from one phase to another, and what takes it there."""
 
-IN_FORCE = frozenset({Phase.COMPARED, Phase.SETTLED, Phase.RACING})
+IN_FORCE = frozenset({Phase.COMPARED, Phase.SETTLED})
 _WITHOUT_PLAN = frozenset({Phase.WAITING, Phase.OBSERVING, Phase.REFUSED})
 
 

@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 
-from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.runtime.autopilot.contest import SOLVERS, Contest
-from lowtide.runtime.autopilot.race import Pace
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.private import tree_leaves
 
@@ -46,45 +43,24 @@ class CachedPlan:
     """What the profile has for what the loop does between forward and backward, as it was measured (peaks.py)."""
     has_more_loop_bytes: bool = False
     """The profile has got more of them since the plan was made."""
-    name: str = SOLVERS
-    """What the plan is called in a race."""
-    before: Plan | None = None
-    """What the plan was before it was corrected; None where it was not, or that is no plan any more."""
-    is_raced: bool = False
-    """It need not race, or not again."""
-    contest: Contest | None = None
-    """The race that is under way; the plan in force is that of whose turn it is."""
-    rivals: dict[str, Plan] | None = None
-    """What the plan has raced with."""
-    pace: Pace | None = None
-    """Of the plan that has won."""
-    result: str = ""
-    """Of the last race, in words."""
-    measured: Prediction | None = None
-    """What the plan that has won says by what its steps in the race took; None before, and where nobody timed them."""
 
     @property
     def has_sizes(self) -> bool:
-        """Whether a recipe of the plan, or of one that it races with, holds for these shapes only."""
-        plans = [self.plan] if self.contest is None else [entrant.plan for entrant in self.contest.entrants]
-        recipes = ((site.recipe, plan.check == "full") for plan in plans for site in plan.sites)
-        return any(recipe is not None and not recipe.serves_all(is_proven=full) for recipe, full in recipes)
+        """Whether a recipe of the plan holds for these shapes only."""
+        recipes = [site.recipe for site in self.plan.sites if site.recipe is not None]
+        return any(not recipe.serves_all(is_proven=self.plan.check == "full") for recipe in recipes)
 
     def retire(self) -> None:
-        """Its plan is not used again, and no race that it is in goes on."""
-        if self.contest is not None:
-            self.contest.retire(but=None)
-            self.contest = None
+        """Its plan is not used again."""
         if self.tide is not None:
             self.tide.remove()
             self.tide = None
 
     def replace(self, plan: Plan) -> None:
-        """Another plan, which has not raced."""
+        """Another plan."""
         self.retire()
-        self.plan, self.name, self.before, self.rivals, self.pace, self.result = plan, SOLVERS, None, None, None, ""
-        self.measured = None
-        self.is_raced = self.has_more_loop_bytes = False
+        self.plan = plan
+        self.has_more_loop_bytes = False
 
 
 class PlanCache:

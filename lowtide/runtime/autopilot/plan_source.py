@@ -30,7 +30,6 @@ from lowtide.loss.attach import attach_where
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
-from lowtide.planner.rivals import rivals_of
 from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.session.tide import Tide
@@ -79,13 +78,6 @@ class PlanSource(Protocol):
 
         Raises BudgetError where none fits.
         """
-
-    @property
-    def races(self) -> bool:
-        """Whether plans are to be tried on real steps. The same on all ranks."""
-
-    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
-        """Other plans for the same that are worth a try beside `plan`, by name. Called only where it `races`."""
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """A plan that may be another rank's, in the names of this one, which has observed `profile`."""
@@ -159,25 +151,6 @@ class BudgetSource:
     def config(self) -> MemoryConfig:
         """The rules and the budget that plans are made under."""
         return self._config
-
-    @property
-    def races(self) -> bool:
-        """As the user asked for it."""
-        return self._config.races
-
-    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
-        """See planner/rivals.py. The optimizer's state stays where it is, and none needs more than a preset's plan."""
-        assert facts.link is not None
-        if self._preset not in (None, "fastest"):
-            budget_bytes = min(budget_bytes, plan.budget_bytes or budget_bytes)
-        steady = _steady(profile, facts)
-        config = dataclasses.replace(self._config, optimizer="keep")
-
-        def make(config: MemoryConfig, **limits: Any) -> Plan:
-            how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients, **limits}
-            return self._plan(steady, facts, config, costs=HOST_COSTS, **how)
-
-        return dict(rivals_of(plan, config, steady, make, facts.link))
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         """As it is: a solved plan has no process group in it."""

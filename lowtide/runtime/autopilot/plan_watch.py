@@ -1,4 +1,4 @@
-"""What is measured of the steps of the plan in force, as long as it is compared with its prediction, or races.
+"""What is measured of the steps of the plan in force, as long as it is compared with its prediction.
 
 What: `PlanWatch` joins the device's peak and what the loop takes between two passes (peaks.py), the seconds of backward
 passes (observe_call.py), and whether a step was smaller than the one that was planned. A measurement ends, and the next

@@ -1,7 +1,7 @@
 """Plans that an autopilot makes: from what is known by now, for the budget of all ranks, agreed among them.
 
 What: `Planning` joins a `PlanSource` (one rank's plans) with the ranks' consensus and with the facts that steps have
-shown so far: the link, gradients that stay, recipes that did not hold. It also makes the plans that a race tries.
+shown so far: the link, gradients that stay, recipes that did not hold.
 Cost: the solver, about a second a plan; ranks that agree exchange the plan's text once.
 Not covered: when a plan is made (learn.py, review.py, again.py), and putting it on the model (in_force.py).
 """
@@ -16,11 +16,9 @@ from typing import Any
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
-from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, agreed_rivals
-from lowtide.runtime.autopilot.contest import BEFORE, LEARNED, SOLVERS
+from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.autopilot.plan_source import Facts, PlanSource
-from lowtide.timeline.step import Link
 
 
 class Planning:
@@ -86,46 +84,3 @@ class Planning:
                 plan = self.agreed(free, self.consensus.budget_bytes, is_joint=is_joint)
                 return CachedPlan(profile=free, plan=plan, serves_smaller=True)
         return CachedPlan(profile=profile, plan=self.agreed(profile, self.consensus.budget_bytes, is_joint=is_joint))
-
-    # -- for a race ------------------------------------------------------------------------------------------------
-
-    def rivals(self, shape: CachedPlan) -> dict[str, Plan]:
-        """Other plans that fit, by name, which every rank has found. All ranks call this at once.
-
-        None of them moves the optimizer's state, or brings it back.
-        """
-        budget_bytes = self.budget_bytes - shape.unforeseen_bytes
-        found: dict[str, Plan] = {}
-        if shape.name != SOLVERS:
-            with contextlib.suppress(BudgetError):
-                found[SOLVERS] = self.make(shape.profile, budget_bytes)
-        solvers = found.get(SOLVERS, shape.plan)
-        found |= self.source.rivals(solvers, shape.profile, self.facts, budget_bytes)
-        if shape.before is not None and _peak_bytes(shape.before) <= budget_bytes:
-            found[BEFORE] = shape.before
-        has_moved = self.facts.resident_state_bytes is not None
-        return agreed_rivals({n: plan for n, plan in found.items() if _moves_state(plan) == has_moved}, self.group)
-
-    def learned(self, shape: CachedPlan, link: Link | None) -> Plan | None:
-        """The best plan at the prices of `link`, in this rank's names; None unless every rank has one.
-
-        All ranks call this at once: they may have measured other links.
-        """
-        found: dict[str, Plan] = {}
-        if link is not None:
-            with contextlib.suppress(BudgetError):
-                facts = dataclasses.replace(self.facts, link=link)
-                plan = self.source.make_plan(shape.profile, facts, self.budget_bytes - shape.unforeseen_bytes)
-                if _moves_state(plan) == _moves_state(shape.plan):
-                    found[LEARNED] = plan
-        common = agreed_rivals(found, self.group).get(LEARNED)
-        return common if common is None else self.source.localized(common, shape.profile)
-
-
-def _peak_bytes(plan: Plan) -> int:
-    assert plan.predicted is not None
-    return plan.predicted.peak_bytes
-
-
-def _moves_state(plan: Plan) -> bool:
-    return plan.optimizer is not None and plan.optimizer.moves

@@ -128,10 +128,7 @@ class Review:
             # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
             self._warn_that_nothing_fits(found, needed_bytes)
             return
-        # What was predicted without the loop's bytes says nothing of whether it fits.
-        corrected = None if has_more_loop_bytes else shape.plan
         self._in_force.replace(shape, plan)
-        shape.before = corrected
         self._in_force.use(key, why=_why(found), seconds=time.perf_counter() - start)
 
     @property

@@ -12,7 +12,7 @@ backward. The curve is that of the last forward pass inside whose backward pass 
 curve. Counters, gradients, random states and results are those of steps without it.
 
 Cost: about 7 us an operator, so it is no part of a planned step, and its steps say nothing about time: an autopilot
-neither compares nor races them. Not covered: memory inside an operator that is freed before it returns; backward passes
+does not compare them. Not covered: memory inside an operator that is freed before it returns; backward passes
 in another thread than the one that entered (they have no curve either); when a compiled layer begins and ends, since a
 hook on it would have it compiled anew; on an accelerator, `stats.peak_device_bytes` has the allocator's own peak. Where
 two forward passes come before a backward pass, the curve has the second of them.

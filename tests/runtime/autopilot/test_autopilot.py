@@ -85,8 +85,8 @@ def budget_of(model: nn.Module, batch: Any, share: float = 0.5, optimizer: Any =
     return found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes))
 
 
-def optimize(model: nn.Module, budget: int, *, race: bool = True, **more: Any) -> Autopilot:
-    memory = {"min_bytes": MIN_BYTES, "race": race}
+def optimize(model: nn.Module, budget: int, **more: Any) -> Autopilot:
+    memory = {"min_bytes": MIN_BYTES}
     return lowtide.optimize(model, budget=budget, memory=memory, **{"engine": "virtual:1", **more})
 
 
@@ -169,7 +169,7 @@ def test_budgets_are_kept_and_no_bit_changes(name: str, kind: str) -> None:
 
 def test_it_is_stable_within_three_planned_steps() -> None:
     model, x = net(), rows()
-    tide = optimize(model, budget_of(model, (x,)), engine="host", race=False)
+    tide = optimize(model, budget_of(model, (x,)), engine="host")
     for _ in range(3):
         step(model, x)
     events = list(tide.events)
@@ -476,7 +476,7 @@ def test_a_link_that_is_slower_than_its_probe_says_is_corrected() -> None:
     truth, model, x = net(num_layers=8), net(num_layers=8), rows(256)
     engine = Boastful(out_bytes_per_second=1e5, in_bytes_per_second=1e5)
     stalls = []
-    with optimize(model, budget_of(model, (x,), 0.3), engine=engine, race=False) as tide:
+    with optimize(model, budget_of(model, (x,), 0.3), engine=engine) as tide:
         torch.manual_seed(5)
         expected = [step(truth, x) for _ in range(6)]
         torch.manual_seed(5)

@@ -14,10 +14,7 @@ import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.core.budget import DeviceMemory
 from lowtide.engines.virtual import VirtualEngine
-from lowtide.planner.plan_profile import plan_profile
 from lowtide.runtime.autopilot import optimize as door
-from lowtide.runtime.autopilot import plan_source
-from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
 from lowtide.timeline.step import Link
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
@@ -68,9 +65,7 @@ def test_bits_and_later_batches(memory: dict[str, Any]) -> None:
     """Gradients that stay and a larger batch need more than the first step did: a goal is planned for anew."""
     model, said = Net(), []
     truth = gradients(copy.deepcopy(model), (64, 64, 256))
-    with lowtide.apply(
-        model, {**memory, "min_bytes": 1, "race": False}, engine=VirtualEngine(0), say=said.append
-    ) as tide:
+    with lowtide.apply(model, {**memory, "min_bytes": 1}, engine=VirtualEngine(0), say=said.append) as tide:
         mine = gradients(model, (64, 64, 256))
         assert all(torch.equal(a, b) for a, b in zip(mine, truth, strict=True))
         plan = tide.plan
@@ -111,31 +106,10 @@ def test_a_preset_beside_a_budget_is_refused_at_every_door() -> None:
         assert str(caught.value) == said
 
 
-def test_no_rival_needs_more_than_the_presets_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    profile = lowtide.observe(model, (batch(64),))
-    config = load_memory({"budget": 64 << 20, "min_bytes": 1})
-    seen: list[int | None] = []
-
-    def plan(profile: Any, config: Any, **how: Any) -> Any:
-        seen.append(how.get("budget_bytes"))
-        return plan_profile(profile, config, **how)
-
-    for preset, most in (("smallest", None), ("fastest", 64 << 20), (None, 64 << 20)):
-        source = BudgetSource(model, config, VirtualEngine(0), preset=preset)
-        made = source.make_plan(profile, Facts(link=LINK), 64 << 20)
-        smallest = source.make_plan(profile, Facts(link=LINK), 32 << 20) if preset is None else made
-        monkeypatch.setattr(plan_source, "plan_profile", plan)
-        seen.clear()
-        source.rivals(smallest, profile, Facts(link=LINK), 64 << 20)
-        monkeypatch.undo()
-        assert set(seen) <= {made.budget_bytes if most is None else most}
-
-
 def test_min_bytes_fits_a_small_model() -> None:
     """A model whose activations are all below 1 MiB is not left alone for that."""
     model = Net()
-    with lowtide.optimize(model, memory={"preset": "smallest", "race": False}, engine=VirtualEngine(0)) as tide:
+    with lowtide.optimize(model, memory={"preset": "smallest"}, engine=VirtualEngine(0)) as tide:
         model(batch(64)).backward()
         assert tide.plan is not None and not tide.plan.does_nothing and tide.plan.min_bytes <= 64 * 64 * 4
 

@@ -92,7 +92,7 @@ class Net(nn.Module):
 
 def test_it_is_said_once_and_an_error_has_the_words_of_the_plan() -> None:
     model, said = Net(), []
-    memory: Any = {"budget": "1GiB", "race": False, "min_bytes": 1}
+    memory: Any = {"budget": "1GiB", "min_bytes": 1}
     with lowtide.optimize(model, memory=memory, engine=VirtualEngine(0), say=said.append):
         for _ in range(4):
             model(torch.ones(512, 64)).sum().backward()
@@ -121,7 +121,7 @@ class RunsOut(torch.autograd.Function):
 
 
 def test_an_error_of_backward_in_a_plain_loop_has_the_words_too() -> None:
-    memory: Any = {"budget": "1GiB", "race": False, "min_bytes": 1}
+    memory: Any = {"budget": "1GiB", "min_bytes": 1}
 
     def train() -> None:
         with lowtide.optimize(Net(), memory=memory, engine=VirtualEngine(0)) as tide:

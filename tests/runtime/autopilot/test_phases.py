@@ -231,19 +231,8 @@ class Ticking(VirtualEngine):
         return end - start
 
 
-def raced() -> None:
-    """Once to the end, which the plan wins that came last; once the user is done before that."""
-    for is_removed in (False, True):
-        model, tide = start(budget_of(Net()) // 9, engine=Ticking())
-        with tide:
-            while tide.phase is not Phase.RACING:
-                step(model)
-            while tide.phase is Phase.RACING and not is_removed:
-                step(model)
-
-
 LIVES: tuple[Callable[[], None], ...] = (
-    refused, never_run, once, other_shapes, accumulated, held_up, removed_while_observing, raced,
+    refused, never_run, once, other_shapes, accumulated, held_up, removed_while_observing,
 )  # fmt: skip
 
 
@@ -337,7 +326,7 @@ def test_every_arrow_of_the_table_is_gone(ways: list[tuple[Phase, Phase]]) -> No
 
 def test_the_handle_says_where_it_stands() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    tide = lowtide.optimize(model, budget="1GiB", memory={"race": False}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget="1GiB", memory={}, engine="virtual:1")
     assert repr(tide) == "<lowtide.Autopilot waiting: engine 'virtual:1', budget 1.0 GiB>"
     for _ in range(4):
         model(torch.ones(2, 8)).sum().backward()

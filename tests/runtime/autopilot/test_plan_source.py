@@ -35,7 +35,6 @@ class SwapAll:
 
     def __init__(self) -> None:
         self.budget_bytes: int | None = None
-        self.races = False
         self.asked: list[tuple[Facts, int | None]] = []
         self.equipped: list[tuple[Tide, int | None]] = []
         self.num_closed = 0
@@ -47,9 +46,6 @@ class SwapAll:
         self.asked.append((facts, budget_bytes))
         rule = Rule(pattern=Pattern.parse("layers.*"), fate=Fate.SWAP, where="test")
         return Plan(layers=profile.layers, rules=Rules((rule,)), min_bytes=0)
-
-    def rivals(self, plan: Plan, profile: Profile, facts: Facts, budget_bytes: int) -> dict[str, Plan]:
-        raise AssertionError("it does not race")
 
     def localized(self, plan: Plan, profile: Profile) -> Plan:
         return plan

@@ -469,7 +469,7 @@ def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[
         with Collectives() as plain_issues:
             truth.append(tensor_parallel_llama.step(plain, seed))
     model = tensor_parallel_llama.build(mesh)
-    settings = {"min_bytes": 1, "race": False, **memory}
+    settings = {"min_bytes": 1, **memory}
     with lowtide.optimize(model, budget=budget, memory=settings, engine="virtual:3") as tide:
         is_same = []
         for seed, (loss, gradients) in enumerate(truth):

@@ -325,7 +325,7 @@ def test_a_budget_is_kept_in_the_step_in_which_a_codec_does_not_hold(monkeypatch
     """Masks are dear to encode here, so the plan takes the noise, and masks once the noise does not fit."""
     monkeypatch.setattr(lowtide.profiling.smaller, "_seconds", lambda kind, *_: 1e-9 if kind == "two values" else 1.0)
     model = stack(*(Dropping(has_rrelu=False) for _ in range(4)))
-    memory = {"recompute": "none", "swap": "none", "min_bytes": "1B", "race": False}
+    memory = {"recompute": "none", "swap": "none", "min_bytes": "1B"}
     profile = profiled(model)
     config = load_memory({**memory, "budget": "1GiB"})
     noises = {node.name for node in profile.sites if node.codec is not None and node.codec.kind == "two values"}

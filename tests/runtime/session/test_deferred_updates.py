@@ -141,7 +141,7 @@ def test_a_budget_beside_updates_that_wait(
 ) -> None:
     """Batches of two sizes: the second one is observed while updates wait. Plans run layers and recipes again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    memory = {"optimizer": DEFERRED, "min_bytes": "1KiB", "race": False, **limits}
+    memory = {"optimizer": DEFERRED, "min_bytes": "1KiB", **limits}
     budget = int(floor_of(memory, 6) * 1.15)
     sizes = (4, 4, 6, 4, 6)
     model, optimizer = build()
@@ -161,7 +161,7 @@ def test_updates_wait_until_their_layer_begins(tmp_path: Any, monkeypatch: pytes
     """Under a budget too, whose guard looks at what is on the device when a forward pass begins."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, optimizer = build()
-    memory = {"optimizer": DEFERRED, "min_bytes": "1KiB", "race": False}
+    memory = {"optimizer": DEFERRED, "min_bytes": "1KiB"}
     waiting: list[int] = []
     with lowtide.optimize(model, budget="1GiB", memory=memory, optimizer=optimizer, engine="virtual:1") as tide:
         train(model, optimizer, tide, steps=3)

@@ -145,7 +145,7 @@ def test_the_least_that_is_named_holds_the_step_of_the_optimizer_too(optimizer_s
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True, foreach=foreach)
-    memory = {"min_bytes": 0, "optimizer": optimizer_state, "race": False}
+    memory = {"min_bytes": 0, "optimizer": optimizer_state}
 
     def optimize(budget: int) -> Any:
         return lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1")

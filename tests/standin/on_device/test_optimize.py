@@ -39,11 +39,8 @@ def drawn(seed: int) -> tuple[Training, float, str | int, float]:
         accumulate=draw.choice([1, 1, 2]),
         has_optimizer=draw.random() < 0.4,
         resets=draw.choice(["never", "each step", "between"]),
-        is_raced=draw.random() < 0.2,
         own_loss=draw.random() < 0.2,
     )
-    if training.is_raced:
-        training = dataclasses.replace(training, num_steps=18)
     share, policy = draw.uniform(0.15, 1.05), draw.choice(["late", "early", "hidden", seed])
     chance, min_bytes = draw.choice([0.1, 0.5, 0.9]), draw.choice([0, 0, 1024, 2**20])
     return dataclasses.replace(training, min_bytes=min_bytes), share, policy, chance

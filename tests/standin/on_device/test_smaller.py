@@ -177,7 +177,7 @@ def test_a_budget_has_room_for_batches_that_wait_on_the_device(share: float) -> 
         if "(first step)" in line:
             device.take_peak()  # the observed step is no planned one
 
-    memory = {"min_bytes": 0, "race": False, "swap": "none"}
+    memory = {"min_bytes": 0, "swap": "none"}
     with lowtide.optimize(model, budget=budget_bytes, memory=memory, say=hear) as tide:
         for x, expected in zip(batches, want, strict=True):
             assert same(step(model, x), expected)
