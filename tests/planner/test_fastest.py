@@ -17,7 +17,6 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import why_unswapped
 from lowtide.errors import BudgetError
 from lowtide.planner import fastest
-from lowtide.planner.deferred_state import DeferredState
 from lowtide.planner.learned import learned_link
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
@@ -152,14 +151,6 @@ def test_a_plan_for_learned_prices_is_weighed_at_them() -> None:
     again = planned(learned.touch_seconds_per_byte)
     assert [(site.name, site.fate) for site in again.sites] == [(site.name, site.fate) for site in moving.sites]
     assert said(again).step_seconds < said(still).step_seconds and said(again).swap_excess_seconds == 0.0
-
-
-def test_updates_that_wait_have_tried_the_link_alone_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fastest.Asked(PROFILE, load_memory({"budget": HIGH}), LINK, HIGH, False, 1.0, print)
-    part = DeferredState(nbytes=MIB, resident_bytes=0, bucket_bytes=MIB, num_slots=3, temporaries=0)
-    assert asked._may_keep_instead and not dataclasses.replace(asked, shares=part)._may_keep_instead
-    rules = load_memory({"budget": HIGH, "recompute": "none"})
-    assert dataclasses.replace(asked, shares=part, config=rules)._may_keep_instead
 
 
 def test_a_plan_that_swaps_races_where_the_price_has_kept_it_away() -> None:

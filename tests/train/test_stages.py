@@ -280,10 +280,6 @@ def test_what_is_refused_with_its_place() -> None:
     assert beside({"budget": "1GiB", "race": True}) == (
         "run.yaml:5:36: 'memory.race' cannot be true beside 'pipeline': plans of stages do not race; leave it out"
     )
-    assert beside({"optimizer": {"state": "swap", "overlap": "deferred"}}) == (
-        "run.yaml:5:52: 'memory.optimizer.overlap' cannot be deferred beside 'pipeline', whose stages take turns; "
-        "write auto"
-    )
     everything = {"recompute_config": {"recompute": True}}
     assert refusal(sections={"pipeline": DUALPIPEV | {"overlap": True}} | everything) == (
         "run.yaml:4:81: 'pipeline.overlap' cannot stand beside 'pipeline' and recompute_config or swap_config; use the "

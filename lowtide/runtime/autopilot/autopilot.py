@@ -132,7 +132,6 @@ class Autopilot:
             settle=self._settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,
-            version=placed.own_version,
         )
 
     # -- what the user sees ----------------------------------------------------------------------------------------
@@ -365,7 +364,6 @@ class Autopilot:
             self._in_force.patch.undo()
             self._in_force.wrap()
             return None
-        self._placed.expect_regions(tide.plan, all_layers=True)
         self._steps.forget()
         if self._races.rival is not None:
             with self._lock:
