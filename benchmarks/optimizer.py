@@ -8,8 +8,7 @@ By the timeline (nothing runs): Llama-2-7B in bf16, 65,536 tokens a step in four
 141 GB with PCIe 5 to the host. For 4, 8 and 12 bytes of state a parameter (bf16 moments; fp32 moments; these and fp32
 master weights), whole or a shard of eight, the exposed time of each mode (optimizer_modes.py) beside a plan for the
 activations that has all of the state's memory; and what the planner makes of `optimizer: keep`, `swap` and `auto`.
-`in_backward` has all tokens in one micro-batch. Over several ranks it is refused, and so is `deferred` for shards of
-FSDP2.
+`in_backward` has all tokens in one micro-batch. Over several ranks it is refused.
 
 Measured on this machine's CPU: a small model's step with AdamW, plain, under `lowtide.swap_optimizer`, torchao's
 `CPUOffloadOptimizer` and bitsandbytes' paged AdamW. What cannot run here is a row with its error.
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 TITLE = "What does it cost to have the optimizer's state elsewhere between steps?"
 STATES = ((4, 1), (8, 1), (12, 1), (12, 8))
 """Bytes a parameter, and over how many ranks they are spread."""
-KINDS = ("keep", "swap", "auto", "swap deferred", "auto deferred")
+KINDS = ("keep", "swap", "auto")
 """What the planner is asked for."""
 HARDWARE = ("h100", "h200")
 TARGET_PERCENT, HIDDEN_PERCENT = 2.0, 0.2
@@ -92,13 +91,12 @@ def with_state(profile: Profile, bytes_per_parameter: int, shards: int) -> Profi
 
 
 def planned(profile: Profile, kind: str, device: Hardware, budget: int, num_micro_batches: int) -> Row:
-    """What `memory.optimizer` costs over everything kept; 'auto deferred' is `{state: auto, overlap: deferred}`."""
+    """What `memory.optimizer` costs over everything kept."""
     from lowtide.config.memory import load_memory
     from lowtide.planner.plan_profile import plan_profile
 
-    state, _, overlap = kind.partition(" ")
     title = "state stays" if kind == "keep" else f"planner, {kind}"
-    memory = load_memory({"budget": budget, "optimizer": {"state": state, "overlap": overlap or "auto"}})
+    memory = load_memory({"budget": budget, "optimizer": kind})
     several: Any = {"has_gradients": num_micro_batches > 1, "num_micro_batches": num_micro_batches}
     try:
         plan = plan_profile(profile, memory, link=device.link, time_limit_seconds=_TIME_LIMIT_SECONDS, **several)
@@ -123,7 +121,7 @@ def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: in
     were no state: with whatever fates, and without swap, which leaves the link to the state.
 
     `whole`: all tokens of a step in one micro-batch, which updates in backward need; None where there are several
-    ranks, on which they are refused, as deferred updates are where parameters are sharded.
+    ranks, on which they are refused.
     """
     from lowtide.planner.in_backward import slot_bytes, with_updates_in_backward
 
@@ -142,7 +140,7 @@ def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: in
     plain_seconds = num_micro_batches * sum(profile.op_seconds)
     rows = []
     for overlap in get_args(Overlap):
-        is_refused = whole is None and overlap in ("in_backward", "deferred")
+        is_refused = whole is None and overlap == "in_backward"
         plans = [plan for plan in (one if overlap == "in_backward" else several) if plan is not None and not is_refused]
         found = [plan.row(overlap, state, device, budget, plain_seconds) for plan in plans]
         why_none = _SEVERAL_RANKS if is_refused else "does not fit"
@@ -194,7 +192,6 @@ class _Activations:
             bucket_bytes=bucket_size(state, device.link),
             num_slots=_NUM_SLOTS,
             overlap=overlap,
-            gradient_bytes=state.gradients,
             earlier_bytes=state.gradients if self.num_micro_batches > 1 else 0,
         )
         cost = play_traffic(self.step, self.timeline, device.link, traffic, budget)
@@ -364,12 +361,7 @@ def _by_timeline(args: argparse.Namespace, argv: Sequence[str]) -> int:
         profile = traced(args.layers, args.tokens, piece["hardware"])
         nbytes, shards = piece["bytes_per_parameter"], piece["shards"]
         own = with_state(profile, nbytes, shards)
-        rows = [
-            {"title": f"planner, {kind}", "outcome": _SEVERAL_RANKS}
-            if shards > 1 and kind.endswith("deferred")
-            else planned(own, kind, device, budget, args.micro_batches)
-            for kind in KINDS
-        ]
+        rows = [planned(own, kind, device, budget, args.micro_batches) for kind in KINDS]
         in_one = traced(args.layers, args.tokens * args.micro_batches, piece["hardware"]) if shards == 1 else None
         whole = None if in_one is None else with_state(in_one, nbytes, shards)
         return [*rows, *modes(own, device, budget, args.micro_batches, whole)]

@@ -11,19 +11,16 @@ mode         buckets may be fetched                  updated                    
 step         when the step of the optimizer begins   in the step                   the last copies back: next forward
 backward     in the last backward pass, as soon as   in the step                   backward; copies back: next forward
              memory that it has freed takes them
-deferred     as above, and in the next forward       before its module's forward   backward and the next forward
 in_backward  in the last backward pass               when its gradient is there    backward
 
 Rules: copies of activations have deadlines and go first; both directions run at once; updates take no time of their own
 (plain's optimizer takes that time too, so nothing is added); a copy beside compute slows it by `compute_share`, as all
 copies do; the next forward begins when the last update is done, and waits where memory needs a place that has not been
 left yet. The step repeats: what is sent back in "the next forward" meets the copies of the forward that was played.
-A gradient goes with its bucket's update. That forward has no gradients of micro-batches before it; with `deferred` it
-has those of buckets that are not updated yet, and the buckets themselves, and waits where memory has no room for them.
-Of that mode only sums are played: what must have come, and left, by each tick of that forward.
+A gradient goes with its bucket's update. That forward has no gradients of micro-batches before it.
 
 The planner places state by a model of its own (lowtide/planner/state_items.py), which changes the plan of the
-activations too; this one takes the plan as it is, knows all four modes and single buckets, and so stands beside it.
+activations too; this one takes the plan as it is, knows all three modes and single buckets, and so stands beside it.
 Why a played step, and no formula: a formula (optimizer-state swap: exposed = s P / (N BW) - what is hidden) knows
 neither when backward frees memory nor when the lanes are busy with activations. In an empty step both agree.
 Cost: some microseconds for each bucket. Not covered: memory of `in_backward`, of
@@ -45,9 +42,6 @@ from lowtide.timeline.step import Link, Step
 
 Span = tuple[float, float]
 
-_TRIED = 12
-"""So many numbers of buckets are tried that come before a forward that updates them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTraffic:
@@ -58,8 +52,6 @@ class StateTraffic:
     num_slots: int
     """Places for buckets that the step of the optimizer has at least; its tick counts them already."""
     overlap: Overlap
-    gradient_bytes: int = 0
-    """Of its parameters, when the step of the optimizer begins."""
     earlier_bytes: int = 0
     """Of gradients of earlier micro-batches, which the played curve has in each tick."""
 
@@ -81,7 +73,7 @@ class TrafficCost:
     prefetched_bytes: int
     """Fetched before the step of the optimizer begins."""
     held: tuple[int, ...]
-    """Bytes of buckets on the device in each tick, beyond the slots that the last tick counts; none for 'deferred'."""
+    """Bytes of buckets on the device in each tick, beyond the slots that the last tick counts."""
     free_share: float | None
     """The step times this would hide everything, if memory took it; None: no length of the step would."""
 
@@ -98,9 +90,6 @@ def play_traffic(
     assert traffic.moved_bytes > 0
     frame = _Frame(step, timeline, link, traffic, budget_bytes)
     at_end = [frame.end] * len(frame.sizes)
-    if traffic.overlap == "deferred":
-        frame.travel(release=frame.places_in_backward(), ready=at_end, due=at_end)
-        return frame.deferred_cost()
     if traffic.overlap == "in_backward":
         late = frame.travel(release=[frame.turn] * len(at_end), ready=frame.gradient_times(), due=at_end)
     else:
@@ -215,50 +204,11 @@ class _Frame:
         curve = self.curve[: len(made)] - self.traffic.earlier_bytes * (1.0 - np.array(made))
         return curve.astype(np.int64).tolist()
 
-    def deferred_cost(self) -> TrafficCost:
-        """Updates in the next forward, beside buckets that were fetched before it: as many of those as cost least.
-
-        By each tick some bytes must have come, and some must have left so that memory takes what is there. Both lanes
-        do that as fast as they can, and what compute waits for it gives them as much more time.
-        """
-        traffic, link = self.traffic, self.link
-        total, slots = traffic.moved_bytes, min(traffic.num_slots * traffic.bucket_bytes, traffic.moved_bytes)
-        begins = np.array([begin for begin, _ in self.next])
-        # Its parameters are taken to be spread evenly over forward: a tick needs those up to its end.
-        stops = np.array([stop for _, stop in self.next])
-        needed = np.minimum(total, total * stops / self.turn if self.turn else np.full(len(stops), float(total)))
-        busy = np.array([sum(max(0.0, min(end, now) - start) for start, end in self.out_busy if start < now)
-                         for now in begins.tolist()])  # fmt: skip
-        room = np.full(len(begins), np.inf)
-        if self.budget_bytes is not None:
-            room = self.budget_bytes - np.array(self._curve_of_the_next(), np.float64)[: len(begins)]
-        fetched = [
-            0,
-            *np.cumsum([size for size, (_, end) in zip(self.sizes, self.fetches, strict=True) if end <= self.end]),
-        ]
-        tried = []
-        for there in fetched[:: -max(len(fetched) // _TRIED, 1)]:
-            come = np.maximum(needed, there)
-            unused = traffic.gradient_bytes * (1.0 - come / total)
-            late = (needed - there) / link.in_bytes_per_second - begins
-            must_have_left = np.minimum(come + unused + slots - room, come)
-            full = (must_have_left / link.out_bytes_per_second - (begins - busy))[must_have_left > 0]
-            tried.append((max(0.0, float(late.max()), float(full.max(initial=0.0))), int(there)))
-        exposed, prefetched = min(tried, key=lambda one: one[0])
-        copying = sum(self.in_seconds) + sum(self.out_seconds)
-        return TrafficCost(
-            exposed_seconds=exposed,
-            slowed_seconds=max(copying - exposed, 0.0) * self.compute_share,
-            prefetched_bytes=prefetched,
-            held=(),
-            free_share=self._free_share(),
-        )
-
     # -- what comes of it ------------------------------------------------------------------------------------------
 
     def cost(self, exposed: float, stalled: float) -> TrafficCost:
         """`exposed` until the last update, `stalled` after it."""
-        begin, end = self.end, self.end + (0.0 if self.traffic.overlap == "deferred" else exposed)
+        begin, end = self.end, self.end + exposed
         copying = sum(self.in_seconds) + sum(self.out_seconds)
         alone = sum(max(0.0, min(last, end) - max(first, begin)) for first, last in (*self.fetches, *self.sends))
         beside = max(copying - alone, 0.0)
@@ -295,7 +245,7 @@ class _Frame:
         if overlap == "step" or (overlap == "backward" and self.num_places < len(self.sizes)):
             return None
         forward, backward = self.turn, self.end - self.turn
-        gap_in = backward - _length(self.in_busy) + (forward if overlap == "deferred" else 0.0)
+        gap_in = backward - _length(self.in_busy)
         gap_out = backward if overlap == "in_backward" else forward - _length(self.out_busy)
         if gap_in <= 0 or gap_out <= 0:
             return None

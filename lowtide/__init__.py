@@ -263,7 +263,6 @@ def swap_optimizer(
     overlap: str = "auto",
     resident: float | str = "auto",
     bucket_bytes: int | str = "auto",
-    model: torch.nn.Module | None = None,
     engine: Engine | str | None = None,
     min_bytes: int | str = 16 * 1024,
 ) -> OptimizerSwap:
@@ -275,7 +274,7 @@ def swap_optimizer(
     `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device;
     "auto": as much as the first steps show to be free.
     `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than
-    `min_bytes` stays where it is. `model`: needed for `overlap="deferred"`. `engine`: as in `apply`.
+    `min_bytes` stays where it is. `engine`: as in `apply`.
     Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.
     """
     from lowtide.optimizer.swap import swap_optimizer as swap
@@ -286,7 +285,6 @@ def swap_optimizer(
         overlap=overlap,
         resident=resident,
         bucket_bytes=bucket_bytes,
-        model=model,
         engine=engine,
         min_bytes=min_bytes,
     )

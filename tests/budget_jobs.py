@@ -277,7 +277,6 @@ def refused(rank: int) -> list[str]:
     attempt(filling, budget=2**30)
     attempt(Rank("1f1b", rank), budget=2**30, optimizer="swap")
     attempt(Rank("1f1b", rank), budget=2**30, loss="sliced")
-    attempt(Rank("1f1b", rank), budget=2**30, optimizer={"state": "auto", "overlap": "deferred"})
     twice = Rank("1f1b", rank)
     with twice.fit(2**30):
         attempt(twice, budget=2**30)

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.report, "--report")
     wanted = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
     if args.optimizer is not None:
-        wanted = wanted.with_optimizer_state(args.optimizer)
+        wanted = dataclasses.replace(wanted, optimizer=args.optimizer)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)

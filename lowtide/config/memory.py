@@ -14,8 +14,7 @@
       preset: balanced                       # instead of a budget: fastest | balanced | smallest
 
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit
-      optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps; or
-      #          {state: auto, overlap: deferred}, where updates may also wait for the next forward pass
+      optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
 budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
@@ -67,22 +66,6 @@ class SwapRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerRule:
-    """`optimizer` as a mapping; a plain word is its `state`."""
-
-    state: Literal["keep", "swap", "auto"]
-    """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it."""
-    overlap: Literal["auto", "deferred"] = "auto"
-    """deferred: updates may wait for the next forward pass, where each is done just before its parameter is needed. In
-    between `model.parameters()` are those of before the step for who reads them by hand (docs/optimizer.md). auto: what
-    no user code can tell from a step that updates all at once."""
-
-    def __post_init__(self) -> None:
-        if self.overlap == "deferred" and self.state == "keep":
-            raise FieldError("overlap", "deferred is for state that travels; write state: swap or auto")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
     """The `memory` section as written. Sizes are bytes per rank."""
 
@@ -103,7 +86,7 @@ class MemoryConfig:
     """Absent: auto with a budget, none without."""
     keep: tuple[str, ...] = ()
     """Patterns that are kept whatever `recompute` and `swap` say."""
-    optimizer: Literal["keep", "swap", "auto"] | OptimizerRule = "keep"
+    optimizer: Literal["keep", "swap", "auto"] = "keep"
     """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it."""
     loss: Literal["auto", "sliced", "plain"] | None = None
     """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
@@ -150,23 +133,6 @@ class MemoryConfig:
         config = dataclasses.replace(self, budget=budget_bytes, preset=None)
         line = line if self.preset is None else f"preset {self.preset}, within {line}"
         return Settled(config=config, budget_bytes=budget_bytes, preset=self.preset, line=line)
-
-    @property
-    def optimizer_state(self) -> Literal["keep", "swap", "auto"]:
-        """Whether the optimizer's state may be elsewhere between steps."""
-        return self.optimizer.state if isinstance(self.optimizer, OptimizerRule) else self.optimizer
-
-    @property
-    def defers_updates(self) -> bool:
-        """Whether updates may wait for the next forward pass."""
-        return isinstance(self.optimizer, OptimizerRule) and self.optimizer.overlap == "deferred"
-
-    def with_optimizer_state(self, state: Literal["keep", "swap", "auto"]) -> MemoryConfig:
-        """The same with another word for the optimizer's state."""
-        is_deferred = self.defers_updates and state != "keep"
-        return dataclasses.replace(
-            self, optimizer=OptimizerRule(state=state, overlap="deferred") if is_deferred else state
-        )
 
     @property
     def recomputes_freely(self) -> bool:
@@ -268,6 +234,4 @@ def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
 
 def _placement_of(config: MemoryConfig) -> OptimizerPlacement | None:
     """What rules alone say of the optimizer's state."""
-    if config.optimizer_state != "swap":
-        return None
-    return dataclasses.replace(_ELSEWHERE, overlap="deferred") if config.defers_updates else _ELSEWHERE
+    return _ELSEWHERE if config.optimizer == "swap" else None

@@ -12,10 +12,9 @@ from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.recipe import Anchor, Recipe
 
-Overlap = Literal["step", "backward", "deferred", "in_backward"]
+Overlap = Literal["step", "backward", "in_backward"]
 """When the state of an optimizer travels. step: while the optimizer steps. backward: as much as memory allows while the
-last backward pass runs, and back while the next forward pass runs. deferred: updates too wait for the next forward.
-in_backward: updates are done while backward runs."""
+last backward pass runs, and back while the next forward pass runs. in_backward: updates too are done in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

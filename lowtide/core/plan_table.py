@@ -386,14 +386,10 @@ def placement_lines(placement: OptimizerPlacement) -> list[str]:
         f"{placement.reason}"
     ]
     ways = []
-    if placement.overlap == "deferred":
-        ways.append(
-            "each bucket comes in the next forward pass, steps before the first module that needs it, and leaves"
-        )
-    elif placement.beside_bytes:
+    if placement.beside_bytes:
         ways.append(f"{format_bytes(placement.beside_bytes)} come back while backward runs, leave in the next forward")
     streamed_bytes = placement.moved_bytes - placement.beside_bytes
-    if streamed_bytes and placement.overlap != "deferred":
+    if streamed_bytes:
         ways.append(f"{format_bytes(streamed_bytes)} come and go while the optimizer steps")
     bucket = "" if placement.bucket_bytes is None else f", in buckets of {format_bytes(placement.bucket_bytes)}"
     lines.append(f"  {'; '.join(ways)}{bucket}")

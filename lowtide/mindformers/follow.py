@@ -79,11 +79,6 @@ def follow(
     resolution = resolve_for(model, sections, layers, first_layer)
     if first_layer is not None and group is None:
         group = ALONE  # ranks of other stages have other layers, and wait for the output of this one
-    if config.defers_updates:
-        raise ConfigError(
-            "memory.optimizer.overlap: deferred is not carried out beside recompute_config and swap_config; write "
-            "overlap: auto"
-        )
     bare = plan_from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     placed = PlacedState(model, optimizer, chosen, "lowtide.apply")

@@ -23,7 +23,7 @@ from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
 
 TIERS = ("host", "disk")
-OVERLAPS = ("auto", "step", "backward", "deferred", "in_backward")
+OVERLAPS = ("auto", "step", "backward", "in_backward")
 
 
 def check_words(tier: Any, overlap: Any) -> None:

@@ -33,18 +33,11 @@ Chosen = tuple[int, list[torch.Tensor]]
 
 
 class GroupSnapshot:
-    """See the module's text. `own_tensors`: parts see copies of tensors, whoever writes to the user's own meanwhile."""
+    """See the module's text."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, own_tensors: bool = False) -> None:
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
         self._groups = groups
-        self._values = [
-            {
-                key: value.detach().clone() if own_tensors and isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key not in _MEMBERS
-            }
-            for group in groups
-        ]
+        self._values = [{key: value for key, value in group.items() if key not in _MEMBERS} for group in groups]
         self._frozen = [{key: _frozen(v) for key, v in values.items() if _can_change(v)} for values in self._values]
         self._names = [_names_of(group) for group in groups]
         self._versions = [_versions(values) for values in self._values]

@@ -14,10 +14,9 @@ from typing import Any
 
 
 class OwnedHook:
-    """See the module's text. `call(owner, *arguments)` must not hold the owner; `holds` is kept alive by the hook."""
+    """See the module's text. `call(owner, *arguments)` must not hold the owner."""
 
-    def __init__(self, owner: object, call: Callable[..., None], holds: object = None) -> None:
-        self.holds = holds
+    def __init__(self, owner: object, call: Callable[..., None]) -> None:
         self._owner = weakref.ref(owner)
         self._call = call
         self._handle: Any = None

@@ -118,7 +118,7 @@ class InBackward:
         if parameter in self._stepped:
             raise RuntimeError(
                 "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "
-                "updated this parameter already; use 'backward' or 'deferred' to accumulate gradients"
+                "updated this parameter already; use 'backward' to accumulate gradients"
             )
         if parameter in self._arrived:
             self._forget_arrivals()  # another pass, before anything of this could step in the last one

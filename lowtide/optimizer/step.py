@@ -82,8 +82,6 @@ class StepRun:
     """Buckets under way, by the identity of their piece."""
     is_tainted: bool = False
     """Its last part stopped inside the optimizer's own step."""
-    is_put_off: bool = False
-    """Its parts step one by one in the next forward pass, in an order that only that shows (deferred.py)."""
 
     @property
     def can_resume(self) -> bool:
@@ -101,14 +99,11 @@ class Stepper:
 
     # -- which parameters step together --------------------------------------------------------------------------------
 
-    def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival], *, own_tensors: bool = False) -> StepRun:
-        """A step without any part yet. `arrivals` were fetched before.
-
-        `own_tensors`: hyper-parameters that are tensors are copied, since others may write to them before it ends.
-        """
+    def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival]) -> StepRun:
+        """A step without any part yet. `arrivals` were fetched before."""
         self._check_devices()
         self.transfers.most_held = max(self.transfers.num_buffers, len(arrivals))
-        return StepRun(GroupSnapshot(self.optimizer.param_groups, own_tensors=own_tensors), call, arrivals=arrivals)
+        return StepRun(GroupSnapshot(self.optimizer.param_groups), call, arrivals=arrivals)
 
     def _check_devices(self) -> None:
         device = self.store.device
@@ -151,22 +146,6 @@ class Stepper:
         found = {p: number_of[p] for p in parameters if p in number_of and p.grad is not None}
         at_once = any(self._steps_at_once(groups[n], groups[n]["params"]) for n in set(found.values()))
         return {} if at_once else found
-
-    def has_state(self, part: Part) -> bool:
-        """Whether the optimizer has made the state of all of its parameters."""
-        return all(entries_of(self.optimizer.state, parameter) for parameter in part.parameters())
-
-    def fetch_more(self, run: StepRun) -> None:
-        """Start the way of the next parts' buckets, as many as have a place without a wait for one that leaves."""
-        for number in run.todo:
-            for piece in run.parts[number].pieces():
-                if piece.home.resident is not None or id(piece) in run.arrivals:
-                    continue
-                if not self.transfers.has_room():
-                    return
-                self.fetch_ahead(run, piece)
-                if id(piece) not in run.arrivals:
-                    return  # the device has no memory for it now
 
     def fetch_ahead(self, run: StepRun, piece: Piece) -> None:
         """Start a bucket's way to the device before its part's turn, if there is memory."""
@@ -265,8 +244,7 @@ class Stepper:
             self.step_part(run, run.todo[0])
         self.give_up(run)
         run.snapshot.commit()
-        if not run.is_put_off:
-            self.transfers.retire_all()
+        self.transfers.retire_all()
         self.transfers.forget_complete()
         return run.result
 
@@ -324,8 +302,6 @@ class Stepper:
 
     def _fetch(self, run: StepRun, number: int, buckets: list[Bucket | None]) -> None:
         """Add the buckets of a part to `buckets`, on the device (None: they never left), and start the next part's."""
-        if run.is_put_off:
-            self._give_a_place_up(run, number)
         while True:
             try:
                 for piece in run.parts[number].pieces():
@@ -335,24 +311,14 @@ class Stepper:
                 if not self._halve(run, number):
                     raise
         behind = run.parts[number].then
-        if behind is None and not run.is_put_off:  # else nobody knows which comes next
+        if behind is None:
             following = run.todo.index(number) + 1
             behind = run.parts[run.todo[following]] if following < len(run.todo) else None
         for piece in behind.pieces() if behind is not None else ():
-            if not run.is_put_off or self.transfers.has_room():
-                self.fetch_ahead(run, piece)  # without memory now, it is fetched once this part's is free
+            self.fetch_ahead(run, piece)  # without memory now, it is fetched once this part's is free
         for piece in run.parts[number].pieces():
             arrival = run.arrivals.pop(id(piece), None)
             buckets.append(self.transfers.arrive(arrival) if arrival is not None else None)
-
-    def _give_a_place_up(self, run: StepRun, number: int) -> None:
-        """Where buckets that were fetched ahead have all places, and this part's is not among them, the last goes."""
-        wanted = {id(piece) for piece in run.parts[number].pieces() if piece.home.resident is None}
-        while not wanted <= run.arrivals.keys() and self.transfers.is_full:
-            spare = next((key for key in reversed(run.arrivals) if key not in wanted), None)
-            if spare is None:
-                return
-            self.transfers.give_up(run.arrivals.pop(spare))
 
     def _halve(self, run: StepRun, number: int) -> bool:
         """Cut the bucket of a part for which there is no memory in two, which step one after the other."""

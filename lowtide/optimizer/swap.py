@@ -19,12 +19,11 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowtide.core.budget import DeviceMemory
 from lowtide.engines.base import Engine
@@ -42,7 +41,6 @@ from lowtide.optimizer.asked import (
     why_none_stays,
 )
 from lowtide.optimizer.checkpoint import Checkpoints
-from lowtide.optimizer.deferred import DeferredUpdates, check_model
 from lowtide.optimizer.in_backward import InBackward, StepCalls, check_alone
 from lowtide.optimizer.overlap import Overlap
 from lowtide.optimizer.residency import Choice, Residency
@@ -79,7 +77,7 @@ class OptimizerStats:
     stall_seconds: float
     """Time that steps waited for copies, as far as the engine can tell."""
     overlap: str
-    """'step', 'backward', 'deferred' or 'in_backward': the way that is in force now."""
+    """'step', 'backward' or 'in_backward': the way that is in force now."""
 
 
 def swap_optimizer(
@@ -89,16 +87,13 @@ def swap_optimizer(
     overlap: str = "auto",
     resident: float | str = "auto",
     bucket_bytes: int | str = "auto",
-    model: nn.Module | None = None,
     engine: Engine | str | None = None,
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
     memory: Callable[[], DeviceMemory] | None = None,
-    regions: Collection[nn.Module] = (),
 ) -> OptimizerSwap:
     """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
-    `memory`: what the device has for this process (None: ask its driver). `regions`: modules of `model` before which
-    all of their parameters must be up to date (overlap 'deferred'); read when one begins."""
+    `memory`: what the device has for this process (None: ask its driver)."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -113,8 +108,6 @@ def swap_optimizer(
     refusal = why_not_in_parts(found)
     if refusal:
         raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
-    if overlap == "deferred":
-        check_model(model, overlap, [p for group in found.param_groups for p in group["params"]])
     if overlap == "in_backward":
         check_alone()
     own_engine = engine is None or isinstance(engine, str)
@@ -122,7 +115,7 @@ def swap_optimizer(
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.keep(first_ones(found, share or 0.0, least))
-    handle = OptimizerSwap(found, store, overlap=overlap, model=model, closes_engine=own_engine, regions=regions)
+    handle = OptimizerSwap(found, store, overlap=overlap, closes_engine=own_engine)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
     return handle
@@ -148,9 +141,7 @@ class OptimizerSwap:
         store: StateStore,
         *,
         overlap: str,
-        model: nn.Module | None,
         closes_engine: bool,
-        regions: Collection[nn.Module] = (),
     ) -> None:
         self.optimizer = optimizer
         self._store = store
@@ -165,21 +156,15 @@ class OptimizerSwap:
         self._torn: StepRun | None = None
         self._torn_error: BaseException | None = None
         self._num_steps = 0
-        self._deferred: DeferredUpdates | None = None
         self._in_backward: InBackward | None = None
         self._residency: Residency | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
         self._overlap = Overlap(overlap, store, self._stall_seconds)
         self._adopt_all()
-        parameters = self._parameters()
-        if overlap == "deferred":
-            assert model is not None
-            how: Any = {"fetch_more": self._fetch_more, "retire": self._transfers.retire_all, "tear": self._tear}
-            self._deferred = DeferredUpdates(model, parameters, self._advance, self._take_over, **how, regions=regions)
         if overlap == "in_backward":
             calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)
-            self._in_backward = InBackward(self._stepper, parameters, calls)
+            self._in_backward = InBackward(self._stepper, self._parameters(), calls)
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
@@ -258,8 +243,6 @@ class OptimizerSwap:
         self._overlap.give_up()
         self._store.bring_back()
         # From here on nothing runs out of memory; before, all is in force and can be called again.
-        if self._deferred is not None:
-            self._deferred.remove()
         if self._in_backward is not None:
             self._in_backward.remove()
         self._overlap.close()
@@ -325,19 +308,13 @@ class OptimizerSwap:
             raise RuntimeError(
                 "lowtide: a swapped optimizer cannot be captured in a graph of the device; detach() first"
             )
-        if self._deferred is not None:
-            self._deferred.flush()
         run = self._taken_from_backward()
         if run is None:
             run = self._begin()
         run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
         with self._stepping():
             self._stepper.add_all(run)
-        if self._deferred is not None:
-            run.is_put_off = True
-            self._deferred.set_aside(run, self._may_wait(run))
-        else:
-            self._advance(run, None)
+        self._advance(run, None)
         self._num_steps += 1
         if self._residency is not None:
             is_settled = self._num_steps > 1 and not self._overlap.is_trying
@@ -357,7 +334,7 @@ class OptimizerSwap:
         self._tear(run, RuntimeError(reason))
         raise RuntimeError(
             f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a "
-            "checkpoint, and use overlap='backward' or 'deferred'"
+            "checkpoint, and use overlap='backward'"
         )
 
     def _tear(self, run: StepRun, error: RuntimeError) -> None:
@@ -373,26 +350,15 @@ class OptimizerSwap:
         self._begun_with = self.optimizer.state
         with self._stepping():
             call = functools.partial(self._bare_step, self.optimizer)
-            return self._stepper.begin(call, self._overlap.begin_step(), own_tensors=self._deferred is not None)
-
-    def _may_wait(self, run: StepRun) -> set[int]:
-        """Numbers of the parts that may step later, as far as the optimizer is concerned."""
-        if hasattr(self.optimizer, "found_inf"):  # of a fused `GradScaler`, for the time of this call
-            return set()
-        with self._stepping():
-            return {number for number in run.todo if self._stepper.has_state(run.parts[number])}
-
-    def _fetch_more(self, run: StepRun) -> None:
-        with self._stepping():
-            self._stepper.fetch_more(run)
+            return self._stepper.begin(call, self._overlap.begin_step())
 
     def _advance(self, run: StepRun, numbers: list[int] | None) -> None:
-        """Step some parts of a step (None: all that are left), and end it after the last one."""
+        """Step some parts of a step; None: all that are left, and the step ends."""
         try:
             with self._stepping():
                 for number in numbers or ():
                     self._stepper.step_part(run, number)
-                if numbers is None or (not run.todo and self._in_backward is None):
+                if numbers is None:
                     self._stepper.run(run)
         except BaseException as error:
             self._torn, self._torn_error = run, error
@@ -426,10 +392,6 @@ class OptimizerSwap:
             raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
         if not run.can_resume:
             raise RuntimeError(self._words_of_torn("resume"))
-        if self._deferred is not None and self._deferred.stopped is run:
-            self._torn = self._torn_error = None
-            self._deferred.resume()
-            return run.result
         if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
             raise RuntimeError(
                 "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "
@@ -445,29 +407,20 @@ class OptimizerSwap:
     # -- what others see -----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Do what was put off (overlap 'deferred'), and block until main memory and files have all of the state."""
+        """Block until main memory and files have all of the state."""
         self._take_over()
-        if self._deferred is not None:
-            self._deferred.flush()
         self._transfers.settle()
-
-    @property
-    def defers_updates(self) -> bool:
-        """Whether updates wait for the next forward pass."""
-        return self._deferred is not None
 
     def _settle(self) -> None:
         if self._is_stepping:
             return
         self._overlap.give_up()  # who looks may write, also through `.data`, which nothing shows
-        if self._deferred is not None:
-            self._deferred.flush()
         if not self._transfers.is_settled:
             self._transfers.settle()
 
     def _take_over(self) -> None:
-        """Where somebody has put another mapping in place of `optimizer.state`: what was put off, and what is on its
-        way, belongs to the old one; from then on the new one counts."""
+        """Where somebody has put another mapping in place of `optimizer.state`: what is on its way belongs to the old
+        one; from then on the new one counts."""
         optimizer, put = self.optimizer, self.optimizer.state
         if put is self._state or self._is_stepping:
             return
@@ -520,7 +473,7 @@ class OptimizerSwap:
 
     def state_here(self) -> list[Any]:
         """What is in `optimizer.state`, without the tensors that take no memory of the device. Sizes only: nothing is
-        waited for, and updates that were put off stay so."""
+        waited for."""
         elsewhere = self.ids_elsewhere()
         with self._stepping():
             entries = [one.values() if isinstance(one, dict) else (one,) for one in self.optimizer.state.values()]
@@ -529,14 +482,6 @@ class OptimizerSwap:
     def ids_elsewhere(self) -> set[int]:
         """Identities of the tensors in `optimizer.state` that take no memory of the device."""
         return {id(host) for home in self._store.homes if home.resident is None for host in home.hosts}
-
-    def put_off_gradients(self) -> list[torch.Tensor]:
-        """Gradients that are held for updates that wait."""
-        return [] if self._deferred is None else self._deferred.gradients()
-
-    def num_put_off_writes(self, parameter: torch.Tensor) -> int:
-        """How often updates that were put off have written to a parameter, as its version counts."""
-        return 0 if self._deferred is None else self._deferred.num_writes(parameter)
 
     @property
     def residency(self) -> Choice | None:
@@ -575,8 +520,6 @@ class OptimizerSwap:
         return self._transfers.stall_seconds + engine_stalls
 
     def _overlap_now(self) -> str:
-        if self._deferred is not None:
-            return "deferred"
         return "in_backward" if self._in_backward is not None else self._overlap.mode
 
     def __str__(self) -> str:

@@ -82,17 +82,6 @@ class Transfers:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return bucket
 
-    def has_room(self) -> bool:
-        """Whether there is a place for one more bucket now; places of buckets that have left are free."""
-        while self._leaving and self.engine.query(self._leaving[0][2][-1]):
-            self._retire()
-        return self._num_held < self.most_held
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all places are taken, and by nothing that leaves."""
-        return not self._leaving and self._num_held >= self.most_held
-
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         try:
             return self.engine.new_buffer(nbytes, self.device)

@@ -111,7 +111,7 @@ def fit_stages(
         if together is not None:
             between = max(between, averaging_bytes(list(own.parameters())))
         state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
-        if config.optimizer_state == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
+        if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
             refuse_without_effect(state, None)  # of the ranks of a pipeline some may have nothing
         task = RankTask(
             chunks={stage: _by_rules(chunk, config) for stage, chunk in seen.items()},
@@ -215,11 +215,6 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
             )
     if config.preset not in (None, "fastest"):
         raise ConfigError(f"memory.preset: {PRESET_OF_STAGES.format(config.preset)}")
-    if config.defers_updates:
-        raise ConfigError(
-            "memory.optimizer.overlap: deferred is for a model whose forward pass runs whole, and stages of a pipeline "
-            "take turns; write overlap: auto"
-        )
     if config.loss == "sliced":
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
@@ -231,9 +226,9 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
 
 def _with_state_that_can_move(config: MemoryConfig, placed: PlacedState) -> MemoryConfig:
     """`auto` is `keep` where the optimizer's state cannot move. Raises ConfigError where it was told to."""
-    if config.optimizer_state == "swap":
+    if config.optimizer == "swap":
         placed.check(OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it"))
-    if config.optimizer_state == "auto" and placed.why_not():
+    if config.optimizer == "auto" and placed.why_not():
         return dataclasses.replace(config, optimizer="keep")
     return config
 

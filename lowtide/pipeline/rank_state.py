@@ -27,7 +27,7 @@ _PARTS = (1.0, 0.75, 0.5, 0.25)
 def plan_rank_with_state(task: RankTask) -> RankPlan:
     """The fastest that was found, with where the state is. Raises `BudgetError` where nothing fits, and `ConfigError`
     where `memory.optimizer` is `swap` and main memory has no room."""
-    wanted = task.config.optimizer_state
+    wanted = task.config.optimizer
     state, config = task.state, dataclasses.replace(task.config, optimizer="keep")
     temporaries = max(state.optimizer_temporaries, task.between_bytes)
     task = dataclasses.replace(task, config=config)

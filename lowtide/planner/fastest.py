@@ -27,7 +27,6 @@ from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.again import call_seconds, can_run_again
 from lowtide.planner.by_rules import NO_OTHER, floor_of_kept, layers_by_rule, problem_of
-from lowtide.planner.deferred_state import DeferredState, with_deferred
 from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.problem import Problem, state_bytes, stored_form
 from lowtide.planner.state_items import StateShares, in_order, split, with_state
@@ -99,8 +98,8 @@ class Asked:
     progress: Callable[[str], None]
     layers: tuple[str, ...] | None = None
     """Those that run again, and no others; None: what rules and the planner say."""
-    shares: StateShares | DeferredState | None = None
-    """Of the optimizer's state, what the solver may move, or what comes and goes in forward."""
+    shares: StateShares | None = None
+    """Of the optimizer's state, what the solver may move."""
     with_ways_out: bool = True
     weighs_touch: bool = True
     """False: who swaps pays for memory that is taken again, and is chosen as if nobody did."""
@@ -159,9 +158,8 @@ class Asked:
 
     @property
     def _may_keep_instead(self) -> bool:
-        """Whether a plan that swaps nothing may be tried, and nobody else tries it (place_state.py)."""
-        is_tried = isinstance(self.shares, DeferredState) and self.config.recomputes_freely
-        return self.config.swaps_freely and not is_tried
+        """Whether a plan that swaps nothing may be tried."""
+        return self.config.swaps_freely
 
     def _fastest_unchecked(self) -> Found:
         forced = layers_by_rule(self.profile, self.config) if self.layers is None else self.layers
@@ -189,13 +187,9 @@ class Asked:
         raise with_half_a_batch(refusal, self.problem(forced), self.config, self.has_gradients) from None
 
     def problem(self, layers: tuple[str, ...]) -> Problem:
-        is_alone = isinstance(self.shares, DeferredState) and self.shares.has_link_alone
-        why = "the optimizer's state has the link alone" if is_alone else self.why_not_free
-        how: Any = {"has_gradients": self.has_gradients, "layers": layers, "why_not_free": why}
+        how: Any = {"has_gradients": self.has_gradients, "layers": layers, "why_not_free": self.why_not_free}
         how["layer_seconds"] = self.layer_seconds
         kept = problem_of(self.profile, self.config, **how)
-        if isinstance(self.shares, DeferredState):
-            return with_deferred(kept, self.shares, has_gradients=self.has_gradients, layers=layers)
         return kept if self.shares is None else with_state(kept, self.shares)
 
     def plain_problem(self) -> Problem:
@@ -215,7 +209,7 @@ class Asked:
             progress=self.progress,
             with_ways_out=self.with_ways_out,
         )
-        if isinstance(self.shares, StateShares):
+        if self.shares is not None:
             fates = in_order(problem, solution.fates)
             timeline = run(problem.step, fates, self.link, budget_bytes=self.budget_bytes)
             if timeline.peak_bytes <= self.budget_bytes and timeline.step_seconds <= solution.timeline.step_seconds:

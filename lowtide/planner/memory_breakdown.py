@@ -42,8 +42,6 @@ def _column(
     base = problem.step.ticks[tick].base_bytes
     there = moving[tick] if moving is not None else 0
     slots = slot_bytes if tick == len(problem.starts) - 1 else 0
-    if problem.passing:
-        slots = problem.passing[tick]
     gradients = gradients_at(problem, tick, has_gradients)
     fixed = state_bytes(problem.profile, has_gradients=has_gradients) - problem.state_bytes
     return {
@@ -64,5 +62,4 @@ def gradients_at(problem: Problem, tick: int, has_gradients: bool) -> int:
         return profile.state.gradients
     if tick >= len(problem.starts) - 1:
         return profile.state.gradients
-    waiting = problem.held_gradients[tick] if problem.held_gradients else 0
-    return profile.op_gradient_bytes[problem.starts[tick + 1] - 1] + waiting
+    return profile.op_gradient_bytes[problem.starts[tick + 1] - 1]

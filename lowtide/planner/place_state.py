@@ -6,19 +6,15 @@ budget, one link), and writes down what came of it.
 - swap: all of the state that can move does; the solver only decides which shares travel beside forward and backward and
   which while the optimizer steps.
 - auto: a share may stay too. Where everything fits, it does; and a plan is never slower than the one that keeps it all.
-- `overlap: deferred`: updates may wait for the next forward pass (deferred_state.py). With swap all of them do. With
-  auto that is tried too, for a few parts of the state that stay, and the fastest plan of all counts; of equals one that
-  defers nothing.
 
 Why buckets: the step of the optimizer needs three of them and not all of the state, and its temporaries (4 bytes a
 parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
 0.2 ms to step one; at most an eighth of the state; at least what must be stepped at once (of a large parameter a
 stretch, if the optimizer is elementwise, and all of it otherwise).
 Cost: the solver's, once for `swap`, twice for `auto`; once more where memory is so tight that shares are waited for,
-and once more where several micro-batches share a step; with `overlap: deferred` six for swap, twelve more for auto.
-Where swapping has a price of its own, each of the first four may be two (fastest.py). Not covered: updates inside
-backward (like deferred ones they change what user code may do, so they are for the user to ask for); host memory slower
-than the link.
+and once more where several micro-batches share a step. Where swapping has a price of its own, each may be two
+(fastest.py). Not covered: updates inside backward (they change what user code may do, so they are for the user to ask
+for); host memory slower than the link.
 """
 
 from __future__ import annotations
@@ -35,7 +31,6 @@ from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.planner.deferred_state import DeferredState, largest_layer, play_deferred
 from lowtide.planner.problem import Problem
 from lowtide.planner.state_items import NAME, StateShares, split
 from lowtide.timeline.events import Timeline, run
@@ -52,8 +47,6 @@ _MOST_SHARES = 64
 NUM_SLOTS = 3
 """Places for buckets while the optimizer steps."""
 _ALIGNMENT = 256
-_STAYING = (0.0, 0.25, 0.5, 0.75)
-"""Parts of the state that are tried on the device where the rest is deferred."""
 _NO_TIME = 1.0 + 1e-9
 """Not slower than this, and nothing is to be gained."""
 
@@ -91,8 +84,8 @@ class Fitted(Protocol):
 
 
 F = TypeVar("F", bound=Fitted)
-Fit = Callable[[StateShares | DeferredState | None, bool], F]
-"""Solves with these shares among the items, with state that is deferred, or with all of it kept; the flag: a refusal
+Fit = Callable[[StateShares | None, bool], F]
+"""Solves with these shares among the items, or with all of it kept; the flag: a refusal
 says ways out. Raises `BudgetError`."""
 
 
@@ -133,11 +126,9 @@ def choose_placement(
 
     Raises `ConfigError` where `swap` has nothing to move or no room for it, `BudgetError` where nothing fits.
     """
-    is_forced = config.optimizer_state == "swap"
+    is_forced = config.optimizer == "swap"
     if is_forced:
         refuse_without_effect(profile.state, config.host_budget)
-    if config.defers_updates and profile.state.optimizer_movable:
-        return _choose_deferred(profile, config, link=link, num_micro_batches=num_micro_batches, fit=fit)
     shares = shares_of(
         profile.state, link, config.host_budget, num_micro_batches=num_micro_batches, may_stay=not is_forced
     )
@@ -167,104 +158,6 @@ def choose_placement(
     if write.shared_seconds(moved) < kept.pass_seconds:
         return write.moved(moved, tried, "its memory is worth more to activations than its copies cost")
     return write.kept(kept, tried, "on its way it would cost more than it frees")
-
-
-def _choose_deferred(
-    profile: Profile, config: MemoryConfig, *, link: Link, num_micro_batches: int, fit: Fit[F]
-) -> Choice[F]:
-    """The same where updates may wait for the next forward pass."""
-    write = _Writer(profile, link, num_micro_batches, None)
-    state = profile.state
-
-    def tried(stays: float, slots: Sequence[int], reason: str, *, says_more: bool = False) -> Choice[F] | None:
-        """The fastest of these numbers of slots, of which the first needs the least memory; None where none fits."""
-        found: list[Choice[F]] = []
-        for number in slots:
-            part = deferred_of(state, link, config.host_budget, stays, number)
-            if part is None:
-                return None
-            ways = [part]
-            if config.swaps_freely and config.recomputes_freely:
-                ways.append(dataclasses.replace(part, has_link_alone=True))
-            for way in ways:
-                try:
-                    one = fit(way, says_more and not found)
-                except BudgetError:
-                    if says_more and not found:
-                        raise
-                    continue
-                found.append(write.deferred(one, way, [one], reason))
-        return _best(found) if found else None
-
-    slots = _numbers_of_slots(profile, link)
-    if config.optimizer_state == "swap":
-        choice = tried(0.0, slots, "memory.optimizer asks for it", says_more=True)
-        assert choice is not None
-        return choice
-    choices: list[Choice[F]] = []
-    refusal: BudgetError | None = None
-    undeferred = dataclasses.replace(config, optimizer=config.optimizer_state)
-    try:
-        choices.append(choose_placement(profile, undeferred, link=link, num_micro_batches=num_micro_batches, fit=fit))
-    except BudgetError as error:
-        refusal = error.with_traceback(None)
-    if choices and choices[0].found.pass_seconds <= sum(profile.op_seconds) * _NO_TIME and not choices[0].seconds:
-        return choices[0]
-    reason = "the budget asks for it" if refusal else "updates in the next forward pass gain more than others"
-    for stays in _STAYING:
-        choice = tried(stays, slots, reason)
-        if choice is not None:
-            choices.append(choice)
-            slots = (choice.placement.num_slots,)
-    if not choices:
-        assert refusal is not None
-        raise refusal
-    return _best(choices)
-
-
-def _best(choices: Sequence[Choice[F]]) -> Choice[F]:
-    """The fastest, of equals the first; no plan of any of them is faster than its gap says."""
-    best = min(choices, key=lambda choice: choice.shared_seconds)
-    seconds = best.shared_seconds - best.found.check_seconds
-    bound = min(choice.shared_seconds * (1.0 - choice.gap) for choice in choices)
-    return dataclasses.replace(
-        best,
-        gap=max(0.0, 1.0 - bound / seconds) if seconds else 0.0,
-        floor_bytes=min(choice.floor_bytes for choice in choices),
-    )
-
-
-def _numbers_of_slots(profile: Profile, link: Link) -> tuple[int, ...]:
-    """Slots to be tried, fewest first: modules of a layer need their buckets at nearly the same time, so that more of
-    them hide more."""
-    bucket_bytes = bucket_size(profile.state, link)
-    num_buckets = -(-profile.state.optimizer_movable // bucket_bytes)
-    of_layer = math.ceil(largest_layer(profile) * num_buckets)
-    numbers = (NUM_SLOTS, NUM_SLOTS + of_layer, NUM_SLOTS + 2 * of_layer)
-    return tuple(dict.fromkeys(min(number, max(num_buckets, NUM_SLOTS)) for number in numbers))
-
-
-def deferred_of(
-    state: StateBytes, link: Link, host_bytes: int | None, stays: float, num_slots: int = NUM_SLOTS
-) -> DeferredState | None:
-    """The state that is deferred where this part of it stays, whole buckets; None where the host takes none."""
-    bucket_bytes = bucket_size(state, link)
-    nbytes = state.optimizer_movable - int(stays * state.optimizer_movable) // bucket_bytes * bucket_bytes
-    if host_bytes is not None and host_bytes < nbytes:
-        nbytes = host_bytes // bucket_bytes * bucket_bytes
-    return deferred_state(state, link, nbytes, num_slots) if nbytes > 0 else None
-
-
-def deferred_state(state: StateBytes, link: Link, nbytes: int, num_slots: int = NUM_SLOTS) -> DeferredState:
-    """The state of which so much is deferred, and the rest stays."""
-    bucket_bytes = bucket_size(state, link)
-    return DeferredState(
-        nbytes=nbytes,
-        resident_bytes=state.optimizer_movable - nbytes,
-        bucket_bytes=bucket_bytes,
-        num_slots=num_slots,
-        temporaries=bucket_temporaries(state, bucket_bytes),
-    )
 
 
 def bucket_temporaries(state: StateBytes, bucket_bytes: int) -> int:
@@ -406,34 +299,6 @@ class _Writer:
             slowed_seconds=lanes.slowed_seconds,
             seconds=self._shared(lanes, streamed),
             gap=self._gap(self.shared_seconds(found) - found.check_seconds, tried),
-            floor_bytes=min(one.floor_bytes for one in tried),
-        )
-
-    def deferred(self, found: F, state: DeferredState, tried: Sequence[F], reason: str) -> Choice[F]:
-        """Updates of all that moves wait for the next forward pass."""
-        solution = found.solution
-        cost = play_deferred(found.problem, solution.timeline, solution.fates, self.link, state)
-        seconds = (cost.exposed_seconds + cost.slowed_seconds) / self.num_micro_batches
-        placement = OptimizerPlacement(
-            moved_bytes=state.nbytes,
-            resident_bytes=state.resident_bytes,
-            tier=Tier.DISK if self.profile.device == "cpu" else Tier.HOST,
-            bucket_bytes=state.bucket_bytes,
-            num_slots=state.num_slots,
-            overlap="deferred",
-            exposed_seconds=cost.exposed_seconds,
-            slowed_seconds=cost.slowed_seconds,
-            reason=reason,
-        )
-        return Choice(
-            found=found,
-            placement=placement,
-            slot_bytes=state.slot_bytes,
-            stall_seconds=0.0,
-            streamed_seconds=0.0,
-            slowed_seconds=0.0,
-            seconds=seconds,
-            gap=self._gap(found.step_seconds + seconds, tried),
             floor_bytes=min(one.floor_bytes for one in tried),
         )
 

@@ -21,7 +21,6 @@ from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.again import call_seconds
 from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, min_bytes_of
-from lowtide.planner.deferred_state import DeferredState
 from lowtide.planner.fastest import Asked, Found
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.memory_breakdown import memory_breakdown
@@ -98,16 +97,14 @@ def plan_profile(
 
 def _made(asked: Asked, log_seconds: float, num_micro_batches: int) -> Plan:
     profile, config = asked.profile, asked.config
-    if config.optimizer_state == "keep":
+    if config.optimizer == "keep":
         return _plan_of(asked.fastest(log_seconds))
 
-    def fit(shares: StateShares | DeferredState | None, with_ways_out: bool) -> Found:
+    def fit(shares: StateShares | None, with_ways_out: bool) -> Found:
         host_bytes = config.host_budget
         if shares is not None and host_bytes is not None:
             host_bytes -= shares.nbytes
         limits = dataclasses.replace(config, host_budget=host_bytes)
-        if isinstance(shares, DeferredState) and shares.has_link_alone:
-            limits = dataclasses.replace(limits, swap="none")
         says_more = with_ways_out and asked.with_ways_out
         return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=says_more).fastest(log_seconds)
 
@@ -150,7 +147,7 @@ def _plan_of(found: Found, choice: Choice[Found] | None = None) -> Plan:
         certainty=_certainty(profile),
     )
     there = None
-    if isinstance(asked.shares, StateShares):
+    if asked.shares is not None:
         there = state_curve(problem, solution.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     return Plan(
         layers=profile.layers,

@@ -42,13 +42,7 @@ class Problem:
     held: tuple[int, ...]
     """Of each forward tick: its base bytes, without those that live for a few operators."""
     state_bytes: int = 0
-    """Of the optimizer's state that is no base: shares of it that are the last items, or state that is deferred."""
-    held_gradients: tuple[int, ...] = ()
-    """In each tick, what base bytes have of gradients that wait for their update in forward; empty where none do."""
-    uses: tuple[tuple[int, int], ...] = ()
-    """Where updates wait: forward operators before which parameters are needed, and the bytes of their gradients."""
-    passing: tuple[int, ...] = ()
-    """In each tick, what base bytes have for buckets of state that pass through, where that is in forward too."""
+    """Of the optimizer's state that is no base: shares of it that are the last items."""
 
 
 def make_problem(

@@ -131,7 +131,7 @@ def _own_changes(profile: Profile, config: MemoryConfig) -> Iterator[Change]:
         free = dataclasses.replace(config, recompute=None, swap=None)
         text = "recompute: auto, swap: auto"
         yield Change(text=text, helps=frozenset({ACTIVATIONS}), profile=lambda: profile, config=free)
-    if config.optimizer_state == "keep" and state.optimizer_movable:
+    if config.optimizer == "keep" and state.optimizer_movable:
         swapped = dataclasses.replace(config, optimizer="swap")
         helps = frozenset({OPTIMIZER, WEIGHTS, GRADIENTS, ACTIVATIONS, LOSS})
         yield Change(text="optimizer: swap", helps=helps, profile=lambda: profile, config=swapped)

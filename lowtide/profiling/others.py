@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.profiling.rounding import grain_of
-from lowtide.tensors.live_bytes import optimizer_tensors, plain_parts, put_off_gradients
+from lowtide.tensors.live_bytes import optimizer_tensors, plain_parts
 from lowtide.tensors.private import storage_key, tree_leaves
 
 
@@ -33,7 +33,7 @@ def other_bytes(
     known = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
     known += [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     if optimizer is not None:
-        known += [*optimizer_tensors(optimizer), *put_off_gradients(optimizer)]
+        known += optimizer_tensors(optimizer)
     grain = grain_of(device)
     sizes: dict[Any, int] = {}
     for tensor in known:

@@ -22,9 +22,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import problem_of
-from lowtide.planner.deferred_state import with_deferred
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
-from lowtide.planner.place_state import deferred_state, placed_fates, shares_of
+from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
 from lowtide.planner.state_items import with_state
@@ -140,14 +139,11 @@ def play(
     fates, num_ticks = _fates(plan, problem), len(problem.step.ticks)
     num_items = len(fates)
     placed = plan.optimizer
-    if placed is not None and placed.moved_bytes and placed.overlap == "deferred":
-        state = deferred_state(profile.state, link, placed.moved_bytes, placed.num_slots)
-        problem = with_deferred(problem, state, has_gradients=has_gradients, layers=layers)
-    elif plan.optimizer is not None and plan.optimizer.moved_bytes:
-        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer_state == "auto")
+    if placed is not None and placed.moved_bytes:
+        shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
         assert shares is not None
         problem = with_state(problem, shares)
-        fates += placed_fates(plan.optimizer, profile.state, shares)
+        fates += placed_fates(placed, profile.state, shares)
     timeline = run(problem.step, fates, link, budget_bytes=plan.budget_bytes, with_events=True)
     curve = Curve(
         seconds=seconds,

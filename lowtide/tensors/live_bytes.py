@@ -74,7 +74,6 @@ class LiveBytes(TorchDispatchMode):
             self.add_all(p.grad for p in model.parameters() if p.grad is not None)
         if optimizer is not None:
             self.add_all(optimizer_tensors(optimizer))
-            self.add_all(put_off_gradients(optimizer))
 
     @property
     def now_bytes(self) -> int:
@@ -161,12 +160,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     swap = getattr(found, SWAP_ATTRIBUTE, None)
     states = list(found.state.values()) if swap is None else swap().state_here()
     return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
-
-
-def put_off_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Gradients that an optimizer's swap holds for updates in the next forward pass."""
-    swap = getattr(bare(optimizer), SWAP_ATTRIBUTE, None)
-    return [] if swap is None else swap().put_off_gradients()
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], device_type: str | None = None) -> int:

@@ -327,11 +327,6 @@ def _check_beside_sections(file: _RunFile) -> None:
 def _check_shard(file: _RunFile) -> None:
     """Nothing stands beside shards that deals the model out in another way."""
     others = {"pipeline": file.pipeline is not None, "train.expert_parallel": file.train.expert_parallel > 1}
-    if file.memory is not None and file.memory.defers_updates:
-        raise ConfigError(
-            f"{file.places.of('memory.optimizer.overlap')}: 'memory.optimizer.overlap' cannot be deferred beside "
-            "'parallel.shard': FSDP2 gathers parameters before their modules are called; write auto"
-        )
     for key in (key for key, is_there in others.items() if is_there):
         where = file.places.of("parallel.shard")
         raise ConfigError(f"{where}: 'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
@@ -360,11 +355,6 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
             f"{pipeline.micro_batches} micro-batches already; write their number into 'pipeline.micro_batches' only",
         )
     memory = file.memory
-    if memory is not None and memory.defers_updates:
-        fail(
-            "memory.optimizer.overlap",
-            "'memory.optimizer.overlap' cannot be deferred beside 'pipeline', whose stages take turns; write auto",
-        )
     if memory is not None and memory.has_budget:
         _check_budget_of_stages(memory, fail)
     if has_sections and (pipeline.overlap or file.train.expert_parallel > 1):

@@ -124,7 +124,7 @@ class RankStages:
         may_slice = run.memory is not None and run.memory.slices_loss["may"]
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
         memory = None if run.memory is None else dataclasses.replace(run.memory, optimizer="keep", loss="plain")
-        if run.memory is not None and run.memory.optimizer_state == "swap" and run.memory.budget is None:
+        if run.memory is not None and run.memory.optimizer == "swap" and run.memory.budget is None:
             self._place_state(run.memory, optimizer)
         if run.sections is not None:
             self._follow(run, memory, say)

@@ -39,17 +39,11 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 
 _ALL_SIDES = {**SIDES, **WORD_SIDES}
 
-_STATES = ("stays", "step", "backward", "deferred", "in_backward", "auto", "by plan")
-STATES = (*_STATES, "deferred by plan")
+STATES = ("stays", "step", "backward", "in_backward", "auto", "by plan")
 """Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
-DEFERRED = ("deferred", "deferred by plan")
-NOT_SIDES = {**dict.fromkeys(DEFERRED, ("prunes",)), "in_backward": ("averages", "clips", "gradient_hooks")}
-NOT_CORES = {
-    **dict.fromkeys(DEFERRED, ("functional", "transformed")),
-    "in_backward": ("accumulate", "failing_backward", "in_closure", "in_flight", "retained"),
-}
-"""What docs/optimizer.md leaves out: parameters that are read or written by hand before the forward pass that updates
-them; several backward passes, and what is looked at between the pass and the step."""
+NOT_SIDES = {"in_backward": ("averages", "clips", "gradient_hooks")}
+NOT_CORES = {"in_backward": ("accumulate", "failing_backward", "in_closure", "in_flight", "retained")}
+"""What docs/optimizer.md leaves out: several backward passes, and what is looked at between the pass and the step."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +137,8 @@ def drawn_from(seed: int) -> Draw:
     own_loss = plan in WITH_BUDGET or r.random() < 0.3
     if core == "searching":
         optimizer = "lbfgs"
-    state = Random(f"{seed} state").choice(("stays", "stays", "stays", *_STATES)) if optimizer != "lbfgs" else "stays"
+    state = Random(f"{seed} state").choice(("stays", "stays", "stays", *STATES)) if optimizer != "lbfgs" else "stays"
     if state == "by plan":
-        state = Random(f"{seed} placed").choice(("by plan", "deferred by plan"))
         layers = (*layers, (("wide", 0),))
         optimizer = "momentum" if optimizer == "sgd" else optimizer  # which has no state
     model = ModelDraw(layers, traits, own_loss)
@@ -307,8 +300,7 @@ def _step(draw: Draw, run: Run, step: int) -> None:
         if draw.state == "in_backward":
             run.trace.note_model(f"{step}", run.model)
         run.optimizer.zero_grad(set_to_none=not getattr(run, "zeroes_in_place", False))
-    if draw.state not in DEFERRED or step % 2 or step == draw.num_steps - 1:  # to look is to have it done
-        run.trace.note_weights(f"{step}", run.model, run.optimizer)
+    run.trace.note_weights(f"{step}", run.model, run.optimizer)
 
 
 def judge(draw: Draw) -> Verdict:

@@ -85,9 +85,8 @@ class Rig:
         if self.tide is not None:
             self.stop()
         self.tide = self.apply(model, optimizer, self._engine(), self._hear)
-        if self.state != "stays" and not self.state.endswith("by plan"):
+        if self.state not in ("stays", "by plan"):
             options: dict[str, Any] = {"overlap": self.state, "bucket_bytes": 4096, "min_bytes": 1}
-            options |= {"model": model} if self.state == "deferred" else {}
             self.swap = lowtide.swap_optimizer(optimizer, engine=self._engine(), **options)
 
     def _engine(self) -> Any:
@@ -202,16 +201,16 @@ def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
 
 def _moving(draw: Any, state: str) -> dict[str, Any]:
     """What `memory` says of the optimizer's state."""
-    if not draw.state.endswith("by plan"):
+    if draw.state != "by plan":
         return {}
-    return {"optimizer": {"state": state, "overlap": "deferred" if draw.state == "deferred by plan" else "auto"}}
+    return {"optimizer": state}
 
 
 def _placement(draw: Any) -> OptimizerPlacement | None:
     """The same in a plan that nobody has solved for it; a bucket for each weight."""
-    if not draw.state.endswith("by plan"):
+    if draw.state != "by plan":
         return None
-    overlap: Any = "deferred" if draw.state == "deferred by plan" else Random(f"{draw.seed} overlap").choice(_OVERLAPS)
+    overlap: Any = Random(f"{draw.seed} overlap").choice(_OVERLAPS)
     return OptimizerPlacement(moved_bytes=None, bucket_bytes=4096, overlap=overlap, reason="drawn")
 
 

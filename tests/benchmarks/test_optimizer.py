@@ -40,9 +40,8 @@ def test_the_step_mode_waits_for_every_fetch() -> None:
     assert cost.slowed_seconds == pytest.approx(0.1 * 1.0), "the last copy back runs beside the next forward"
 
 
-@pytest.mark.parametrize("overlap", ["backward", "deferred"])
-def test_what_backward_can_hide_is_not_exposed(overlap: Overlap) -> None:
-    cost = cost_of(overlap, step_of(4, 8))
+def test_what_backward_can_hide_is_not_exposed() -> None:
+    cost = cost_of("backward", step_of(4, 8))
     assert cost.exposed_seconds == 0.0
     assert cost.slowed_seconds == pytest.approx(0.1 * 8.0)
     assert cost.prefetched_bytes == 400
@@ -50,7 +49,6 @@ def test_what_backward_can_hide_is_not_exposed(overlap: Overlap) -> None:
 
 def test_a_short_backward_hides_its_own_length() -> None:
     assert cost_of("backward", step_of(4, 3)).exposed_seconds == pytest.approx(1.0)
-    assert cost_of("deferred", step_of(4, 3)).exposed_seconds == 0.0, "the last bucket has until its own forward"
     assert cost_of("in_backward", step_of(4, 3)).exposed_seconds > 0.0
 
 
@@ -66,22 +64,6 @@ def test_memory_that_backward_does_not_free_hides_nothing() -> None:
     half = cost_of("backward", full, budget=1200)
     assert half.exposed_seconds < 5.0
     assert all(there.base_bytes + held <= 1200 for there, held in zip(full.ticks, half.held, strict=True))
-
-
-def test_a_deferred_update_waits_for_memory_of_the_next_forward() -> None:
-    """Forward and backward have no room for buckets, but where gradients of earlier micro-batches are not there yet. A
-    bucket takes one second to come and two to leave."""
-    step = step_of(4, 1, base=1000, at_end=800)
-    link = Link(out_bytes_per_second=50.0, in_bytes_per_second=100.0)
-
-    def exposed(earlier_bytes: int) -> float:
-        traffic = StateTraffic(
-            moved_bytes=400, bucket_bytes=100, num_slots=2, overlap="deferred", earlier_bytes=earlier_bytes
-        )
-        return play_traffic(step, run(step, (), link, with_events=True), link, traffic, 1000).exposed_seconds
-
-    assert exposed(0) == pytest.approx(400 / 50 - 3), "all of it has come, and gone, when the last of forward begins"
-    assert exposed(400) == pytest.approx(400 / 50 - 4), "when the last of backward begins"
 
 
 def test_free_from_so_many_of_these_steps() -> None:
@@ -107,14 +89,13 @@ def test_the_command_by_the_timeline(tmp_path: Path) -> None:
     titles += [f"mode {mode}" for mode in get_args(Overlap)]
     assert [row["title"] for row in record.rows] == titles * len(optimizer.STATES)
     for row in record.rows:
-        if row["shards"] > 1 and row["title"].endswith(("in_backward", "deferred")):
+        if row["shards"] > 1 and row["title"].endswith("in_backward"):
             assert row["outcome"] == "refused: several ranks"
             continue
         assert 0.0 <= row["exposed_percent"] <= 100.0
         assert row.get("peak_bytes") is None or row["peak_bytes"] <= 0.92 * 80e9
     by_title = {row["title"]: row for row in record.rows[: len(titles)]}
     assert by_title["planner, auto"]["step_seconds"] <= by_title["state stays"]["step_seconds"]
-    assert by_title["planner, auto deferred"]["step_seconds"] <= by_title["planner, auto"]["step_seconds"]
     assert by_title["mode backward"]["exposed_seconds"] <= by_title["mode step"]["exposed_seconds"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.config.memory import MemoryConfig, SwapRule, load_memory, plan_from_rules
+from lowtide.config.memory import MemoryConfig, SwapRule, load_memory
 from lowtide.core.budget import DeviceMemory, Share
 from lowtide.core.fate import Fate, Tier
 from lowtide.errors import ConfigError
@@ -148,19 +148,10 @@ def test_a_budget_sets_the_solver_free() -> None:
         ),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
+        ({"optimizer": "host"}, "memory.optimizer: expected keep, swap or auto, not 'host'"),
         (
-            {"optimizer": "host"},
-            "memory.optimizer: expected keep, swap, auto or a mapping, not 'host'; write 'key: value', with these "
-            "keys: state, overlap",
-        ),
-        ({"optimizer": {"overlap": "deferred"}}, "memory.optimizer.state: missing key; expected keep, swap or auto"),
-        (
-            {"optimizer": {"state": "swap", "overlap": "defered"}},
-            "memory.optimizer.overlap: expected auto or deferred, not 'defered'; did you mean 'deferred'?",
-        ),
-        (
-            {"optimizer": {"state": "keep", "overlap": "deferred"}},
-            "memory.optimizer.overlap: deferred is for state that travels; write state: swap or auto",
+            {"optimizer": {"state": "swap", "overlap": "deferred"}},
+            "memory.optimizer: expected keep, swap or auto, not a mapping",
         ),
         ({"layers": []}, "memory.layers: names no layer; remove it to have the layers found, or list their names"),
         ({"budgett": 1}, "memory.budgett: unknown key; did you mean 'budget'?"),
@@ -219,15 +210,3 @@ def test_something_else() -> None:
     with pytest.raises(ConfigError) as caught:
         load_memory(3)  # type: ignore[arg-type]
     assert str(caught.value) == "memory: expected a plan, a mapping or the path of a YAML file, not 3"
-
-
-def test_updates_are_deferred_only_where_that_is_written() -> None:
-    for optimizer in ("swap", {"state": "swap"}, {"state": "auto", "overlap": "auto"}):
-        assert not load_memory({"optimizer": optimizer}).defers_updates
-    config = load_memory({"optimizer": {"state": "auto", "overlap": "deferred"}})
-    assert (config.optimizer_state, config.defers_updates) == ("auto", True)
-    assert config.with_optimizer_state("swap") == load_memory({"optimizer": {"state": "swap", "overlap": "deferred"}})
-    assert config.with_optimizer_state("keep") == load_memory({"optimizer": "keep"})
-    placed = plan_from_rules(config.with_optimizer_state("swap"), []).optimizer
-    assert placed is not None and placed.overlap == "deferred"
-    assert plan_from_rules(config, []).optimizer is None

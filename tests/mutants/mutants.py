@@ -48,7 +48,6 @@ _OPTIMIZER_SWAP = "optimizer/test_swap.py"
 _OPTIMIZER_ORDER = "optimizer/test_transfers.py"
 _CUTS = "optimizer/test_cuts.py"
 _OPTIMIZER_AHEAD = "optimizer/test_overlap.py"
-_DEFERRED = "optimizer/test_deferred.py"
 _PLACES = "planner/test_place_state.py"
 _OVERLAP = "pipeline/test_overlap.py"
 _OVERLAP_FIGURES = "benchmarks/test_overlap_figures.py"
@@ -1856,51 +1855,6 @@ OPTIMIZER = [
         "    for one in chosen:\n",
         ("optimizer/test_trial.py::test_unknown_optimizers_are_tried",),
         "an optimizer that draws random numbers is taken for one that can be stepped in any order",
-    ),
-    Mutant(
-        "deferred-gradients-are-believed",
-        "optimizer",
-        "optimizer/deferred.py",
-        "        if any(version_of(run.gradients[p]) != self._versions[p] for p in part.parameters()):\n",
-        "        if False:\n",
-        (f"{_DEFERRED}::test_what_is_written_to_before_its_update_is_refused_and_a_checkpoint_mends_it",),
-        "after zero_grad(set_to_none=False) a deferred update has a gradient of zero",
-    ),
-    Mutant(
-        "deferred-parameters-are-believed",
-        "optimizer",
-        "optimizer/deferred.py",
-        "        elif any(_now(p) != then for p, then in left_as.items()):\n",
-        "        elif False:\n",
-        (f"{_DEFERRED}::test_what_is_written_to_before_its_update_is_refused_and_a_checkpoint_mends_it",),
-        "weights that are clipped by hand after the step are clipped before it",
-    ),
-    Mutant(
-        "deferred-refused-for-good",
-        "optimizer",
-        "optimizer/deferred.py",
-        "            self._forget()\n            error = RuntimeError(",
-        "            error = RuntimeError(",
-        (f"{_DEFERRED}::test_after_a_write_that_is_refused_the_swap_can_be_taken_off",),
-        "once an update was refused nothing works any more, not even a checkpoint or detach()",
-    ),
-    Mutant(
-        "deferred-past-the-first-reader",
-        "optimizer",
-        "optimizer/deferred.py",
-        "                    updates.before_reading(found)\n",
-        "                    pass\n",
-        (f"{_DEFERRED}::test_same_bits",),
-        "a weight that its parent reads by hand is that of the step before",
-    ),
-    Mutant(
-        "deferred-past-the-forward",
-        "optimizer",
-        "optimizer/deferred.py",
-        "        self._reads.end()\n        self.flush()\n        self._retire()\n",
-        "        self._reads.end()\n        self._retire()\n",
-        (f"{_DEFERRED}::test_gradients_that_are_kept_go_on_accumulating",),
-        "a layer that a forward pass leaves out is updated with gradients that were clipped since",
     ),
 ]
 

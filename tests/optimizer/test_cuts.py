@@ -191,7 +191,7 @@ class Vocabulary(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "deferred", "in_backward"])
+@pytest.mark.parametrize("overlap", ["backward", "in_backward"])
 def test_same_bits_in_each_mode(overlap: str) -> None:
     results = []
     for is_swapped in (False, True):
@@ -199,9 +199,7 @@ def test_same_bits_in_each_mode(overlap: str) -> None:
         model = Vocabulary()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = VirtualEngine(4)
-        options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": BUCKET_BYTES}
-        options |= {"model": model} if overlap == "deferred" else {}
-        handle = swapped(optimizer, engine, **options) if is_swapped else None
+        handle = swapped(optimizer, engine, overlap=overlap, bucket_bytes=BUCKET_BYTES) if is_swapped else None
         for step in range(STEPS):
             model(torch.tensor([[step, 5, 9 * step]])).square().mean().backward()
             optimizer.step()

@@ -25,7 +25,7 @@ import lowtide
 from lowtide.engines.base import Lane
 from lowtide.engines.virtual import VirtualEngine
 
-OVERLAPS = ("step", "backward", "deferred", "in_backward")
+OVERLAPS = ("step", "backward", "in_backward")
 WIDTH = 24
 
 
@@ -53,8 +53,7 @@ def _train(
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 3e-2}]
     optimizer = OPTIMIZERS[kind][0](groups, IMPLEMENTATIONS[implementation])
     engine = VirtualEngine(5)
-    options = {"model": model} if overlap == "deferred" else {}
-    handle = swapped(optimizer, engine, overlap=overlap, **options) if overlap else None
+    handle = swapped(optimizer, engine, overlap=overlap) if overlap else None
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=is_scaled)
     for step in range(STEPS):
@@ -120,8 +119,7 @@ def test_sparse_gradients_step_whole(kind: str, overlap: str) -> None:
         model = Sparse()
         parameters = [model.embedding.weight] if kind == "SparseAdam" else list(model.parameters())
         optimizer = getattr(torch.optim, kind)(parameters, lr=1e-2)
-        options = {"model": model} if overlap == "deferred" else {}
-        handle = swapped(optimizer, engine, overlap=overlap, **options) if engine else None
+        handle = swapped(optimizer, engine, overlap=overlap) if engine else None
         for step in range(4):
             model(torch.tensor([[step, 3, 2 * step]])).square().mean().backward()
             optimizer.step()
@@ -158,8 +156,7 @@ def _with_a_failure(overlap: str, failing: int) -> tuple[Result, int]:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     engine = Failing(failing)
     engine.failing = failing
-    options = {"model": model} if overlap == "deferred" else {}
-    handle = swapped(optimizer, engine, overlap=overlap, **options)
+    handle = swapped(optimizer, engine, overlap=overlap)
     num_failures = 0
 
     def has_stopped(call: Any) -> bool:
@@ -174,8 +171,6 @@ def _with_a_failure(overlap: str, failing: int) -> tuple[Result, int]:
 
     for step in range(4):
         x = torch.full((3, WIDTH), 0.1 * (step + 1))
-        if overlap == "deferred":
-            has_stopped(lambda: model(x, -1))  # noqa: B023
         model(x, -1).square().mean().backward()
         has_stopped(optimizer.step)
         optimizer.zero_grad()
@@ -187,16 +182,15 @@ def _with_a_failure(overlap: str, failing: int) -> tuple[Result, int]:
     return result, num_failures
 
 
-@pytest.mark.parametrize("overlap", ["backward", "deferred"])
-def test_a_failed_fetch_is_resumed_to_the_same_bits(overlap: str) -> None:
-    truth, _ = _with_a_failure(overlap, -1)
-    result, num_failures = _with_a_failure(overlap, 10)
+def test_a_failed_fetch_is_resumed_to_the_same_bits() -> None:
+    truth, _ = _with_a_failure("backward", -1)
+    result, num_failures = _with_a_failure("backward", 10)
     assert num_failures == 1
     assert_same(result, truth)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_a_failed_fetch_at_every_bucket_is_resumed_to_the_same_bits(overlap: str) -> None:
     truth, num_failures = _with_a_failure(overlap, -1)
     assert num_failures == 0

@@ -406,7 +406,7 @@ def test_what_comes_too_late_for_some_parameters_is_refused_and_a_checkpoint_men
         step(2, change)
     assert str(caught.value) == (
         f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a checkpoint, "
-        "and use overlap='backward' or 'deferred'"
+        "and use overlap='backward'"
     )
     with pytest.raises(RuntimeError, match=r"^lowtide: step: the last step stopped half-way \(.*; load a checkpoint$"):
         optimizer.step()

@@ -328,7 +328,7 @@ def test_who_kept_the_own_step_of_the_class_gets_the_same_bits() -> None:
     assert engine.violations == []
 
 
-@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_activations_and_state_are_swapped_over_one_engine(overlap: str) -> None:
     case = zoo.CASES["llama"]
     results = []
@@ -338,7 +338,7 @@ def test_activations_and_state_are_swapped_over_one_engine(overlap: str) -> None
         engine = VirtualEngine(6)
         if is_swapped:
             tide = lowtide.apply(model, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine=engine)
-            handle = swapped(optimizer, engine, overlap=overlap, model=model)
+            handle = swapped(optimizer, engine, overlap=overlap)
         result = zoo.train(case, model, optimizer, 0, num_steps=4, accumulate=2)
         if is_swapped:
             handle.detach()
@@ -589,16 +589,15 @@ def _put_nothing(optimizer: Any, first: Any) -> None:
     optimizer.state = defaultdict(dict)
 
 
-@pytest.mark.parametrize("overlap", ["step", "backward", "deferred"])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
 @pytest.mark.parametrize("change", [_clear, _delete, _set, _update, _popitem, _halve, _put_copies, _put_nothing])
-def test_writing_to_the_state_comes_after_what_was_put_off(overlap: str, change: Any) -> None:
+def test_writing_to_the_state_comes_after_what_is_under_way(overlap: str, change: Any) -> None:
     results = []
     for engine in (None, VirtualEngine(3)):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        options = {"model": model} if overlap == "deferred" else {}
-        handle = swapped(optimizer, engine, overlap=overlap, **options) if engine else None
+        handle = swapped(optimizer, engine, overlap=overlap) if engine else None
         for step in range(6):
             model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
             optimizer.step()
@@ -657,7 +656,7 @@ def test_detach_goes_on_where_memory_ran_out(call: int, steps_between: int, monk
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("overlap", ["backward", "deferred", "in_backward"])
+@pytest.mark.parametrize("overlap", ["backward", "in_backward"])
 def test_the_swap_stays_in_force_where_detach_has_no_memory(overlap: str, monkeypatch: Any) -> None:
     results = []
     for is_swapped in (False, True):
@@ -665,8 +664,7 @@ def test_the_swap_stays_in_force_where_detach_has_no_memory(overlap: str, monkey
         model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = VirtualEngine(1)
-        options = {"model": model} if overlap == "deferred" else {}
-        handle = swapped(optimizer, engine, overlap=overlap, **options) if is_swapped else None
+        handle = swapped(optimizer, engine, overlap=overlap) if is_swapped else None
         for step in range(6):
             model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
             if handle and step == 3:

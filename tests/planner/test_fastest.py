@@ -15,7 +15,6 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.errors import BudgetError
 from lowtide.planner import fastest
-from lowtide.planner.deferred_state import DeferredState
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
 from lowtide.report.report import remarks_of
@@ -132,11 +131,3 @@ def test_nothing_more_is_solved_where_nothing_can_come_of_it(monkeypatch: pytest
     assert number(DEAR, share=2.0) == number(0.0, share=2.0)  # everything fits
     for swap in ("none", "all", ["layers.0"]):
         assert number(DEAR, rules={"swap": swap}) == number(0.0, rules={"swap": swap})
-
-
-def test_updates_that_wait_have_tried_the_link_alone_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fastest.Asked(PROFILE, load_memory({"budget": HIGH}), LINK, HIGH, False, 1.0, print)
-    part = DeferredState(nbytes=MIB, resident_bytes=0, bucket_bytes=MIB, num_slots=3, temporaries=0)
-    assert asked._may_keep_instead and not dataclasses.replace(asked, shares=part)._may_keep_instead
-    rules = load_memory({"budget": HIGH, "recompute": "none"})
-    assert dataclasses.replace(asked, shares=part, config=rules)._may_keep_instead

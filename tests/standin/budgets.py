@@ -38,8 +38,6 @@ class Training:
     num_steps: int = 5
     accumulate: int = 1
     has_optimizer: bool = False
-    defers: bool = False
-    """All of the optimizer's state is elsewhere between steps, and updates wait for the next forward pass."""
     resets: str = "never"
     """When the loop resets torch's peak counter: 'never', 'each step', 'between' (forward and backward)."""
     own_loss: bool = False
@@ -193,8 +191,6 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Auto
         model = training.model()
         optimizer = training.optimizer(model)
         memory: dict[str, Any] = {"min_bytes": training.min_bytes}
-        if training.defers:
-            memory["optimizer"] = {"state": "swap", "overlap": "deferred"}
         with lowtide.optimize(
             model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
         ) as tide:
@@ -202,8 +198,6 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Auto
             def after(tide: lowtide.Autopilot = tide) -> None:
                 peaks.append(device.take_peak() - before_bytes)
                 look(tide)
-                if training.defers and len(peaks) == training.num_steps:
-                    tide.optimizer_swap.flush()  # `run` reads parameters by hand
 
             results = training.run(model, optimizer, after)
             events = list(tide.events)

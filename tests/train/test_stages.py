@@ -277,10 +277,6 @@ def test_what_is_refused_with_its_place() -> None:
     assert beside({"budget": "1GiB", "loss": "sliced"}) == (
         "run.yaml:5:36: 'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model"
     )
-    assert beside({"optimizer": {"state": "swap", "overlap": "deferred"}}) == (
-        "run.yaml:5:52: 'memory.optimizer.overlap' cannot be deferred beside 'pipeline', whose stages take turns; "
-        "write auto"
-    )
     everything = {"recompute_config": {"recompute": True}}
     assert refusal(sections={"pipeline": DUALPIPEV | {"overlap": True}} | everything) == (
         "run.yaml:4:81: 'pipeline.overlap' cannot stand beside 'pipeline' and recompute_config or swap_config; use the "

@@ -121,7 +121,6 @@ class Autopilot:
             settle=self._settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,
-            version=placed.own_version,
         )
 
     # -- what the user sees ----------------------------------------------------------------------------------------
@@ -333,7 +332,6 @@ class Autopilot:
             self._in_force.patch.undo()
             self._in_force.wrap()
             return None
-        self._placed.expect_regions(tide.plan, all_layers=True)
         if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
             return tide._tighten(error, num_tried)
         try:

@@ -163,14 +163,11 @@ class PlanInForce:
             # Ranks have agreed already, or cannot.
             how: Any = {"optimizer": self._placed.optimizer, "engine": self.engine, "group": ALONE}
             self._placed.follow(shape.plan)
-            self._planning.know(
-                resident_state_bytes=self._placed.resident_bytes, defers_updates=self._placed.defers_updates
-            )
+            self._planning.know(resident_state_bytes=self._placed.resident_bytes)
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
             self._planning.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)
         else:
-            self._placed.expect_regions(shape.plan)
             shape.tide.resume()
         shape.tide.keep_layers(self._planning.facts.refused)
         self.watch.begin(shape.tide)

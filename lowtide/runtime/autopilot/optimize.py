@@ -51,9 +51,7 @@ def optimize(
     chosen = choose_engine(engine, model, bare)
     placed = PlacedState(model, optimizer, chosen, "lowtide.optimize")
     placed.check(bare.optimizer)
-    if config.defers_updates:
-        placed.check_deferred(group)
-    if config.optimizer_state == "auto" and (optimizer is None or (refusal := placed.why_not())):
+    if config.optimizer == "auto" and (optimizer is None or (refusal := placed.why_not())):
         if optimizer is not None and say is not None:
             say(f"lowtide: the optimizer's state stays on the device: {refusal}")
         config = dataclasses.replace(config, optimizer="keep")

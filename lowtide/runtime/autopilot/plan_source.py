@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lowtide.config.memory import MemoryConfig, OptimizerRule
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -55,8 +55,6 @@ class Facts:
     resident_state_bytes: int | None = None
     """What stays of the optimizer's state, of which some is elsewhere between steps by now, whatever the shape. None as
     long as all of it stays."""
-    defers_updates: bool = False
-    """Updates of what is elsewhere wait for the next forward pass."""
 
 
 class PlanSource(Protocol):
@@ -187,8 +185,7 @@ def _plan_around(
     """With so much of the optimizer's state on the device, and the rest elsewhere between steps."""
     state = profile.state
     moved = dataclasses.replace(state, optimizer_movable=state.optimizer_movable - resident_bytes)
-    rule = OptimizerRule(state="swap", overlap="deferred" if facts.defers_updates else "auto")
-    plan = plan_profile(dataclasses.replace(profile, state=moved), dataclasses.replace(config, optimizer=rule), **how)
+    plan = plan_profile(dataclasses.replace(profile, state=moved), dataclasses.replace(config, optimizer="swap"), **how)
     assert plan.optimizer is not None
     stays = dataclasses.replace(plan.optimizer, resident_bytes=plan.optimizer.resident_bytes + resident_bytes)
     return dataclasses.replace(plan, optimizer=stays)

@@ -55,8 +55,6 @@ def apply(
     placed = PlacedState(model, optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
-        if plan.optimizer is not None and plan.optimizer.overlap == "deferred":
-            placed.check_deferred(group)
     loss = attach_where(model, may=plan.loss == "sliced", must=True)
     try:
         return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)

@@ -7,8 +7,6 @@ Several plans for one optimizer, as an autopilot has: what stays is the least th
 on the device than planned no plan needs more memory, since buckets take no more than the state that has left.
 Why an engine of its own: the scheduler of activations calls its engine from autograd's threads under a lock of its own.
 The two share what the plan allows on each tier.
-Where updates wait for the next forward pass, all of those in a layer or module that runs again are done before it
-begins: a region compares its parameters before and after. Which these are each plan says anew.
 Cost: what optimizer/swap.py says. Not covered: state that comes back to stay, where a later plan has room for it.
 """
 
@@ -17,22 +15,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowtide.core.decisions import OptimizerPlacement
-from lowtide.core.fate import Fate, Tier
+from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.buckets import MOST_BYTES
-from lowtide.optimizer.deferred import why_not_deferred
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer, why_not
-from lowtide.runtime.session.checks import recomputed_modules
-from lowtide.tensors.private import version_of
-from lowtide.tensors.ranks import has_company
 
 
 class PlacedState:
@@ -47,8 +40,6 @@ class PlacedState:
         self._engine: Engine | None = None
         self.handle: OptimizerSwap | None = None
         """The swap that is in force; None while the state is on the device."""
-        self._regions: set[nn.Module] = set()
-        """What the plan in force runs again as a whole."""
         self.resident_bytes: int | None = None
         """What plans leave of the state on the device; None while that is all of it."""
 
@@ -69,44 +60,16 @@ class PlacedState:
                 "given none: pass optimizer=, or write optimizer: keep"
             )
 
-    def check_deferred(self, group: Any) -> None:
-        """Raises `ConfigError` where updates cannot wait for the next forward pass, as a plan was told that they may.
-        `group`: the ranks that share the plan."""
-        parameters = [] if self.optimizer is None else [p for g in self.optimizer.param_groups for p in g["params"]]
-        reason = why_not_deferred(self._model, [*parameters, *self._model.parameters()])
-        if not reason and has_company(group):
-            reason = "is for one rank: it was not tried beside the exchanges of several"
-        if reason:
-            raise ConfigError(f"memory.optimizer.overlap: deferred {reason}; write overlap: auto")
-
-    @property
-    def defers_updates(self) -> bool:
-        """Whether updates wait for the next forward pass."""
-        return self.handle is not None and self.handle.defers_updates
-
     def settle(self) -> None:
-        """Updates that wait for the next forward pass are done now, and no copy is under way."""
+        """No copy is under way from here on."""
         if self.handle is not None:
             self.handle.flush()
-
-    def own_version(self, parameter: torch.Tensor) -> int:
-        """A parameter's version, without what updates that were put off have written."""
-        put_off = 0 if self.handle is None else self.handle.num_put_off_writes(parameter)
-        return version_of(parameter) - put_off
-
-    def expect_regions(self, plan: Plan, *, all_layers: bool = False) -> None:
-        """These modules run again as a whole from now on, by `plan`, or all of its layers may."""
-        modules = dict(self._model.named_modules())
-        again = [n for n in plan.layers if all_layers or plan.rules.decide(n, is_site=False).fate is Fate.RECOMPUTE]
-        self._regions.clear()
-        self._regions.update(modules[name] for name in (*again, *recomputed_modules(modules, plan)))
 
     def follow(self, plan: Plan) -> None:
         """Move the state if `plan` says so and it is not moved yet, or if more of it stays than `plan` leaves.
 
         Raises `ConfigError` where the optimizer cannot be stepped in parts.
         """
-        self.expect_regions(plan)
         placement = plan.optimizer
         if placement is None or not placement.moves:
             return
@@ -122,9 +85,6 @@ class PlacedState:
 
     def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
         where = _plan_of_place(plan, placement)
-        deferring: dict[str, Any] = {}
-        if placement.overlap == "deferred":
-            deferring = {"model": self._model, "regions": self._regions}
         self._engine = choose_engine(self.beside.name, self._model, where, beside=self.beside)
         try:
             self.handle = swap_optimizer(
@@ -136,7 +96,6 @@ class PlacedState:
                 bucket_bytes=min(placement.bucket_bytes, MOST_BYTES) if placement.bucket_bytes else "auto",
                 engine=self._engine,
                 num_buffers=placement.num_slots,
-                **deferring,
             )
         except BaseException:
             self._engine.close()

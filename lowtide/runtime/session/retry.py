@@ -67,20 +67,16 @@ class Rollback:
         settle: Callable[[], None],
         tighten: Callable[[BaseException, int], str | None],
         describe_floor: Callable[[], str],
-        version: Callable[[torch.Tensor], int] = version_of,
     ) -> None:
         """`counters` gives the totals in force (none before a plan is); `settle` waits for copies and frees what dead
         graphs owned; `tighten` makes the plan smaller, told how often it did already, and says how, or returns None;
-        `describe_floor` says, for the last words, how much memory was needed at least. `version`: how often a parameter
-        was written to, but for updates of the step before that are done in this forward pass, and stay done where it
-        runs again."""
+        `describe_floor` says, for the last words, how much memory was needed at least."""
         self._model = model
         self._optimizer = optimizer
         self._counters = counters
         self._settle = settle
         self._tighten = tighten
         self._describe_floor = describe_floor
-        self._version = version
         self._steady = WeakTensorKeyDictionary()
         self.is_running = False
         """Inside `run`, which has the last word on an error."""
@@ -96,7 +92,7 @@ class Rollback:
     def _run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
         tried: list[str] = []
         kept: set[str] = set()
-        with _Start(self._model, self._optimizer, self._counters(), self._steady, self._version) as start:
+        with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:
             while True:
                 try:
                     result = closure()
@@ -201,12 +197,11 @@ class _Gradient:
     """A parameter and the gradient that it had before the micro-batch."""
 
     __slots__ = ("_hook", "_is_kept_graph", "_old", "_strong", "_version", "num_held", "num_seen", "parameter",
-                 "parameter_version", "version_now")  # fmt: skip
+                 "parameter_version")  # fmt: skip
 
-    def __init__(self, parameter: torch.Tensor, version: Callable[[torch.Tensor], int]) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
-        self.version_now = version
-        self.parameter_version = version(parameter)
+        self.parameter_version = version_of(parameter)
         self.num_held = 0
         """How many accumulations of this micro-batch the old gradient holds."""
         self.num_seen = 0
@@ -233,7 +228,7 @@ class _Gradient:
 
     def obstacle(self) -> str | None:
         """Why the gradient cannot be taken back, or None."""
-        if self.version_now(self.parameter) != self.parameter_version:
+        if version_of(self.parameter) != self.parameter_version:
             return "the closure wrote to parameters (an optimizer step belongs outside of it)."
         if self._old is None:
             return None
@@ -272,7 +267,6 @@ class _Start:
         optimizer: torch.optim.Optimizer | None,
         counters: Counters | None,
         steady: WeakTensorKeyDictionary,
-        version: Callable[[torch.Tensor], int],
     ) -> None:
         parameters = {id(parameter): parameter for parameter in model.parameters()}
         for group in optimizer.param_groups if optimizer is not None else ():
@@ -280,7 +274,7 @@ class _Start:
         self._counters = counters
         self._counted = {} if counters is None else dataclasses.asdict(counters)
         self._has_hooks = any(gradient_hooks(p) for p in parameters.values())
-        self._gradients = [_Gradient(p, version) for p in parameters.values() if p.requires_grad]
+        self._gradients = [_Gradient(p) for p in parameters.values() if p.requires_grad]
         try:
             # After them: what comes back includes the hooks of these gradients.
             self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})

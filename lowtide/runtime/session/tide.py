@@ -45,7 +45,7 @@ from lowtide.runtime.session.unseen import Unseen
 from lowtide.runtime.session.wrap import PlannedForwards
 from lowtide.tensors.fsdp import local_part
 from lowtide.tensors.live_bytes import optimizer_tensors
-from lowtide.tensors.private import storage_key, version_of
+from lowtide.tensors.private import storage_key
 from lowtide.units import format_bytes
 
 
@@ -82,7 +82,6 @@ class Tide:
             settle=self.settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,
-            version=version_of if placed is None else placed.own_version,
         )
         self._stall_base_seconds = engine.stall_seconds()
         self._unseen = Unseen(model, "lowtide.apply")
@@ -310,8 +309,6 @@ class Tide:
             return None
         self._forwards.take_off()
         self._plan, how = smaller
-        if self._placed is not None:
-            self._placed.expect_regions(self._plan, all_layers=True)
         self.audited_peak_bytes = self.audited_curve = None  # of another plan
         guard, slices = self._context.guard, self._context.slices
         self._context = self._context_of(self._plan)

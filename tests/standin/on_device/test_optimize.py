@@ -93,25 +93,6 @@ def test_a_budget_is_held(seed: int, number: int) -> None:
     check(seed, number)
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_a_budget_has_room_for_gradients_that_wait(accumulate: int) -> None:
-    """Updates are done in the next forward pass: their gradients, and the buckets of state, are there beside its
-    activations."""
-    training = Training(
-        width=128, tokens=96, num_layers=2, num_steps=4, has_optimizer=True, defers=True, accumulate=accumulate
-    )
-    truth = plain(dataclasses.replace(training, defers=False))
-    prices = Prices.drawn(3, 1)
-    device.play("late")
-    with budgets.at_given_prices(prices):
-        got = budgets.planned(training, 1024)
-    assert all(torch.equal(a, b) for a, b in zip(got.results, truth.results, strict=True))
-    shares = [round(peak / got.budget_bytes, 4) for peak in got.peaks]
-    assert max(got.peaks) <= got.budget_bytes < truth.peak_bytes, (shares, got.events)
-    assert got.left_bytes <= 0
-    assert device.violations() == []
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(("seed", "number"), [(0, 0), (2, 1), (2, 2), (3, 1), (4, 1)])
 def test_a_budget_is_held_at_other_prices(seed: int, number: int) -> None:
