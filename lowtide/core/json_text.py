@@ -40,6 +40,8 @@ class Mistake(Exception):
 
 def parse_json(text: str, what: str, fix: str = "") -> Any:
     """The document of a JSON text. Raises `ConfigError` that starts with `what` (`plan`) and ends with `fix`."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{what}: expected its JSON text, not {type(text).__name__}{fix}")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
