@@ -36,6 +36,17 @@ class BudgetError(ConfigError):
         return make, (str(self),)
 
 
+def wrong_argument(call: str, name: str, takes: str, value: object) -> ConfigError:
+    """`lowtide.plan: loss= takes a function of the output, not int`."""
+    return ConfigError(f"{call}: {name}= takes {takes}, not {type(value).__name__}")
+
+
+def check_function(call: str, name: str, value: object, takes: str = "a function of one line of text") -> None:
+    """Raises ConfigError for an argument that is neither None nor a function."""
+    if value is not None and not callable(value):
+        raise wrong_argument(call, name, takes, value)
+
+
 _MOST_CHARACTERS = 3000
 
 

@@ -35,6 +35,8 @@ def parse_bytes(value: int | str) -> int:
         if value < 0:
             raise ValueError(f"{value} is not a size; a size is never negative")
         return _checked(value, value)
+    if not isinstance(value, str):
+        raise ValueError(_not_a_size(f"a {type(value).__name__}"))
     if len(value) > _MOST_CHARACTERS:
         raise ValueError(_not_a_size(f"{value[:_MOST_CHARACTERS]}..."))
     match = _SIZE.fullmatch(value.strip())

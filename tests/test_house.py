@@ -71,7 +71,7 @@ def name_of(file: Path, package: Path) -> str:
 
 def room_of(name: str) -> str:
     """The room of a file, by the longest name among those of the floors."""
-    if name == "__init__":
+    if name in ("__init__", "public"):
         return "the public surface"
     rooms = [room for floor in FLOORS for room in floor if name == room or name.startswith(f"{room}/")]
     return max(rooms, key=len, default=name)

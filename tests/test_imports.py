@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
+import pydoc
 import subprocess
 import sys
 
@@ -30,6 +32,19 @@ def test_plain_modules_import_nothing_heavy(modules: list[str], heavy: tuple[str
     code += f"print([name for name in {heavy!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_importing_lowtide_imports_itself_alone() -> None:
+    code = "import sys; before = set(sys.modules); import lowtide; print(sorted(set(sys.modules) - before))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert result.stdout.strip() == "['__future__', 'lowtide', 'lowtide.version']"
+
+
+def test_every_public_name_has_help() -> None:
+    text = pydoc.plain(pydoc.render_doc(lowtide))
+    for name in set(lowtide.__all__) - {"__version__"}:
+        assert name in text
+        assert inspect.getdoc(getattr(lowtide, name))
 
 
 def test_public_surface() -> None:

@@ -24,7 +24,7 @@ from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
-from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig
+from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, check_unit
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
@@ -219,6 +219,7 @@ def memory_with(
             f"{os.fspath(path)}: there is no budget to plan for; write --budget 20GiB, or 'budget: 20GiB' in the "
             "section 'memory'"
         )
+    check_unit("--budget" if budget is not None else memory.locations.of("budget"), memory.budget)
     return memory
 
 

@@ -31,13 +31,13 @@ from typing import Any, ClassVar, Literal
 
 from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_yaml
 from lowtide.config.source import Node, read_yaml
-from lowtide.core.budget import DeviceMemory, Preset, settle
+from lowtide.core.budget import Budget, DeviceMemory, Preset, settle
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.units import MIB
+from lowtide.units import KIB, MIB
 
 PRESET_BESIDE_BUDGET = "chooses a budget by itself; leave the preset or the budget out"
 PRESET_OF_STAGES = "cannot be {} beside a pipeline yet; write preset: fastest, or a budget such as 20GiB or 90%"
@@ -183,6 +183,12 @@ class Settled:
     """What to plan for within that budget; None: the fastest."""
     line: str = ""
     """How the budget came about, for people; empty where it was written as bytes."""
+
+
+def check_unit(where: str, budget: Budget | None) -> None:
+    """Raises `ConfigError` for `budget=20`, which is 20 bytes: no step fits, and a unit was meant."""
+    if isinstance(budget, int) and budget < KIB:
+        raise ConfigError(f"{where}: {budget} is {budget} bytes; write the unit too, such as '{budget}GiB'")
 
 
 def _patterns(value: Any) -> tuple:

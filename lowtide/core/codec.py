@@ -8,7 +8,6 @@ out by tensors/codecs.py and runtime/recompute/encoded.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +22,3 @@ class Codec:
     """Most bytes that encoding or decoding needs beside the storage and its smaller form."""
     seconds: float
     """Encoding once and decoding once."""
-
-
-def codec_from_dict(entry: dict[str, Any] | None) -> Codec | None:
-    """A codec from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
-    return None if entry is None else Codec(**entry)

@@ -1,15 +1,47 @@
-"""JSON text that people may have edited: mistakes are named with line and column."""
+"""JSON text that people may have edited: a mistake is named with its line and column, or with the path of the value.
+
+What: `parse_json` reads a text. `build` makes a frozen dataclass of the document, by the types that its fields declare:
+`str`, `int`, `float`, `bool`, enums, `Literal`, nested dataclasses, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, Any]`,
+`Any`, and unions with None. A value of another type is refused, not converted; numbers are finite.
+Not covered: what values mean together (`Profile` checks that itself); files that people write by hand (config/).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
 import json
-from typing import Any
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from lowtide.errors import ConfigError
+
+T = TypeVar("T")
+_MOST_SHOWN = 40
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
+
+
+class Mistake(Exception):
+    """A value that its field cannot have. `path`: names and places from the outside in."""
+
+    def __init__(self, text: str, *path: str | int) -> None:
+        super().__init__(text)
+        self.text = text
+        self.path = path
+
+    def __str__(self) -> str:
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path)
+        return f"{path.removeprefix('.')}: {self.text}" if path else self.text
 
 
 def parse_json(text: str, what: str, fix: str = "") -> Any:
     """The document of a JSON text. Raises `ConfigError` that starts with `what` (`plan`) and ends with `fix`."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{what}: expected its JSON text, not {type(text).__name__}{fix}")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -18,3 +50,122 @@ def parse_json(text: str, what: str, fix: str = "") -> Any:
         raise ConfigError(f"{what}: not valid JSON: nested too deep{fix}") from None
     except ValueError:
         raise ConfigError(f"{what}: not valid JSON: a number of too many digits{fix}") from None
+
+
+def build(want: type[T], document: Any) -> T:
+    """A value of type `want` from what `dataclasses.asdict` made of it, after JSON. Fields with a default may be left
+    out. A class with a method `from_plain` is built by it.
+
+    Raises `Mistake` with the path of the first value that does not fit.
+    """
+    return typing.cast(T, _reader(typing.cast(Any, want))(document))
+
+
+_Read = Callable[[Any], Any]
+
+
+@functools.cache
+def _reader(want: Any) -> _Read:
+    origin, members = get_origin(want), get_args(want)
+    if want is Any:
+        return lambda value: value
+    if origin in (Union, types.UnionType):
+        inner = [member for member in members if member is not type(None)]
+        assert len(inner) == 1 and len(members) == 2, f"unsupported field type {want}"
+        return _optional(_reader(inner[0]))
+    if origin is Literal:
+        return _one_of({choice: choice for choice in members})
+    if origin is tuple:
+        return _rows(_reader(members[0])) if members[-1] is Ellipsis else _row([_reader(member) for member in members])
+    if hasattr(want, "from_plain"):
+        return typing.cast(_Read, want.from_plain)
+    if dataclasses.is_dataclass(want):
+        return _fields(typing.cast(Any, want))
+    if isinstance(want, type) and issubclass(want, enum.Enum):
+        return _one_of({member.value: member for member in want})
+    return _scalar(origin or want)
+
+
+def _scalar(want: Any) -> _Read:
+    allowed = (int, float) if want is float else (want,)
+
+    def read(value: Any) -> Any:
+        if type(value) not in allowed or (want is float and not math.isfinite(value)):
+            raise Mistake(f"expected {_NAMES[want]}, not {_shown(value)}")
+        return value
+
+    return read
+
+
+def _optional(read: _Read) -> _Read:
+    return lambda value: None if value is None else read(value)
+
+
+def _one_of(choices: dict[Any, Any]) -> _Read:
+    *some, last = choices
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in choices:
+            raise Mistake(f"expected {', '.join(some)} or {last}, not {_shown(value)}")
+        return choices[value]
+
+    return read
+
+
+def _rows(read_one: _Read) -> _Read:
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise Mistake(f"expected a list, not {_shown(value)}")
+        made: list[Any] = []
+        try:
+            for item in value:
+                made.append(read_one(item))
+        except Mistake as mistake:
+            raise Mistake(mistake.text, len(made), *mistake.path) from None
+        return tuple(made)
+
+    return read
+
+
+def _row(readers: list[_Read]) -> _Read:
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or len(value) != len(readers):
+            raise Mistake(f"expected a list of {len(readers)}, not {_shown(value)}")
+        return tuple(read_one(item) for read_one, item in zip(readers, value, strict=True))
+
+    return read
+
+
+def _fields(cls: Any) -> _Read:
+    hints = typing.get_type_hints(cls)
+    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(cls)}
+    missing = dataclasses.MISSING
+    needed = [
+        field.name for field in dataclasses.fields(cls) if field.default is missing and field.default_factory is missing
+    ]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise Mistake(f"expected an object, not {_shown(value)}")
+        for name in needed:
+            if name not in value:
+                raise Mistake(f"missing key {name!r}")
+        made = {}
+        for name, entry in value.items():
+            if name not in readers:
+                raise Mistake(f"unknown key {name!r}")
+            try:
+                made[name] = readers[name](entry)
+            except Mistake as mistake:
+                raise Mistake(mistake.text, name, *mistake.path) from None
+        return cls(**made)
+
+    return read
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = {None: "null", True: "true", False: "false"}.get(value) if value is None or isinstance(value, bool) else None
+    text = text or repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -17,15 +17,13 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from lowtide.core.codec import codec_from_dict
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
-from lowtide.core.fate import Fate, Tier
-from lowtide.core.json_text import parse_json
+from lowtide.core.fate import Fate
+from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.plan_table import plan_table
-from lowtide.core.recipe import Anchor, recipe_from_dict
-from lowtide.core.rules import Pattern, Rule, Rules
+from lowtide.core.rules import Rules
 from lowtide.errors import ConfigError
 
 SCHEMA = 2
@@ -47,7 +45,7 @@ class Plan:
     """In order of production; empty until a step was observed."""
     is_solved: bool = False
     """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
-    check: str = "full"
+    check: Literal["full", "sampled"] = "full"
     """How recipes are proven in planned steps: 'full' (every forward pass) or 'sampled' (some)."""
     budget_bytes: int | None = None
     predicted: Prediction | None = None
@@ -81,13 +79,12 @@ class Plan:
             "schema": SCHEMA,
             "layers": self.layers,
             "min_bytes": self.min_bytes,
-            "rules": [{key: value for key, value in _rule_to_dict(rule).items() if key != "where"}
-                      for rule in self.rules.rules],
+            "rules": [{key: value for key, value in rule.items() if key != "where"} for rule in self.rules.to_plain()],
             "sites": [_agreed(site) for site in self.sites] if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
             **({} if self.loss == "plain" else {"loss": self.loss}),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
-        }  # fmt: skip
+        }
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -101,7 +98,7 @@ class Plan:
             "host_budget_bytes": self.host_budget_bytes,
             "disk_budget_bytes": self.disk_budget_bytes,
             "disk_path": self.disk_path,
-            "rules": [_rule_to_dict(rule) for rule in self.rules.rules],
+            "rules": self.rules.to_plain(),
             "is_solved": self.is_solved,
             "check": self.check,
             "loss": self.loss,
@@ -125,55 +122,18 @@ class Plan:
             raise ConfigError(
                 f"plan: schema {schema} is not supported by this version; write the plan again (schema {SCHEMA})"
             )
+        del document["schema"]
+        digest = document.pop("digest", None)
         try:
-            plan = cls(
-                layers=tuple(document["layers"]),
-                rules=Rules(tuple(_rule_from_dict(rule) for rule in document["rules"])),
-                min_bytes=document["min_bytes"],
-                host_budget_bytes=document["host_budget_bytes"],
-                disk_budget_bytes=document["disk_budget_bytes"],
-                disk_path=document["disk_path"],
-                sites=tuple(_site_from_dict(site) for site in document["sites"]),
-                is_solved=document["is_solved"],
-                check=document.get("check", "full"),
-                loss=document.get("loss", "plain"),
-                budget_bytes=document["budget_bytes"],
-                predicted=None if document["predicted"] is None else Prediction(**document["predicted"]),
-                account=tuple(AccountLine(**line) for line in document["account"]),
-                optimizer=_placement_from_dict(document.get("optimizer")),
-                audited_peak_bytes=document.get("audited_peak_bytes"),
-            )
-            digest, own_digest = document["digest"], plan.digest()
-        except KeyError as error:
-            raise ConfigError(f"plan: missing key {error}; write the plan again") from None
-        except (TypeError, ValueError, AttributeError) as error:
+            plan = build(cls, document)
+        except (Mistake, ConfigError) as error:
             raise ConfigError(f"plan: {error}; write the plan again") from None
-        if own_digest != digest:
+        if plan.digest() != digest:
             raise ConfigError(f"plan: the digest {digest} does not fit the rules and layers; write the plan again")
         return plan
 
     def __str__(self) -> str:
         return plan_table(self)
-
-
-def _rule_to_dict(rule: Rule) -> dict[str, Any]:
-    return {
-        "match": rule.pattern.text,
-        "fate": rule.fate.value,
-        "prefetch": rule.prefetch,
-        "tier": rule.tier.value if rule.tier else None,
-        "where": rule.where,
-    }
-
-
-def _rule_from_dict(entry: dict[str, Any]) -> Rule:
-    return Rule(
-        pattern=Pattern.parse(entry["match"]),
-        fate=Fate(entry["fate"]),
-        prefetch=entry["prefetch"],
-        tier=_tier(entry["tier"]),
-        where=entry["where"],
-    )
 
 
 def _agreed(site: SiteDecision) -> tuple[Any, ...]:
@@ -188,25 +148,3 @@ def _site_to_dict(site: SiteDecision) -> dict[str, Any]:
     if site.codec is None:
         del entry["codec"]
     return entry
-
-
-def _site_from_dict(entry: dict[str, Any]) -> SiteDecision:
-    anchor = entry["anchor"]
-    return SiteDecision(
-        **{
-            **entry,
-            "fate": Fate(entry["fate"]),
-            "tier": _tier(entry["tier"]),
-            "anchor": None if anchor is None else Anchor(**anchor),
-            "recipe": recipe_from_dict(entry["recipe"]),
-            "codec": codec_from_dict(entry.get("codec")),
-        }
-    )
-
-
-def _placement_from_dict(entry: dict[str, Any] | None) -> OptimizerPlacement | None:
-    return None if entry is None else OptimizerPlacement(**{**entry, "tier": Tier(entry["tier"])})
-
-
-def _tier(name: str | None) -> Tier | None:
-    return None if name is None else Tier(name)

@@ -17,14 +17,15 @@ import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from lowtide.core.codec import Codec, codec_from_dict
-from lowtide.core.json_text import parse_json
-from lowtide.core.recipe import Anchor, Recipe, recipe_from_dict
+from lowtide.core.codec import Codec
+from lowtide.core.json_text import Mistake, build, parse_json
+from lowtide.core.recipe import Anchor, Recipe
 from lowtide.errors import ConfigError
 
 PROFILE_SCHEMA = 5
+_MOST_AMOUNT = 10**18
+"""Bytes, seconds and numbers of operators above it are a slip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,12 +249,14 @@ class Profile:
             raise ConfigError(
                 "profile: this is no profile of lowtide; write one: lowtide profile RUN.yaml --out profile.json"
             )
+        if document.pop("schema") != PROFILE_SCHEMA:
+            raise ConfigError("profile: written by another version of lowtide; profile the model again")
         try:
-            if document.pop("schema") != PROFILE_SCHEMA:
-                raise ConfigError("profile: written by another version of lowtide; profile the model again")
-            return _profile_from(document)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"profile: not a profile of lowtide ({error}); profile the model again") from None
+            profile = build(cls, document)
+            _check(profile)
+        except Mistake as mistake:
+            raise ConfigError(f"profile: not a profile of lowtide ({mistake}); profile the model again") from None
+        return profile
 
 
 def _faster(node: Site, share: float) -> Site:
@@ -265,35 +268,69 @@ def _faster(node: Site, share: float) -> Site:
     return dataclasses.replace(node, recipe=alone, collective_recipe=together, codec=codec)
 
 
-def site_from_dict(entry: dict[str, Any]) -> Site:
-    """A node from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
-    anchor = entry["anchor"]
-    return Site(
-        **{
-            **entry,
-            "anchor": None if anchor is None else Anchor(**anchor),
-            "reads": tuple(entry["reads"]),
-            "recipe": recipe_from_dict(entry["recipe"]),
-            "collective_recipe": recipe_from_dict(entry["collective_recipe"]),
-            "codec": codec_from_dict(entry.get("codec")),
-        }
-    )
+_COLUMNS = ("op_names", "op_seconds", "op_bytes", "op_gradient_bytes")
 
 
-def _call_from(entry: dict[str, Any]) -> LayerCall:
-    return LayerCall(**{**entry, "inputs": tuple(entry["inputs"]), "op_bytes": tuple(entry["op_bytes"])})
+def _check(profile: Profile) -> None:
+    """What the parts of an edited profile must have in common. Raises `Mistake`."""
+    num_ops, names = len(profile.op_names), {node.name for node in profile.nodes}
+    for column in _COLUMNS[1:]:
+        entries = getattr(profile, column)
+        if len(entries) != num_ops:
+            raise Mistake(f"expected {num_ops} entries as in op_names, not {len(entries)}", column)
+        _check_amounts(entries, column)
+    if len(profile.signatures) != len(profile.layers):
+        raise Mistake(f"expected one for each of {len(profile.layers)} layers", "signatures")
+    if not 0 < profile.num_forward_ops < num_ops:
+        raise Mistake(f"expected a number from 1 to {num_ops - 1}", "num_forward_ops")
+    for name, value in dataclasses.asdict(profile.state).items():
+        _check_amounts((value,), "state", name)
+    if len(names) != len(profile.nodes):
+        raise Mistake("two nodes have one name", "nodes")
+    for index, node in enumerate(profile.nodes):
+        _check_node(node, names, profile, "nodes", index)
+    for part in ("staying", "hidden"):
+        for index, entry in enumerate(getattr(profile, part)):
+            _check_amounts((entry.nbytes,), part, index, "nbytes")
+    for index, call in enumerate(profile.calls):
+        where = ("calls", index)
+        if not 0 <= call.first_op <= call.end_op <= profile.num_forward_ops:
+            raise Mistake(f"expected operators within 0 to {profile.num_forward_ops}", *where, "first_op")
+        if len(call.op_bytes) != call.end_op - call.first_op:
+            raise Mistake("expected one number for each operator of the call", *where, "op_bytes")
+        if not names.issuperset(call.inputs):
+            raise Mistake("expected names of nodes", *where, "inputs")
+        _check_amounts((*call.op_bytes, call.staying_bytes), *where, "op_bytes")
 
 
-def _profile_from(document: dict[str, Any]) -> Profile:
-    columns = ("layers", "signatures", "op_names", "op_seconds", "op_bytes", "op_gradient_bytes")
-    return Profile(
-        **{
-            **document,
-            **{column: tuple(document[column]) for column in columns},
-            "state": StateBytes(**document["state"]),
-            "nodes": tuple(site_from_dict(entry) for entry in document["nodes"]),
-            "staying": tuple(StayingBytes(**entry) for entry in document["staying"]),
-            "hidden": tuple(HiddenBytes(**entry) for entry in document["hidden"]),
-            "calls": tuple(_call_from(entry) for entry in document["calls"]),
-        }
-    )
+def _check_node(node: Site, names: set[str], profile: Profile, *where: str | int) -> None:
+    num_ops = len(profile.op_names)
+    for name in ("born", "saved", "dies", "release"):
+        if not -1 <= getattr(node, name) <= num_ops + 1:
+            raise Mistake(f"expected an operator's number from -1 to {num_ops + 1}", *where, name)
+    if not node.born <= node.saved <= profile.num_forward_ops or node.saved < 0:
+        raise Mistake(f"expected a forward operator's number, at least {max(node.born, 0)}", *where, "saved")
+    if node.dies < max(node.born, 0):
+        raise Mistake(f"expected an operator's number, at least {max(node.born, 0)}", *where, "dies")
+    if list(node.reads) != sorted(node.reads) or any(
+        not profile.num_forward_ops <= read <= num_ops for read in node.reads
+    ):
+        raise Mistake(f"expected ascending numbers from {profile.num_forward_ops} to {num_ops}", *where, "reads")
+    if node.layer is not None and node.layer not in profile.layers:
+        raise Mistake("expected the name of a layer, or null", *where, "layer")
+    _check_amounts((node.nbytes, node.first_sequence, node.last_sequence), *where, "nbytes")
+    for kind in ("recipe", "collective_recipe"):
+        recipe = getattr(node, kind)
+        if recipe is None:
+            continue
+        if not names.issuperset(recipe.nodes):
+            raise Mistake("expected names of nodes", *where, kind, "inputs")
+        _check_amounts((recipe.seconds, recipe.transient_bytes), *where, kind, "seconds")
+    if node.codec is not None:
+        _check_amounts((node.codec.nbytes, node.codec.work_bytes, node.codec.seconds), *where, "codec")
+
+
+def _check_amounts(values: Collection[float], *where: str | int) -> None:
+    for value in values:
+        if not 0 <= value <= _MOST_AMOUNT:
+            raise Mistake(f"expected a number from 0 to {_MOST_AMOUNT:.0e}, not {value}", *where)

@@ -108,16 +108,3 @@ class Anchor:
     """Which leaf of the (args, kwargs), or of the output, as `torch.utils._pytree` flattens them."""
     call: int = 0
     """Which call of that module within one forward pass."""
-
-
-def recipe_from_dict(entry: dict[str, Any] | None) -> Recipe | None:
-    """A recipe from the dictionary that `dataclasses.asdict` made of it (after JSON)."""
-    if entry is None:
-        return None
-    inputs = tuple(RecipeInput(**{**item, "geometry": _geometry(item["geometry"])}) for item in entry["inputs"])
-    steps = tuple(RecipeStep(**{**step, "args": tuple(step["args"])}) for step in entry["steps"])
-    return Recipe(**{**entry, "inputs": inputs, "steps": steps})
-
-
-def _geometry(entry: dict[str, Any]) -> Geometry:
-    return Geometry(**{**entry, "size": tuple(entry["size"]), "stride": tuple(entry["stride"])})

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lowtide.core.fate import Fate, Tier
+from lowtide.core.json_text import build
 from lowtide.core.pattern import Pattern, modules_of, nearest_names
 from lowtide.errors import ConfigError
 
@@ -86,6 +88,47 @@ class Rules:
     def does_nothing(self) -> bool:
         """True when every activation is kept whatever the model looks like."""
         return all(rule.fate is Fate.KEEP for rule in self.rules)
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """As a list for JSON; `from_plain` gives back equal rules."""
+        return [
+            {
+                "match": rule.pattern.text,
+                "fate": rule.fate.value,
+                "prefetch": rule.prefetch,
+                "tier": rule.tier.value if rule.tier else None,
+                "where": rule.where,
+            }
+            for rule in self.rules
+        ]
+
+    @classmethod
+    def from_plain(cls, document: Any) -> Rules:
+        """What `to_plain` wrote. Raises `Mistake` for a value that does not fit, `ConfigError` for a bad pattern."""
+        rows = build(tuple[_WrittenRule, ...], document)
+        return cls(
+            tuple(
+                Rule(
+                    pattern=Pattern.parse(row.match),
+                    fate=row.fate,
+                    prefetch=row.prefetch,
+                    tier=row.tier,
+                    where=row.where,
+                )
+                for row in rows
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WrittenRule:
+    """A rule as JSON has it."""
+
+    match: str
+    fate: Fate
+    prefetch: int | None
+    tier: Tier | None
+    where: str
 
 
 def unmatched_error(rule: Rule, names: Sequence[str]) -> ConfigError:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, wrong_argument
 from lowtide.loss.cross_entropy import (
     ROWS_STEP,
     check,
@@ -29,7 +29,10 @@ from lowtide.loss.parallel import Part, dtensor_cross_entropy, parallel_cross_en
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import FakeTensor, are_transforms_active, is_forward_mode
+from lowtide.tensors.ranks import check_group
 from lowtide.tensors.wrappers import is_distributed
+
+_CALL = "lowtide.cross_entropy"
 
 
 def cross_entropy(
@@ -45,7 +48,29 @@ def cross_entropy(
     group: Any = None,
     first_word: int | None = None,
 ) -> torch.Tensor:
-    """See `lowtide.cross_entropy`."""
+    """`torch.nn.functional.cross_entropy(logits, labels, ...)` in slices of rows: the loss and the gradient of the
+    logits are the same to the bit, in a third of the memory (loss/cross_entropy.py).
+
+    logits: `[rows, words]`. labels: `[rows]`, int64. `upcast`: as `cross_entropy(logits.float(), ...)`, for logits in
+    bf16 or fp16. `z_loss`: so many times the square of `torch.logsumexp(logits, 1)` is added, as the mean (or sum) over
+    the rows that are not ignored. Raises `ConfigError` for other shapes, types and ranges. With a `weight` of classes
+    the loss is torch's own; so it is where slices have other bits on this machine, and then a warning says so. There is
+    no second derivative, and the logits must stay as they are until the backward pass; both raise RuntimeError.
+
+    Where the words are spread over ranks, logits are a DTensor that is sharded over them, or this rank's part with the
+    process `group`: `[rows, words of this rank]`, from `first_word` on (absent: all ranks have equally many). The loss
+    is that of the whole vocabulary on every rank, to the bit that of torch's `loss_parallel`, with two all-reduces in
+    place of three (loss/parallel.py). Collective.
+    """
+    for name, value in (("logits", logits), ("labels", labels), *([] if weight is None else [("weight", weight)])):
+        if not isinstance(value, torch.Tensor):
+            raise wrong_argument(_CALL, name, "a tensor", value)
+    for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise wrong_argument(_CALL, name, "a number", number)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise wrong_argument(_CALL, "ignore_index", "a whole number", ignore_index)
+    check_group(group, _CALL)
     check(logits, labels, reduction)
     check_factors(label_smoothing, z_loss)
     if (first_word is not None and group is None) or (group is not None and is_distributed(logits)):

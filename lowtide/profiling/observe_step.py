@@ -233,6 +233,16 @@ def _forward(
     return roots
 
 
+def refuse_iterators(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an input that can be read once only: the observed step would leave nothing of it."""
+    for value in tree_leaves((args, dict(kwargs))):
+        if isinstance(value, Iterator) and not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"observe: an input of {type(model).__name__} is a {type(value).__name__}, which can be read once, and "
+                "the observed step reads it too; pass a list or a tuple"
+            )
+
+
 def _call(model: nn.Module, batch: Any) -> Any:
     if not isinstance(batch, Mapping | tuple):
         raise ConfigError(
@@ -241,6 +251,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
         )
     args: tuple = () if isinstance(batch, Mapping) else batch
     kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+    refuse_iterators(model, args, kwargs)
     try:
         return model(*args, **kwargs)
     except _DID_NOT_FIT as error:

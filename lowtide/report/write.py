@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, wrong_argument
 from lowtide.report.played_step import Played
 from lowtide.report.report import Report, document
 
@@ -15,6 +15,8 @@ FORMS = (".html", ".trace.json", ".json", ".pickle")
 
 def check_form(path: str | os.PathLike[str]) -> None:
     """Raise ConfigError for a name that asks for no form."""
+    if not isinstance(path, str | os.PathLike):
+        raise wrong_argument("lowtide.write_report", "path", "the path of a file", path)
     if not os.fspath(path).endswith(FORMS):
         raise ConfigError(
             f"report: {os.fspath(path)}: write to a file that ends in {', '.join(FORMS[:-1])} or {FORMS[-1]}"

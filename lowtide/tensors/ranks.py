@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from lowtide.errors import wrong_argument
 from lowtide.tensors.private import lowest_of_ranks
 
 ALONE: Final = "alone"
@@ -19,6 +20,13 @@ def has_company(group: Any = None) -> bool:
     if group is ALONE:
         return False
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def check_group(group: Any, call: str, name: str = "group") -> None:
+    """Raises ConfigError for what is no process group; None and `ALONE` may stand for one."""
+    if group is None or group is ALONE or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    raise wrong_argument(call, name, "a process group, as torch.distributed.new_group makes it", group)
 
 
 def gather(value: Any, group: Any) -> list[Any]:

@@ -129,8 +129,8 @@ def edited(**changes: object) -> str:
         (edited(schema=3), "plan: schema 3 is not supported by this version; write the plan again (schema 2)"),
         ('{"schema": 2}', "plan: missing key 'layers'; write the plan again"),
         (
-            edited(sites=[{"name": "a", "fate": "hold", "anchor": None, "recipe": None}]),
-            "plan: 'hold' is not a valid Fate; write the plan again",
+            edited(sites=[{"name": "a", "layer": None, "nbytes": 1, "dtype": "", "fate": "hold", "reason": ""}]),
+            "plan: sites[0].fate: expected keep, swap or recompute, not 'hold'; write the plan again",
         ),
     ],
 )

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from recording import Recording, record
 from torch import Tensor, nn
 
-from lowtide.core.recipe import Recipe, recipe_from_dict
+from lowtide.core.json_text import build
+from lowtide.core.recipe import Recipe
 from lowtide.profiling.observe_step import observe
 from lowtide.recipes.build import MAX_STEPS, build_recipes
 from lowtide.recipes.execute import compile_recipe
@@ -47,7 +48,7 @@ def norms(module: str) -> bool:
 
 
 def through_json(recipe: Recipe) -> Recipe:
-    again = recipe_from_dict(json.loads(json.dumps(dataclasses.asdict(recipe))))
+    again = build(Recipe, json.loads(json.dumps(dataclasses.asdict(recipe))))
     assert again == recipe
     return again
 

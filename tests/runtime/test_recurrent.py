@@ -70,7 +70,7 @@ def _train(name: str, is_packed: bool, memory: dict[str, Any] | None, budget: in
 def test_recurrent_networks_are_the_same_to_the_bit(name: str, is_packed: bool) -> None:
     plain = _train(name, is_packed, None)
     with pytest.raises(lowtide.BudgetError) as least:
-        _train(name, is_packed, None, budget=1)
+        _train(name, is_packed, None, budget=1 << 10)
     for found in (
         _train(name, is_packed, None, budget=least.value.floor_bytes),
         _train(name, is_packed, {"swap": "all"}),

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from lowtide.core.profile import Profile
-from lowtide.profiling.observe_step import observe
+from lowtide.profiling.observe_step import observe, refuse_iterators
 from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
@@ -64,6 +64,7 @@ def observe_call(
     `is_inside`: the call is under way, so the model's own hooks have had its inputs already, and run only once.
     `witness` is shown what the forward gives or raises. Tangents of the inputs (forward mode) are left out.
     """
+    refuse_iterators(model, args, kwargs)
     has_cache = torch.is_autocast_cache_enabled()
     if is_forward_mode():  # else the user's own containers, which the model may write to
         args, kwargs = tree_map_only(torch.Tensor, _without_tangent, (args, kwargs))

@@ -13,7 +13,7 @@ from lowtide.config.memory import plan_from_rules
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, check_function
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_model import merged_config
@@ -22,23 +22,33 @@ from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
+from lowtide.tensors.ranks import check_group
 
 
 def optimize(
     model: nn.Module,
-    *,
     budget: int | str | None = None,
+    *,
     memory: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     engine: Engine | str | None = None,
     group: Any = None,
     say: Callable[[str], None] | None = None,
 ) -> Autopilot:
-    """Train `model` within a budget. See `lowtide.optimize`."""
-    wanted = merged_config(memory, budget)
-    optimizer = optimizer_of(optimizer, "lowtide.optimize")
+    """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
+    the `with` block.
+
+    lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
+    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs get new plans. With
+    several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line when a plan is made.
+    Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
+    check_group(group, "lowtide.optimize")
+    check_function("lowtide.optimize", "say", say)
+    wanted = merged_config(memory, budget)
+    optimizer = optimizer_of(optimizer, "lowtide.optimize")
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.optimize")

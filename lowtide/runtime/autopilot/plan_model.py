@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, load_memory
+from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, check_unit, load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.device_memory import memory_of_model
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, check_function
 from lowtide.loss.attach import sliced_where
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
@@ -31,11 +31,11 @@ from lowtide.tensors.optimizers import optimizer_of
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
 
 
-def plan_model(
+def plan(
     model: nn.Module,
     batch: Any,
-    *,
     budget: int | str | None = None,
+    *,
     memory: Any = None,
     host_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -43,13 +43,24 @@ def plan_model(
     loss: Callable[[Any], torch.Tensor] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """See `lowtide.plan`."""
-    config = merged_config(memory, budget, host_budget)
+    """The fastest plan for one step of `model` on `batch` whose peak of device bytes stays within `budget`.
+
+    Traces with fake tensors: runs no training step, needs no device and no memory. `batch` is a mapping
+    (`model(**batch)`), a tuple (`model(*batch)`) or a callable without arguments that returns the loss; the loss is the
+    output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text: "20GiB", "90%" of the device, "auto" (what
+    it has less a headroom); `memory` may set limits by rules, or have a `preset` instead of a budget. `hardware` is a
+    name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
+    Raises `BudgetError` when no plan fits, `ConfigError` for every other mistake.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.plan: expected a torch.nn.Module, not {type(model).__name__}")
+    check_function("lowtide.plan", "loss", loss, "a function that makes the loss of the model's output")
+    check_function("lowtide.plan", "progress", progress)
+    config = merged_config(memory, budget, host_budget)
     refuse_compiled(model, "lowtide.plan", parts=True)
     optimizer = optimizer_of(optimizer, "lowtide.plan")
-    chosen = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or hardware_of(model))
+    name = hardware_of(model) if hardware is None else hardware
+    chosen = name if isinstance(name, Hardware) else load_hardware(name)
     if progress is not None:
         progress("tracing one step")
     say = progress or _say_nothing
@@ -87,6 +98,8 @@ def _half(batch: Any) -> Any:
 
 def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:
     """The `memory` section with the budgets of the call written over its own. Raises ConfigError without a budget."""
+    if isinstance(budget, Mapping | MemoryConfig):
+        raise ConfigError("memory.budget: expected a size such as 20GiB; a section goes to memory=, not to budget=")
     changes = {key: value for key, value in (("budget", budget), ("host_budget", host_budget)) if value is not None}
     if memory is None or isinstance(memory, Mapping):
         config = load_memory({**(memory or {}), **changes})
@@ -98,6 +111,7 @@ def merged_config(memory: Any, budget: int | str | None, host_budget: int | str 
             config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
     if not config.has_budget:
         raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
+    check_unit("memory.budget", config.budget)
     return config
 
 

@@ -99,7 +99,7 @@ def test_a_preset_beside_a_budget_is_refused_at_every_door() -> None:
         lambda: lowtide.optimize(Net(), budget="1GiB", memory={"preset": "fastest"}),
         lambda: lowtide.optimize(Net(), budget="1GiB", memory=section),
         lambda: lowtide.apply(Net(), {"preset": "fastest", "budget": "90%"}),
-        lambda: lowtide.plan(Net(), (batch(8),), budget=1, memory=section),
+        lambda: lowtide.plan(Net(), (batch(8),), budget=1 << 10, memory=section),
     ):
         with pytest.raises(lowtide.ConfigError) as caught:
             call()

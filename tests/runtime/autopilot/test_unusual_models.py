@@ -40,7 +40,7 @@ class Net(nn.Module):
 def _floor(model: nn.Module, batch: Any) -> int:
     with (
         torch.random.fork_rng(devices=[]),
-        lowtide.optimize(model, budget=1, memory=SMALL, engine="virtual:1"),
+        lowtide.optimize(model, budget=1 << 10, memory=SMALL, engine="virtual:1"),
         pytest.raises(lowtide.BudgetError) as caught,
     ):
         model(batch)
