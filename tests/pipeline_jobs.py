@@ -260,6 +260,9 @@ class Counting:
     def __init__(self, inner: Any) -> None:
         self.inner, self.waiting, self.peak = inner, 0, 0
 
+    def begin(self, divide_by: float) -> None:
+        self.inner.begin(divide_by)
+
     def send(self, *args: Any, **more: Any) -> None:
         self.inner.send(*args, **more)
 
@@ -299,7 +302,7 @@ def _watched(schedule: Schedule, rank: int) -> tuple[Pipeline, Counter[str]]:
     torch.manual_seed(0)
     stages = {stage: Watched(alive) for stage in schedule.stages_of(rank)}
     loss = (lambda output, _: output.sum()) if schedule.num_stages - 1 in stages else None
-    return Pipeline(schedule, stages, loss=loss, weight_gradients=WeightGradients()), alive
+    return Pipeline(schedule, stages, loss=loss, weight_gradients=WeightGradients(), tied=()), alive
 
 
 def counted(rank: int, name: str) -> tuple[int, int]:

@@ -18,9 +18,11 @@ _HOMES = {
     "Pipeline": "lowtide.pipeline.execute",
     "WeightGradients": "lowtide.pipeline.weight_gradients",
     "all_to_all": "lowtide.pipeline.exchange",
+    "find_ties": "lowtide.pipeline.tied",
     "fit_stages": "lowtide.pipeline.budget",
     "grouped_linear": "lowtide.pipeline.weight_gradients",
     "linear": "lowtide.pipeline.weight_gradients",
+    "same_on_all": "lowtide.pipeline.agree",
     "split_experts": "lowtide.pipeline.experts",
     "start_all_to_all": "lowtide.pipeline.exchange",
 }

@@ -1,17 +1,18 @@
-"""What the ranks of a pipeline compare before any of them waits for another.
+"""What ranks compare before any of them waits for another: facts that must be equal, by name.
 
-What: each rank says what is wrong on it, if anything, and what it goes by: its schedule, its version of torch, the
-layout of messages. A mistake of one is an error of all, with one text.
-Cost: one small collective when a pipeline is made.
-Not covered: shapes that stages pass on (trial.py).
+What: each rank brings facts (a setting, a version, a digest) and what is wrong on it, if anything. A mistake of one, or
+a fact in which two ranks differ, is an error of all, with one text that names the fact and both values.
+`same_on_all` does so for any training on several ranks; a pipeline does so when it is made and before its first step.
+Ranks also say where they are: one that plans for a budget does not take what another says before a step for an answer.
+Cost: one small collective each. Not covered: shapes that stages pass on (trial.py); a rank that never comes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,21 +22,39 @@ from lowtide.pipeline import heads
 from lowtide.pipeline.schedule import Schedule
 from lowtide.tensors.ranks import gather
 
+Facts = Mapping[str, object]
+"""By name, as a message says it. Plain, so that it can travel."""
+_ABSENT = "none"
+
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """What one rank brings. Plain, so that it can travel."""
+    """What one rank brings when a pipeline is made. Plain, so that it can travel."""
 
     mistake: str | None
-    schedule: str
-    torch_version: str
-    heads_version: int
+    facts: Facts
     job: str
     """A name that no other pipeline of the job has; the first rank's is taken."""
+    weights: Mapping[Any, Any] = field(default_factory=dict)
+    """Of its stages, by place, as tied.py describes them."""
 
 
-def belief_of(schedule: Schedule, mistake: str | None) -> Belief:
-    return Belief(mistake, digest_of(schedule), torch.__version__, heads.VERSION, uuid.uuid4().hex)
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """With where a rank is."""
+
+    place: str
+    value: Any
+
+
+def belief_of(schedule: Schedule, mistake: str | None, facts: Facts, weights: Mapping[Any, Any]) -> Belief:
+    every = {
+        "schedules": digest_of(schedule),
+        "versions of torch": torch.__version__,
+        "versions of messages between ranks": heads.VERSION,
+        **facts,
+    }
+    return Belief(mistake, every, uuid.uuid4().hex, weights)
 
 
 def digest_of(schedule: Schedule) -> str:
@@ -45,25 +64,76 @@ def digest_of(schedule: Schedule) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree(belief: Belief, group: Any) -> str:
-    """The name of this pipeline, the same on all ranks of `group`. Raises ConfigError on all of them together."""
-    beliefs: list[Belief] = gather(belief, group)
-    mistake = _first_mistake(beliefs)
-    if mistake is not None:
-        raise ConfigError(mistake)
-    return beliefs[0].job
+def agree(belief: Belief, group: Any) -> list[Belief]:
+    """Those of all ranks of `group`. Raises ConfigError on all of them together."""
+    beliefs: list[Belief] = meet("Pipeline(...)", belief, group)
+    for rank, each in enumerate(beliefs):
+        if each.mistake is not None:
+            raise ConfigError(each.mistake if len(beliefs) == 1 else f"{each.mistake} (rank {rank})")
+    refuse_difference("pipeline", [each.facts for each in beliefs])
+    return beliefs
 
 
-def _first_mistake(beliefs: Sequence[Belief]) -> str | None:
-    for rank, belief in enumerate(beliefs):
-        if belief.mistake is not None:
-            return belief.mistake if len(beliefs) == 1 else f"{belief.mistake} (rank {rank})"
-    for what, values in (
-        ("schedules", [belief.schedule for belief in beliefs]),
-        ("versions of torch", [belief.torch_version for belief in beliefs]),
-        ("versions of messages between ranks", [str(belief.heads_version) for belief in beliefs]),
-    ):
+def meet(place: str, value: Any, group: Any) -> list[Any]:
+    """What every rank brings to this place. Raises ConfigError on all ranks where one of them is at another."""
+    said = [
+        each if isinstance(each, _Said) else _Said("another call", each) for each in gather(_Said(place, value), group)
+    ]
+    for rank, each in enumerate(said):
+        if each.place != said[0].place:
+            raise ConfigError(
+                f"pipeline: rank 0 is at {said[0].place}, and rank {rank} at {each.place}; all ranks must make the "
+                "same calls (a budget is for all ranks or for none)"
+            )
+    return [each.value for each in said]
+
+
+def same_on_all(facts: Facts, *, group: Any = None, what: str = "lowtide") -> None:
+    """Compare facts with all ranks of `group`. Collective. Raises ConfigError on all ranks, with the name of the first
+    fact in which two differ and both values; `what` begins the text."""
+    refuse_difference(what, gather({name: str(value) for name, value in facts.items()}, group))
+
+
+def refuse_difference(what: str, ranks: Sequence[Facts]) -> None:
+    """Raises ConfigError for the first fact in which a rank differs from rank 0."""
+    for name in dict.fromkeys(name for facts in ranks for name in facts):
+        values = [str(facts.get(name, _ABSENT)) for facts in ranks]
         for rank, value in enumerate(values):
             if value != values[0]:
-                return f"pipeline: ranks have different {what}: rank 0 has {values[0]}, rank {rank} has {value}"
-    return None
+                raise ConfigError(
+                    f"{what}: ranks have different {name}: rank 0 has {values[0]}, rank {rank} has {value}"
+                )
+
+
+def facts_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+    """Its class, and each number, flag and word of the settings of its groups."""
+    if optimizer is None:
+        return {}
+    facts: dict[str, object] = {"optimizers": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"optimizer.param_groups[{number}]" if len(optimizer.param_groups) > 1 else "optimizer settings"
+        for name, setting in group.items():
+            value = setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
+            if name != "params" and (value is None or isinstance(value, bool | int | float | str | tuple)):
+                facts[f"{where}: '{name}'"] = value
+    return facts
+
+
+def facts_of_numerics(device: torch.device) -> dict[str, object]:
+    """What of torch's settings changes what is computed: autocast, and how products are rounded."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return {
+        "autocast": torch.get_autocast_dtype(device.type) if is_on else "off",
+        "default dtypes": torch.get_default_dtype(),
+        "precisions of float32 products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def facts_of_model(model: torch.nn.Module) -> dict[str, object]:
+    """The parameters of a model that all ranks have whole: their shapes, dtypes, and whether they are trained."""
+    return {
+        f"parameters '{name}'": f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}"
+        + ("" if weight.requires_grad else ", frozen")
+        for name, weight in model.named_parameters()
+    }

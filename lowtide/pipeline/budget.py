@@ -36,6 +36,7 @@ from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.pipeline.agree import meet
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
 from lowtide.pipeline.moments import Moment, moments_of, read_by_then
@@ -107,7 +108,7 @@ def fit_stages(
             chunks = seen
             seen = ranks.all_do("the rows of all micro-batches", lambda: with_rows_of_all(pipeline, inputs, chunks))
         # A weight of several stages has a sum for each, and the sum of these; pipelines average bucket by bucket.
-        between = _shared_bytes(pipeline, own)
+        between = _shared_bytes(pipeline, own) + pipeline.tied.num_bytes
         if together is not None:
             between = max(between, averaging_bytes(list(own.parameters())))
         state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
@@ -147,7 +148,7 @@ class _Ranks:
             made.append(do())
         except Exception as raised:
             error = raised
-        answers = gather(None if error is None else _Failure.of(error, self.pipeline.rank), self.group)
+        answers = meet("fit_stages", None if error is None else _Failure.of(error, self.pipeline.rank), self.group)
         failures = [failure for failure in answers if failure is not None]
         if not failures:
             return made[0]
@@ -213,6 +214,11 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
                 "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not "
                 "observed; leave fill out"
             )
+    if isinstance(pipeline.loss, nn.Module) and any(True for _ in pipeline.loss.parameters()):
+        raise ConfigError(
+            "pipeline: a budget cannot be planned for a loss with weights, since they are in no stage; make what has "
+            "them the end of the last stage"
+        )
     if config.preset not in (None, "fastest"):
         raise ConfigError(f"memory.preset: {PRESET_OF_STAGES.format(config.preset)}")
     if config.loss == "sliced":

@@ -5,6 +5,8 @@ embedding, the others take the hidden state in its place; the last one has the f
 logits.
 Each runs the forward that the model's authors wrote, so masks and positions are theirs.
 Why not our own forward for each kind of model: it would have to follow every change of transformers.
+Weights that several stages have (tied embeddings, layers that share parts) are found here, and kept equal by `Pipeline`
+(tied.py).
 Names: the parameter `model.layers.5.mlp.up_proj.weight` of a stage that begins with layer 4 is
 `model.layers.1.mlp.up_proj.weight` there.
 
@@ -16,7 +18,8 @@ what layers gave out (router losses); keys and values kept for generating; kinds
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +27,26 @@ from torch import nn
 
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.loss.attach import SlicedLoss
+from lowtide.pipeline.tied import Tie, find_ties
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 """Values of `config.model_type` for which tests show that stages give the bits of the whole model."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a stage knows of the model that it was cut from."""
+
+    facts: Mapping[str, str]
+    """Fields of its configuration, which all ranks must have in common."""
+    ties: tuple[Tie, ...]
+    """The weights that several stages have."""
+
+
 class Stage(nn.Module):
     """Some layers of the model. Takes token numbers or a hidden state; gives a hidden state or logits."""
+
+    origin: Origin
 
     def __init__(self, model: nn.Module, head: nn.Module | None, *, is_first: bool) -> None:
         super().__init__()
@@ -65,11 +81,16 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
     if [number for each in layers for number in each] != list(range(num_layers)):
         raise ConfigError(f"pipeline: the model has {num_layers} layers, and the stages have {list(map(list, layers))}")
     last = len(layers) - 1
-    return [
+    stages = [
         Stage(_part(model.model, own, is_first=number == 0, is_last=number == last), head, is_first=number == 0)
         for number, own in enumerate(layers)
         for head in [model.lm_head if number == last else None]
     ]
+    fields = {f"model fields: '{name}'": str(value) for name, value in model.config.to_dict().items()}
+    origin = Origin(fields, find_ties(stages))
+    for stage in stages:
+        stage.origin = origin
+    return stages
 
 
 def leave(model: Any, layers: Sequence[int], *, first: bool, last: bool) -> None:

@@ -5,13 +5,15 @@ leaves, and keeps the places of the outputs in the graph, not the outputs (stage
 it is made and those before it to the same rank are on their way; it is asked for where the schedule says, so that no
 buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
 Why exact: every stage adds up its weight gradients in the order of the micro-batches, raw, and divides once at the end
-(gradients.py). One process that does the same gets the same bits.
+(gradients.py). One process that does the same gets the same bits. Weights of the loss, and what the inputs or targets
+were computed from, are divided with them; weights that stages share are kept equal (tied.py).
 A failure on one rank ends the step on all, with one text that names the rank and its action (failure.py).
 
 Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that figures.py
 counts.
-Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws,
-FSDP2 around a stage (refused where halves of pairs take turns). After a step that failed a new pipeline must be made.
+Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws
+(a warning says so), FSDP2 around a stage (refused where halves of pairs take turns). After a step that failed a new
+pipeline must be made.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import functools
 import threading
 import time
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,9 +33,17 @@ from torch import nn
 
 from lowtide.errors import ConfigError, PipelineError
 from lowtide.pipeline import stage_call
-from lowtide.pipeline.agree import agree, belief_of
+from lowtide.pipeline.agree import (
+    agree,
+    belief_of,
+    facts_of_numerics,
+    facts_of_optimizer,
+    meet,
+    refuse_difference,
+)
 from lowtide.pipeline.failure import FailureNote
 from lowtide.pipeline.figures import is_in_order
+from lowtide.pipeline.gradient_norm import gradient_norm
 from lowtide.pipeline.gradients import StepGradients
 from lowtide.pipeline.schedule import (
     RECEIVES,
@@ -49,13 +60,14 @@ from lowtide.pipeline.schedule import (
 )
 from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.step_log import StepLog
+from lowtide.pipeline.tied import Place, Tie, TiedWeights, described, refuse_look_alikes
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.transport import GroupTransport, Transport
 from lowtide.pipeline.trial import try_stages
 from lowtide.pipeline.verify import Sends, verify
-from lowtide.pipeline.weight_gradients import WeightGradients
-from lowtide.tensors.fsdp import is_fsdp
-from lowtide.tensors.ranks import any_rank
+from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
+from lowtide.tensors.fsdp import fsdp_modules, is_fsdp
+from lowtide.tensors.private import tree_leaves
 
 Half = Callable[[], None]
 """A forward or a backward, with what it needs at hand. It sends its own result."""
@@ -85,11 +97,16 @@ class Pipeline:
         weight_gradients: WeightGradients | None = None,
         run_pair: RunPair = one_after_the_other,
         log: StepLog | None = None,
+        tied: Sequence[Tie] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
         and an entry of `targets`; its rank has one. group: absent, all ranks of the job. transport: absent, one over
         `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out,
         and a forward or backward outside of pairs, with None for the other half. log: notes what each step does when.
+        tied: the weights that several stages share, as `find_ties` finds them in all stages of a model, or `()`;
+        absent, what `cut` found, and else weights of two ranks that begin with the same values are refused.
+        optimizer: of this rank, whose settings are compared with those of the others before the first step.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
@@ -98,14 +115,31 @@ class Pipeline:
         self.weight_gradients = weight_gradients
         self.run_pair = run_pair
         self.log = log
+        self.optimizer = optimizer
+        self.weights: dict[int, list[torch.Tensor]] = {}
+        """What each stage of the rank trains; the loss is part of the last one."""
+        self.tied = TiedWeights((), {}, (), self.rank)
         mistake = None
+        facts: dict[str, object] = {}
+        named: dict[Place, torch.Tensor] = {}
         try:
             self.schedule = _checked(schedule, num_ranks)
             _check_stages(self.schedule, self.rank, self.stages, loss)
             _check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
+            named = _named_weights(self.stages, loss, self.schedule.num_stages - 1)
+            for place, weight in named.items():
+                self.weights.setdefault(place.stage, []).append(weight)
+            origins = [getattr(stage, "origin", None) for stage in self.stages.values()]
+            facts, known = _facts_of(origins, takes_turns=run_pair is not one_after_the_other)
+            tied = known if tied is None else tuple(map(tuple, tied))
+            facts["tied weights"] = "not known" if tied is None else _told(tied)
+            self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank)
         except ConfigError as error:
             mistake = str(error)
-        name = agree(belief_of(schedule, mistake), group)
+        samples = {place: described(weight) for place, weight in named.items()} if tied is None else {}
+        beliefs = agree(belief_of(schedule, mistake, facts, samples), group)
+        refuse_look_alikes([each.weights for each in beliefs])
+        name = beliefs[0].job
         self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
         self.transport, self._own_transport = transport, None
         if transport is None and self._note is not None:
@@ -113,6 +147,8 @@ class Pipeline:
         self.waits: tuple[frozenset[Result], ...] = ()
         """For each action of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
+        self.draws: set[int] = set()
+        """Stages that drew random numbers in their first forward."""
         self._has_tried = False
         self._failure: str | None = None
 
@@ -134,15 +170,16 @@ class Pipeline:
         if self._failure is not None:
             raise PipelineError(f"pipeline: it has ended: {self._failure}; make a new one")
         mistake = self.batch_mistake(inputs, targets)
-        # Before the first step ranks meet. A mistake is told as that of any step is: to those who wait for this rank.
-        if not self._has_tried and not any_rank(mistake is not None, self.group):
-            self.try_stages(inputs)
-        self._has_tried = True
+        divide_by = float(self.schedule.num_micro_batches if divide_by is None else divide_by)
+        if self.num_steps == 0:
+            self._open(inputs, mistake, divide_by)
         self.num_steps += 1
         if self.log is not None:
             self.log.clear()
+        if self.transport is not None:
+            self.transport.begin(divide_by)
         walk = _Walk(self, inputs, targets)
-        gradients = StepGradients(self.stages)
+        gradients = StepGradients(self.weights, shared=self.tied.weights)
         try:
             if mistake is not None:
                 raise mistake
@@ -153,8 +190,32 @@ class Pipeline:
                 self.weight_gradients.forget()
             self._end(error, f"{walk.at} of step {self.num_steps}")
             raise
-        gradients.give(self.schedule.num_micro_batches if divide_by is None else divide_by)
+        gradients.give(divide_by)
+        if self.num_steps == 1 and self.draws and self.schedule.num_micro_batches * self.schedule.num_stages > 1:
+            stages = ", ".join(map(str, sorted(self.draws)))
+            warnings.warn(
+                f"lowtide: pipeline: stage {stages} draws random numbers (dropout). One process draws them in another "
+                "order, so its losses are not these to the bit",
+                stacklevel=2,
+            )
         return walk.losses
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the gradients of all stages, shared weights counted once: what `torch.nn.utils.get_total_norm`
+        gives of the whole model in one process, to the bit. Collective over the ranks of the pipeline."""
+        return gradient_norm(self.weights, self.tied.counted_elsewhere(), self.group)
+
+    def _open(self, inputs: Sequence[Any] | None, mistake: ConfigError | None, divide_by: float) -> None:
+        """Before the first step ranks meet. A mistake of one in its batch is told as that of any step is: to those who
+        wait for this rank. Raises ConfigError on all where something differs that must be equal."""
+        facts = facts_of_numerics(_device_of(self.stages)) | facts_of_optimizer(self.optimizer)
+        facts |= {"values of divide_by": divide_by}
+        answers = meet("the first step", (mistake is not None, facts, self.tied.samples()), self.group)
+        refuse_difference("pipeline", [facts for _, facts, _ in answers])
+        self.tied.check([samples for *_, samples in answers])
+        if not any(has_mistake for has_mistake, *_ in answers):
+            self.try_stages(inputs)
+        self._has_tried = True
 
     def try_stages(self, inputs: Sequence[Any] | None) -> None:
         """Once, before the first step: whether each stage can take what it will be given. Collective. Raises
@@ -243,6 +304,32 @@ def _check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Any], loss
         )
 
 
+def _named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict[Place, torch.Tensor]:
+    """What the stages of a rank train, and its loss, which is part of the last one."""
+    found: dict[Place, torch.Tensor] = {}
+    for stage, module in sorted(stages.items()):
+        found |= {Place(stage, name): weight for name, weight in module.named_parameters()}
+        if stage == last and isinstance(loss, nn.Module):
+            own = set(module.parameters())
+            weights = loss.named_parameters(prefix="loss")
+            found |= {Place(stage, name): weight for name, weight in weights if weight not in own}
+    return found
+
+
+def _facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
+    """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
+    facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
+    known = None
+    for origin in origins:
+        facts |= {} if origin is None else origin.facts
+        known = None if origin is None else origin.ties
+    return facts, known if all(origin is not None for origin in origins) else None
+
+
+def _told(ties: Sequence[Tie]) -> str:
+    return "; ".join(" = ".join(map(str, tie)) for tie in ties) or "none"
+
+
 def _check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
     """Wrappers that expect one forward and its backward at a time."""
     for stage, module in stages.items():
@@ -266,6 +353,13 @@ def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
         for parameter in module.parameters():
             return parameter.device
     return torch.device("cpu")
+
+
+def _random_states(module: nn.Module) -> tuple[torch.Tensor, ...]:
+    """Of the generators that a forward of this module draws from."""
+    device = _device_of({0: module})
+    own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
+    return (torch.get_rng_state(), *own)
 
 
 class _Walk:
@@ -332,6 +426,7 @@ class _Walk:
                     self._let_go()
                     self._pipeline.run_pair(None, self._logged(every, backward))
             self.at = "its end"
+            self._pipeline.tied.exchange(gradients, self._transport)
             if self._transport is not None:
                 self._waited("messages to go", self._transport.finish)
         assert not (self._chunks or self._local or self._made)
@@ -350,7 +445,7 @@ class _Walk:
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
             leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
-            return functools.partial(self._forward, action, leaves)
+            return functools.partial(self._forward, action, leaves, gradients)
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
         return functools.partial(self._backward, action, given, gradients)
@@ -387,20 +482,42 @@ class _Walk:
             self._pipeline.log.passed("wait", name, start, time.perf_counter())
         return found
 
-    def _forward(self, action: Action, leaves: Tensors) -> None:
+    def _forward(self, action: Action, leaves: Tensors, gradients: StepGradients) -> None:
         stage, micro_batch = chunk = action.stage, action.micro_batch
         module = self._pipeline.stages[stage]
+        given: Any = ()
+        is_first = self._pipeline.num_steps == 1 and micro_batch == 0
+        before = _random_states(module) if is_first else ()
         with self._weights.forward(chunk) if chunk in self._split else contextlib.nullcontext():
             if stage == 0:
                 assert self._inputs is not None
-                output = stage_call.call(module, self._inputs[micro_batch])
+                given = self._inputs[micro_batch]
+                output = stage_call.call(module, given)
             else:
                 output = module(*leaves)
+            made = tree_leaves(output)
             if stage == self._schedule.num_stages - 1:
                 output = self._loss_of(output, micro_batch)
+        if is_first:
+            self._learn_from(stage, made, (*leaves, *tree_leaves(given)), gradients)
+            if not all(map(torch.equal, before, _random_states(module))):
+                self._pipeline.draws.add(stage)
+        # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
+        for weight in weights_behind([*tree_leaves(given), *stage_call.as_tuple(output)], until=(*leaves, *made)):
+            gradients.include(stage, weight)
         live, outputs = stage_call.with_places(leaves, output, stage)
         self._chunks[chunk] = live
         self._give(action, outputs)
+
+    def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any], gradients: StepGradients) -> None:
+        """Once: what the stage trains that is not registered in it. FSDP2 has other parameters in a forward."""
+        if fsdp_modules(self._pipeline.stages[stage]):
+            return
+        known = self._pipeline.weights.setdefault(stage, [])
+        for weight in weights_behind(made, until=given):
+            if not any(weight is each for each in known):
+                known.append(weight)
+                gradients.include(stage, weight)
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None
@@ -408,6 +525,11 @@ class _Walk:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(f"pipeline: the loss gave {found}; expected a tensor with one number")
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"pipeline: the loss of micro-batch {micro_batch} has no graph, so nothing would get a gradient; it "
+                "was computed without gradients, or detached, or from what is not trained"
+            )
         self._losses[micro_batch] = loss.detach()
         return loss
 

@@ -1,4 +1,5 @@
-"""The head of a message between two ranks: whose result follows, and of how many tensors of which shapes.
+"""The head of a message between two ranks: whose result follows, of how many tensors of which shapes, and what both
+ends must have in common in this step.
 
 What: 64 integers of 8 bytes. `write` makes them from tensors, `read` gives back `Blank`s, to be allocated and filled.
 Why: gloo takes a message that is shorter than the buffer without a word, so two stages that disagree on a shape would
@@ -17,10 +18,10 @@ import torch
 from lowtide.errors import ConfigError
 from lowtide.pipeline.schedule import Kind, Result
 
-VERSION = 1
+VERSION = 2
 NUM_WORDS = 64
 _MARK = 0x6C6F77746964  # says that this is a head at all, and not a tensor that stands in its place
-_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 _ABSENT = -1
 _DTYPES = (
     torch.float32,
@@ -53,6 +54,8 @@ class Head:
     """What a rank says before it sends tensors."""
 
     result: Result
+    divide_by: float
+    """What the sender divides gradients by."""
     blanks: tuple[Blank | None, ...]
     """None: there is no tensor, as with the gradient of an output that nobody used."""
 
@@ -61,9 +64,10 @@ class HeadError(ValueError):
     """These integers are not a head, or that of another version."""
 
 
-def write(result: Result, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def write(result: Result, tensors: Sequence[torch.Tensor | None], divide_by: float) -> torch.Tensor:
     """Raises ConfigError for what a head cannot describe."""
-    words = [_MARK, VERSION, _KINDS.index(result.kind), result.stage, result.micro_batch, len(tensors)]
+    bits = torch.tensor(divide_by, dtype=torch.float64).view(torch.int64).item()
+    words = [_MARK, VERSION, _KINDS.index(result.kind), result.stage, result.micro_batch, bits, len(tensors)]
     for tensor in tensors:
         if tensor is None:
             words.append(_ABSENT)
@@ -83,7 +87,7 @@ def write(result: Result, tensors: Sequence[torch.Tensor | None]) -> torch.Tenso
 
 def read(head: torch.Tensor) -> Head:
     """Raises HeadError."""
-    mark, version, kind, stage, micro_batch, num_tensors, *words = head.tolist()
+    mark, version, kind, stage, micro_batch, bits, num_tensors, *words = head.tolist()
     if mark != _MARK:
         raise HeadError("what came is not the head of a message")
     if version != VERSION:
@@ -98,4 +102,5 @@ def read(head: torch.Tensor) -> Head:
         dtype, requires_grad, num_dimensions = words[at : at + 3]
         at += 3 + num_dimensions
         blanks.append(Blank(tuple(words[at - num_dimensions : at]), _DTYPES[dtype], bool(requires_grad)))
-    return Head(Result(_KINDS[kind], stage, micro_batch), tuple(blanks))
+    divide_by = torch.tensor(bits).view(torch.float64).item()
+    return Head(Result(_KINDS[kind], stage, micro_batch), divide_by, tuple(blanks))

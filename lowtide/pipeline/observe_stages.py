@@ -30,6 +30,7 @@ from lowtide.pipeline.schedule import Kind, Result
 from lowtide.pipeline.stage_call import Tensors, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.watch import ExchangeWatch
+from lowtide.pipeline.weight_gradients import weights_behind
 from lowtide.profiling.observe_step import device_of, untouched
 from lowtide.profiling.step_recorder import OUTSIDE
 from lowtide.runtime.autopilot.observe_call import observe_call
@@ -129,16 +130,28 @@ def _observe_stage(
     pipeline: Pipeline, stage: int, given: tuple[tuple, dict[str, Any]], output: _Output, target: Any
 ) -> tuple[Profile, tuple[Exchange, ...]]:
     is_last = stage == pipeline.schedule.num_stages - 1
+    of_loss: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    """Weights that only the loss knows, and their gradients, which the observed step must not change."""
 
     def use(call: Callable[[], Any]) -> Any:
         start = next_sequence_number()
         made = call()
         output.note(made, next_sequence_number() - start)
         assert not is_last or pipeline.loss is not None
-        return pipeline.loss(made, target) if is_last and pipeline.loss is not None else made
+        if not is_last or pipeline.loss is None:
+            return made
+        loss = pipeline.loss(made, target)
+        own = set(pipeline.stages[stage].parameters())
+        behind = weights_behind([loss], until=tree_leaves(made))
+        of_loss.extend((weight, weight.grad) for weight in behind if weight not in own)
+        for weight, _ in of_loss:
+            weight.grad = None
+        return loss
 
     with _watch(pipeline) as watch:
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
+    for weight, gradient in of_loss:
+        weight.grad = gradient
     return kept_outside(profile, output.num_nodes), watch.exchanges
 
 

@@ -42,6 +42,9 @@ _PATIENCE_SECONDS = 10.0
 class Transport(Protocol):
     """What an executor needs of the ranks around it. Ranks are those of the schedule."""
 
+    def begin(self, divide_by: float) -> None:
+        """A step begins, in which both ends of each message must divide gradients by the same number."""
+
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are let go of when they have gone."""
 
@@ -108,11 +111,15 @@ class GroupTransport:
         self._sending = threading.Condition()
         self._on_the_way: set[Result] = set()
         self._send_error: tuple[int, BaseException] | None = None
+        self._divide_by = 0.0
+
+    def begin(self, divide_by: float) -> None:
+        self._divide_by = divide_by
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         self._raise_lost_send()
         there = [tensor.detach().contiguous() for tensor in tensors if tensor is not None and tensor.numel()]
-        head = heads.write(result, tensors)
+        head = heads.write(result, tensors, self._divide_by)
         start = time.perf_counter()
         way = self._ways[int(to < self.rank)]
         try:
@@ -230,6 +237,11 @@ class GroupTransport:
             raise PipelineError(f"pipeline: {wanted}, and from rank {source}: {error}") from None
         if head.result != expected:
             raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {send_of(head.result)}")
+        if head.divide_by != self._divide_by:
+            raise PipelineError(
+                f"pipeline: rank {self.rank} divides gradients by {self._divide_by:g} in this step, and rank {source} "
+                f"by {head.divide_by:g}; give all ranks the same divide_by"
+            )
         return head
 
     def _let_go(self, to: int, peer: _Peer) -> None:

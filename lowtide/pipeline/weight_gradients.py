@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,6 +33,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 Chunk = tuple[int, int]
 """Stage, micro-batch."""
 _Closure = Callable[[], torch.Tensor]
+_WEIGHT = 1
+"""The place of the weight among the inputs of the functions of this file."""
 
 
 class _PutOff:
@@ -137,6 +139,30 @@ def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: tor
             weight = weight.detach().requires_grad_()
     output: torch.Tensor = function.apply(x, weight, other, put_off)
     return output
+
+
+def weights_behind(tensors: Sequence[Any], *, until: Sequence[Any] = ()) -> list[torch.Tensor]:
+    """The leaves that a backward from these tensors adds gradients to, those that are put off among them. The graph is
+    followed as far as the tensors of `until`."""
+    seen = set(_nodes_of(until))
+    waiting = _nodes_of(tensors)
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (weight := getattr(node, "variable", None)) is not None:
+            found.append(weight)
+        following = [each for each, _ in node.next_functions]
+        if isinstance(put_off := getattr(node, "put_off", None), functools.partial):
+            following[_WEIGHT] = put_off.args[0].node  # of the weight itself, not of its stand-in
+        waiting += [each for each in following if each is not None]
+    return found
+
+
+def _nodes_of(tensors: Sequence[Any]) -> list[Any]:
+    return [get_gradient_edge(each).node for each in tensors if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 class _Linear(torch.autograd.Function):
