@@ -7,6 +7,7 @@ Cost: a look at each group. Not covered: whether a class of optimizers can be st
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
+from lowtide.optimizer.homes import storages_of
+from lowtide.optimizer.store import entries_of
+from lowtide.optimizer.trial import KNOWN
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE
 from lowtide.tensors.private import is_wrapped_by_scheduler
+from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
 
@@ -104,7 +109,51 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     device = parameters[0].device
     if device.type == "meta":
         raise ConfigError("lowtide.swap_optimizer: the parameters have no memory yet (device 'meta'); attach later")
+    odd = why_not_exact(optimizer)
+    if odd:
+        raise ConfigError(f"lowtide.swap_optimizer: {odd}")
     return device
+
+
+def why_not_exact(optimizer: torch.optim.Optimizer) -> str:
+    """Why parameters of this optimizer depend on each other in a step, so that a step in parts gives other bits than a
+    whole one; empty where they do not.
+
+    A parameter that is listed twice is stepped twice. State of one parameter in the memory of another one's is written
+    by both; this is looked for in torch's own optimizers alone, since others share tables that they only read, and were
+    tried in parts (trial.py).
+    """
+    kind = type(optimizer).__name__
+    group_of: dict[torch.Tensor, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            earlier = group_of.setdefault(parameter, number)
+            if earlier != number:
+                return _listed_twice(kind, parameter, f"in param_groups[{earlier}] and in param_groups[{number}]")
+        if len(set(group["params"])) < len(group["params"]):
+            parameter = next(p for p in group["params"] if sum(p is other for other in group["params"]) > 1)
+            return _listed_twice(kind, parameter, f"twice in param_groups[{number}]")
+    if not type(optimizer).__module__.startswith("torch.optim") or kind not in KNOWN:
+        return ""
+    spans = []
+    for parameter in group_of:
+        for key, value in entries_of(optimizer.state, parameter).items():
+            for storage in storages_of([value]):
+                shape = Shape.of(inside(value))
+                spans.append((storage, shape.offset * shape.dtype.itemsize, shape.end_bytes(), key, parameter))
+    spans.sort(key=lambda span: span[:2])
+    for (storage, _, end, key, owner), (next_storage, start, _, next_key, next_owner) in itertools.pairwise(spans):
+        if storage == next_storage and start < end and owner is not next_owner:
+            return (
+                f"{kind} has state of two parameters in the same memory ('{key}' of one of shape {list(owner.shape)}, "
+                f"'{next_key}' of one of shape {list(next_owner.shape)}), so a step in parts would give other bits; "
+                "give each of them a clone"
+            )
+    return ""
+
+
+def _listed_twice(kind: str, parameter: torch.Tensor, where: str) -> str:
+    return f"{kind} lists a parameter of shape {list(parameter.shape)} {where}, and so steps it twice; list it once"
 
 
 class _Parameters:

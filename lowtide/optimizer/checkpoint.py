@@ -34,8 +34,8 @@ class _Held:
 
 
 class Checkpoints:
-    """The hooks of one optimizer. `before_save` and `before_load` may raise; `after_load` is told that no earlier step
-    matters now.
+    """The hooks of one optimizer. `before_save` and `before_load` may raise; `after_load` gets the mapping that torch
+    has made, and no earlier step matters from then on.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Checkpoints:
         *,
         before_save: Callable[[], None],
         before_load: Callable[[], None],
-        after_load: Callable[[], None],
+        after_load: Callable[[Any], None],
         settle: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
@@ -105,6 +105,7 @@ class Checkpoints:
                 held = {key: value for key, value in entries.items() if isinstance(value, _Held)}
                 device = store.device if parameter in store.residents else None
                 entries.update({key: value.tensor.detach().to(device, value.dtype) for key, value in held.items()})
-        optimizer.state = SettledState(self._settle, optimizer.state.default_factory, optimizer.state)
+        made = optimizer.state
+        optimizer.state = SettledState(self._settle, made.default_factory, made)
         store.start_anew()
-        self._after_load()
+        self._after_load(made)

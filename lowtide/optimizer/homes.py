@@ -94,6 +94,7 @@ class Home:
         "addresses",
         "entries",
         "hosts",
+        "memories",
         "nbytes",
         "parameters",
         "pieces",
@@ -110,6 +111,8 @@ class Home:
         self.hosts = [entry.dressed(_own_part(view, entry)) for entry in entries]
         """What `optimizer.state` holds between steps, in the order of `entries`."""
         self.addresses = [_address_of(host) for host in self.hosts]
+        self.memories = frozenset(storages_of(self.hosts))
+        """What tells the storages of `hosts` apart from others."""
         self.parameters = list(dict.fromkeys(entry.parameter for entry in entries))
         self.resident: torch.UntypedStorage | None = None
         """The bytes on the device, where they could not be written to the slot."""
@@ -153,12 +156,14 @@ class Home:
         return self.resident
 
     def is_bound(self, state: Any) -> bool:
-        """Whether `optimizer.state` still shows all of it, or somebody has put something else there (or, with
-        `tensor.data = other`, into a tensor that is there)."""
-        return all(
+        """Whether `optimizer.state` still shows all of it and each tensor once, or somebody has put something else
+        there (or, with `tensor.data = other`, into a tensor that is there), or a view of it in another place."""
+        is_shown = all(
             state.get(entry.parameter, {}).get(entry.key) is host and _address_of(host) == address
             for entry, host, address in zip(self.entries, self.hosts, self.addresses, strict=True)
         )
+        values = [value for parameter in self.parameters for value in state.get(parameter, {}).values()]
+        return is_shown and sum(key in self.memories for key in storages_of(values)) == len(self.entries)
 
 
 def _address_of(host: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from lowtide.optimizer.homes import Bucket, Entry, Home, Piece, describe, movabl
 from lowtide.optimizer.stretches import ends_in, in_order
 from lowtide.optimizer.transfers import Transfers
 from lowtide.tensors.private import storage_key
-from lowtide.tensors.view import Shape
+from lowtide.tensors.view import Shape, byte_view
 from lowtide.tensors.wrappers import inside, shell_of
 from lowtide.units import MIB
 
@@ -38,6 +38,8 @@ CUT_FROM_BYTES = 8 * MIB
 
 Value = tuple[torch.Tensor, Hashable, torch.Tensor]
 """A parameter, a key of its state, and the tensor there."""
+Shown = tuple[dict, Hashable, torch.Tensor]
+"""The state of a parameter, a key of it, and the tensor there."""
 
 
 class StateStore:
@@ -132,6 +134,10 @@ class StateStore:
         for home in old.values():
             self.homes.remove(home)
         found = self._alone(self.homeless(everyone, anywhere=anywhere))
+        taken = {id(value) for values in found for _, _, value in values}
+        shown = self._shown(everyone)
+        for home in old.values():  # what stays on the device must not stay in memory that is freed
+            self._take_out({m for m in home.memories if any(id(v) not in taken for _, _, v in shown.get(m, ()))}, shown)
         for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
             sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
             if sizes:
@@ -310,14 +316,15 @@ class StateStore:
         self.transfers.settle()
         while self.unfinished:
             self.transfers.free(self.unfinished.pop())
+        shown = self._shown(self.optimizer.state)
         while self.homes:
-            self._bring(self.homes[0])
+            self._bring(self.homes[0], shown)
 
-    def _bring(self, home: Home) -> None:
+    def _bring(self, home: Home, shown: dict[int, list[Shown]]) -> None:
         """The state of this home is on the device, and the home is gone. Where memory runs out, it is whole."""
         if home.resident is not None:
             self.part_from(home, home.resident)
-        self._to_device({id(host) for host in home.hosts}, home)
+        self._take_out(home.memories, shown)
         self.homes.remove(home)
         for parameter in home.parameters:
             if self.home_of.get(parameter) is home:
@@ -330,11 +337,12 @@ class StateStore:
 
         Where memory runs out before, the others are where they were."""
         came = 0
+        shown = self._shown(self.optimizer.state)
         for home in list(self.homes):
             if came + home.nbytes > most_bytes:
                 continue
             try:
-                self._bring(home)
+                self._bring(home, shown)
             except torch.OutOfMemoryError:
                 break
             came += home.nbytes
@@ -368,26 +376,64 @@ class StateStore:
 
     def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
         """Give what `optimizer.state` shows of this bucket memory of its own, and let the bucket go."""
-        key = [storage_key(bucket)]
-        values = (entries_of(self.optimizer.state, entry.parameter).get(entry.key) for entry in home.entries)
-        self._to_device({id(v) for v in values if isinstance(v, torch.Tensor) and storages_of([v]) == key}, home)
+        self._take_out({storage_key(bucket)}, self._shown(home.parameters))
         home.resident = None
         self.transfers.drop((bucket,))
 
-    def _to_device(self, shown: set[int], home: Home) -> None:
-        """Copy these tensors of `optimizer.state`, by their identity, to memory of their own: all of a home or none."""
-        copies = []
-        for entry in home.entries:
-            entries = entries_of(self.optimizer.state, entry.parameter)
-            value = entries.get(entry.key)
-            if id(value) in shown:
-                copies.append((entries, entry.key, entry.dressed(_copy(inside(value), self.device))))
+    def _shown(self, parameters: Iterable[torch.Tensor]) -> dict[int, list[Shown]]:
+        """The tensors of the state of these parameters, by storage."""
+        shown: dict[int, list[Shown]] = {}
+        for parameter in list(parameters):
+            entries = entries_of(self.optimizer.state, parameter)
+            for name, value in entries.items():
+                for key in storages_of([value]):
+                    shown.setdefault(key, []).append((entries, name, value))
+        return shown
+
+    def _take_out(self, memories: Collection[int], shown: dict[int, list[Shown]]) -> None:
+        """Copy what `optimizer.state` shows of these storages to other memory, on the device: all of it or nothing.
+        Tensors that share memory still share it afterwards."""
+        copies: list[Shown] = []
+        for memory in memories:
+            for together in _overlapping(shown.get(memory, [])):
+                copies += self._copied(together)
         for entries, name, copied in copies:
             entries[name] = copied
 
+    def _copied(self, together: list[Shown]) -> Iterator[Shown]:
+        locals_ = [inside(value) for _, _, value in together]
+        start = min(_start_bytes(local) for local in locals_) // ALIGN_BYTES * ALIGN_BYTES
+        end = max(Shape.of(local).end_bytes() for local in locals_)
+        memory = _copy(byte_view(locals_[0].untyped_storage())[start:end], self.device)
+        for (entries, name, value), local in zip(together, locals_, strict=True):
+            offset = (_start_bytes(local) - start) // local.element_size()
+            copied = Shape.of(local).at(offset).over(memory.untyped_storage())
+            shell = shell_of(value)
+            yield entries, name, copied if shell is None else shell.around(copied)
 
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+def _copy(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`data`: bytes."""
+    return torch.empty_like(data, device=device).copy_(data)
+
+
+def _start_bytes(local: torch.Tensor) -> int:
+    return int(local.storage_offset()) * local.element_size()
+
+
+def _overlapping(values: list[Shown]) -> Iterator[list[Shown]]:
+    """These tensors of one storage, in groups that share no byte."""
+    group: list[Shown] = []
+    group_end = 0
+    for shown in sorted(values, key=lambda shown: _start_bytes(inside(shown[2]))):
+        local = inside(shown[2])
+        if group and _start_bytes(local) >= group_end:
+            yield group
+            group, group_end = [], 0
+        group.append(shown)
+        group_end = max(group_end, Shape.of(local).end_bytes())
+    if group:
+        yield group
 
 
 def entries_of(state: Any, parameter: torch.Tensor) -> dict:

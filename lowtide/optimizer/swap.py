@@ -39,6 +39,7 @@ from lowtide.optimizer.asked import (
     size_of,
     tiers_from,
     why_none_stays,
+    why_not_exact,
 )
 from lowtide.optimizer.checkpoint import Checkpoints
 from lowtide.optimizer.in_backward import InBackward, StepCalls, check_alone
@@ -188,7 +189,7 @@ class OptimizerSwap:
             self._store,
             before_save=self._before_state_dict,
             before_load=self._before_load,
-            after_load=self._forget_torn,
+            after_load=self._after_load,
             settle=self._settle,
         )
         self._hooks = (
@@ -349,6 +350,9 @@ class OptimizerSwap:
             raise RuntimeError(self._words_of_torn("step"))
         self._begun_with = self.optimizer.state
         with self._stepping():
+            odd = why_not_exact(self.optimizer)
+            if odd:
+                raise RuntimeError(f"lowtide: step: {odd}, or call handle.detach()")
             call = functools.partial(self._bare_step, self.optimizer)
             return self._stepper.begin(call, self._overlap.begin_step())
 
@@ -461,7 +465,9 @@ class OptimizerSwap:
                 f"lowtide: {call}: the step that backward began is not done; call optimizer.step() first"
             )
 
-    def _forget_torn(self) -> None:
+    def _after_load(self, made: Any) -> None:
+        """`made`: the mapping that torch has put in place of the one before."""
+        self._original_state = made
         self._torn = self._torn_error = None
         if self._in_backward is not None:
             self._in_backward.end(self._parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import threading
 import time
 import types
@@ -491,19 +492,39 @@ def test_staging_counts_against_the_host_cap():
     assert 2 * staging.NUM_STAGES * staging.STAGE_BYTES == 67108864
 
 
-def test_large_copies_go_in_pieces(monkeypatch):
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_in_several_pieces_come_back(seed, monkeypatch):
+    """A full arena gives blocks that lie in pieces; of each piece the last copy is a short one."""
     monkeypatch.setattr(accelerator, "COPY_BYTES", 1000)
-    device = SimDevice("late")
+    draw = random.Random(seed)
+    device = SimDevice(seed)
     engine = AcceleratorEngine(device.device, MIB, ops=device)
-    slot = engine.allocate(4500, "host")
-    source = torch.arange(4500).to(torch.uint8).untyped_storage()
-    target = engine.new_buffer(4500, device.device)
-    engine.copy_out(source, slot)
-    assert len(engine._lanes[Lane.OUT].stream.queue) == 5
-    engine.wait(Lane.IN, engine.record(Lane.OUT))
-    engine.copy_in(slot, target)
-    device.drain()
-    assert torch.equal(byte_view(target), byte_view(source))
+    held, most_pieces = {}, 0
+    for number in range(100):
+        nbytes = draw.choice((999, 1000, 20_001, 30_000, 70_001, 300_000))
+        try:
+            slot = engine.allocate(nbytes, "host")
+        except TierFull:
+            for key in sorted(held)[::2]:
+                engine.free(held.pop(key)[0])
+            continue
+        source = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        most_pieces = max(most_pieces, len(slot.place.pieces()))
+        engine.copy_out(source.untyped_storage(), slot)
+        held[number] = (slot, source)
+        engine.wait(Lane.IN, engine.record(Lane.OUT))
+        target = engine.new_buffer(nbytes, device.device)
+        other_slot, other = held[draw.choice(sorted(held))]
+        if other_slot.nbytes == nbytes:
+            engine.copy_in(other_slot, target)
+            device.drain()
+            assert torch.equal(byte_view(target), other)
+    assert most_pieces > 1
+    for slot, source in held.values():
+        target = engine.new_buffer(slot.nbytes, device.device)
+        engine.copy_in(slot, target)
+        device.drain()
+        assert torch.equal(byte_view(target), source)
 
 
 def test_bandwidth_is_measured_in_both_directions():

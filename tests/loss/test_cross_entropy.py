@@ -171,18 +171,22 @@ def test_the_losses_of_slices_added_up_are_another_loss() -> None:
     assert not all(same)
 
 
-def test_autocast_upcasts_as_it_does_for_the_whole() -> None:
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(130, 100, generator=generator).bfloat16()
-    target = torch.randint(100, (130,), generator=generator)
-    plain, sliced = (numbers.clone().requires_grad_() for _ in range(2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        want = F.cross_entropy(plain, target)
-        got = lowtide.cross_entropy(sliced, target)
-    want.backward()
-    got.backward()
-    assert plain.grad is not None and sliced.grad is not None
-    assert same_bits(want.detach(), got.detach()) and same_bits(plain.grad, sliced.grad)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_upcasts_as_it_does_for_the_whole(autocast: torch.dtype) -> None:
+    for seed in range(120):
+        numbers, target, how, _ = _case(seed)
+        how = {**how, "z_loss": 0.0}  # a logsumexp of its own is cast by rules of its own
+        plain, sliced, door = (numbers.detach().requires_grad_() for _ in range(3))
+        with torch.autocast("cpu", dtype=autocast):
+            want = F.cross_entropy(plain, target, **{key: value for key, value in how.items() if key != "z_loss"})
+            got = sliced_cross_entropy(sliced, target, slice_rows=64, **how)
+            through_the_door = lowtide.cross_entropy(door, target, **how)
+        assert want.dtype == got.dtype == through_the_door.dtype, seed
+        for loss in (want, got, through_the_door):
+            loss.sum().backward()
+        assert plain.grad is not None and sliced.grad is not None and door.grad is not None
+        assert same_bits(want.detach(), got.detach()) and same_bits(plain.grad, sliced.grad), seed
+        assert same_bits(want.detach(), through_the_door.detach()) and same_bits(plain.grad, door.grad), seed
 
 
 def test_what_stays_for_the_backward_is_the_logits_and_vectors() -> None:
