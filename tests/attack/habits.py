@@ -49,6 +49,8 @@ class Run:
     takes_two_losses: bool = False
     """Of the same logits, where they are those of a vocabulary."""
     optimizer_steps: bool = True
+    play: Callable[[int], None] = lambda step: None
+    """One whole step."""
 
     def random(self, *salt: Any) -> Random:
         """A source of choices that is the same in every run of this draw."""
@@ -337,6 +339,9 @@ class Side:
 
     def after(self, run: Run, step: int) -> None:
         """After backward, before the optimizer's step."""
+
+    def close(self) -> None:
+        """The run is over, well or badly."""
 
 
 class Clips(Side):

@@ -64,6 +64,8 @@ class Copy:
         """
         flags = ["-q", "--no-header", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
         flags += [f"--timeout={TEST_SECONDS}", f"--rootdir={self.folder}", *([] if is_whole else ["-x"])]
+        if not any("::" in test for test in tests):  # else what is named is meant
+            flags += ["-m", "not extended"]
         said = self.folder / "said.txt"
         child = os.fork()
         if not child:

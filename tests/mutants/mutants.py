@@ -46,15 +46,22 @@ class Mutant:
         return self.where.partition(":")[2]
 
 
-_RETRY = ("runtime/session/test_retry.py", "runtime/session/test_retry_everywhere.py")
+_RETRY = ("runtime/session/test_retry.py",)
 _TIDE = ("runtime/session/test_tide.py",)
-_WRAP = ("runtime/session", "runtime/test_contract.py")
+_WRAP = ("runtime/session/test_tide.py", "runtime/test_contract.py")
 _CONTRACT = ("runtime/test_contract.py",)
 _SCHEDULER = ("runtime/offload/test_scheduler.py",)
 _SPILL = ("runtime/offload/test_spill.py",)
 _STREAMS = ("engines/test_compute_streams.py", "engines/test_virtual.py")
 _ACCELERATOR = ("engines/test_accelerator.py", "engines/test_accelerator_order.py", "engines/test_every_order.py")
-_OPTIMIZER = ("optimizer",)
+_OPTIMIZER = (
+    "optimizer/test_swap.py",
+    "optimizer/test_step.py",
+    "optimizer/test_what_goes_wrong.py",
+    "optimizer/test_cuts.py",
+    "optimizer/test_in_backward.py",
+    "optimizer/test_residency.py",
+)
 _LOSS = ("loss",)
 _VERIFY = ("pipeline/test_verify.py", "pipeline/test_schedule.py", "pipeline/test_torch_schedules.py")
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
