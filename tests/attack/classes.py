@@ -123,12 +123,11 @@ class GlobalHookBetween(Side):
 class Features(Side):
     """A hook keeps what a layer gave in a dictionary outside of the model; the next step reads it."""
 
-    def before(self, run: Run, step: int) -> None:
-        if step == 0:
-            self.kept: dict[str, Tensor] = {}
-            layer = run.model.layers[-1].blocks[0]
-            layer.register_forward_hook(lambda module, args, output: self.kept.__setitem__("last", output))
-            layer.register_forward_pre_hook(lambda module, args: (args[0] + self._from_before(), *args[1:]))
+    def start(self, run: Run) -> None:
+        self.kept: dict[str, Tensor] = {}
+        block = run.model.layers[-1].blocks[0]
+        block.register_forward_hook(lambda module, args, output: self.kept.__setitem__("last", output))
+        block.register_forward_pre_hook(lambda module, args: (args[0] + self._from_before(), *args[1:]))
 
     def _from_before(self) -> Tensor | float:
         return 0.1 * self.kept["last"].detach().mean() if "last" in self.kept else 0.0
@@ -243,7 +242,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 # -- classes -----------------------------------------------------------------------------------------------------------
 
-RERUN = ("recompute", "both", "leaves", "solved", "optimize", "looked")
+RERUN = ("recompute", "both", "leaves", "solved", "optimize", "looked", "looked")
 WITH_PLANS = ("optimize",)
 EVERY = ("recompute", "swap", "both", "solved", "optimize")
 

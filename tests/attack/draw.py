@@ -121,6 +121,8 @@ class Draw:
         run = Run(model, make_optimizer(self.optimizer, model), self.model, self.way, self.seed, rig, trace)
         run.size = (self.num_samples, TOKENS)
         run.sides = [_ALL_SIDES[name]() for name in self.sides]
+        for side in run.sides:
+            side.start(run)
         run.optimizer_steps = self.core != "searching"
         run.play = lambda step: _step(self, run, step)
         trace.sees_gradients = self.state != "in_backward"  # it has used them

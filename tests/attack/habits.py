@@ -331,6 +331,9 @@ class Side:
     is_lean = False
     """Holds no memory that a budget would have to know of."""
 
+    def start(self, run: Run) -> None:
+        """The model is made, and nobody has put a plan on it."""
+
     def before(self, run: Run, step: int) -> None:
         """Before the forward."""
 
