@@ -4,6 +4,7 @@ python -m tests.attack                          2,000 draws; a summary; status 1
 python -m tests.attack --start 2000 --draws 500 --json found.json
 python -m tests.attack --seed 17                one draw, with its verdict; --shrink makes it as small as it can
 python -m tests.attack --draw '{"seed":...}'    a draw that was printed
+python -m tests.attack --class NAME --draws 20  draws for a class of faults that was found once (all: for each)
 python -m tests.attack --broken all             each check of lowtide is switched off, and some draw must notice
 python -m tests.attack --operators              every operator that torch has samples of, under saved-tensor hooks
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ import torch
 from tests.attack import drive
 from tests.attack.apart import judge_apart
 from tests.attack.broken import CHECKS, prove
-from tests.attack.draw import Draw, Verdict, drawn_from
+from tests.attack.classes import CLASSES, NOT_YET
+from tests.attack.draw import Draw, Verdict, drawn_from, of_class
 from tests.attack.operators import sweep
 from tests.attack.shrink import shrunk
 
@@ -37,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if given.broken is not None:
             return _broken(given.broken, min(given.draws, _DRAWS_A_CHECK))
+        if given.fault is not None:
+            return _classes(given.fault, given.start, given.draws)
         if given.operators:
             return _operators(given.json)
         if given.seed is not None or given.draw is not None:
@@ -58,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draw", type=_read, help="judge this one draw, as it was printed")
     parser.add_argument("--shrink", action="store_true", help="make a draw that goes wrong as small as it can be")
     parser.add_argument("--broken", choices=[*CHECKS, "all"], help="switch a check off; the attack must notice")
+    parser.add_argument("--class", dest="fault", choices=[*CLASSES, "all"], help="draws for this class of faults")
     parser.add_argument("--operators", action="store_true", help="the sweep over torch's operators")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
@@ -120,6 +126,21 @@ def _broken(name: str, num_draws: int) -> int:
         print(f"{each}, switched off: {found}", flush=True)
         num_unnoticed += draw is None
     return 1 if num_unnoticed else 0
+
+
+def _classes(name: str, start: int, num_draws: int) -> int:
+    """What came of some draws for a class, or for each."""
+    num_wrong = 0
+    for each in list(CLASSES) if name == "all" else [name]:
+        verdicts = {seed: judge_apart(of_class(each, seed)) for seed in range(start, start + num_draws)}
+        counts = Counter(verdict.kind for verdict in verdicts.values())
+        shown = ", ".join(f"{kind} {num}" for kind, num in sorted(counts.items()))
+        print(f"{each}{' (not yet)' if each in NOT_YET else ''}: {shown}", flush=True)
+        wrong = [(seed, verdict) for seed, verdict in verdicts.items() if verdict.is_wrong]
+        for seed, verdict in wrong[:2]:
+            print(f"  seed {seed}, {of_class(each, seed).plan}: {verdict.kind}: {verdict.detail[:200]}", flush=True)
+        num_wrong += len(wrong) if each not in NOT_YET else 0
+    return 1 if num_wrong else 0
 
 
 def _operators(path: Path | None) -> int:

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from lowtide.errors import BudgetError, ConfigError
-from tests.attack import chosen, moody, ordinary
+from tests.attack import chosen, classes, moody, ordinary
+from tests.attack.classes import CHANGE, CLASSES, COUNTED_CORES, NOT_YET
 from tests.attack.habits import CORES, LEAN_CORES, SIDES, WORD_SIDES, Run, own_process_state
 from tests.attack.models import TRAITS, ModelDraw, build
 from tests.attack.now import TOKENS, WAYS
@@ -37,7 +38,8 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 `.data`, and state that only functions further down know of, such as our global numbers."""
 
 
-_ALL_SIDES = {**SIDES, **WORD_SIDES}
+_ALL_SIDES = {**SIDES, **WORD_SIDES, **classes.SIDES}
+_ALL_CORES = {**CORES, **classes.CORES}
 
 STATES = ("stays", "step", "backward", "in_backward", "auto", "by plan")
 """Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
@@ -62,11 +64,14 @@ class Draw:
     num_steps: int = 4
     state: str = "stays"
     """Where the optimizer's state is: see `STATES`."""
+    fault: str = ""
+    """Of `CLASSES`: the draw is made for it, and ordinary otherwise."""
 
     @property
     def is_lean(self) -> bool:
         """Nothing but what a budget counts is alive in a step."""
-        return self.core in LEAN_CORES and self.model.own_loss and all(_ALL_SIDES[name].is_lean for name in self.sides)
+        is_lean = self.core in LEAN_CORES or self.core in COUNTED_CORES
+        return is_lean and self.model.own_loss and all(_ALL_SIDES[name].is_lean for name in self.sides)
 
     @property
     def slices_loss(self) -> bool:
@@ -110,14 +115,49 @@ class Draw:
         run = Run(model, make_optimizer(self.optimizer, model), self.model, self.way, self.seed, rig, trace)
         run.size = (self.num_samples, TOKENS)
         run.sides = [_ALL_SIDES[name]() for name in self.sides]
+        for side in run.sides:
+            side.start(run)
         run.optimizer_steps = self.core != "searching"
+        run.play = lambda step: _step(self, run, step)
         trace.sees_gradients = self.state != "in_backward"  # it has used them
         seed_all(self.seed + 1)
         return run
 
 
 def drawn_from(seed: int) -> Draw:
-    """The draw of a seed. Most of it is ordinary: of too many odd parts at once, the first would hide the rest."""
+    """The draw of a seed. Two of five are made for a class of faults that was found once."""
+    r = Random(f"{seed} class")
+    name = r.choice(sorted(CLASSES))
+    return of_class(name, seed) if r.random() < 0.4 and name not in NOT_YET else any_draw(seed)
+
+
+def of_class(name: str, seed: int) -> Draw:
+    """A draw for this class of faults."""
+    r, fault = Random(f"{seed} {name}"), CLASSES[name]
+    layers = [((fault.block or block, r.randrange(1000)),) for block in fault.layers]
+    if fault.block:
+        layers.append(((r.choice(fault.layers), r.randrange(1000)),))
+    layers += r.choices(layers, k=r.choice((0, 1)))
+    plan = r.choice(fault.plans)
+    own_loss = (plan in WITH_BUDGET or r.random() < 0.5) if fault.own_loss is None else fault.own_loss
+    return Draw(
+        seed,
+        ModelDraw(tuple(layers), frozenset(r.choice(((), (), ("post_norm",), ("keywords",)))), own_loss),
+        way="steady",
+        core=fault.core,
+        sides=(fault.side,) if fault.side else (),
+        optimizer=fault.optimizer or r.choice(("sgd", "adamw")),
+        plan=plan,
+        engine=r.choice(("host", f"virtual:{r.randrange(100)}")),
+        num_samples=16,
+        num_steps=fault.num_steps,
+        state=r.choice(fault.states),
+        fault=name,
+    )
+
+
+def any_draw(seed: int) -> Draw:
+    """A draw of anything. Most of it is ordinary: of too many odd parts at once, the first would hide the rest."""
     r = Random(seed)
     pool = [_layer(r) for _ in range(r.choice((1, 1, 2)))]
     layers = tuple(r.choice(pool) for _ in range(r.choice((2, 3, 4))))
@@ -226,6 +266,8 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2)
     if name == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+    if name in classes.OPTIMIZERS:
+        return classes.OPTIMIZERS[name](parameters)
     if name == "wrapped":
         return Wrapped(torch.optim.AdamW(parameters, lr=1e-2))
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if name == "momentum" else 0.0)
@@ -265,6 +307,7 @@ def train(draw: Draw, rig: Any) -> Outcome:
         try:
             run = draw.new_run(rig, outcome.trace)
             rig.start(run.model, run.optimizer)
+            outcome.trace.note_random("begun")
             seed_all(draw.seed + 2)
             for step in range(draw.num_steps):
                 _step(draw, run, step)
@@ -276,6 +319,9 @@ def train(draw: Draw, rig: Any) -> Outcome:
             outcome.error = error
             with contextlib.suppress(Exception):
                 rig.stop()
+        finally:
+            for side in run.sides if run is not None else ():
+                side.close()
     after = process_state()
     outcome.left_behind = tuple(name for name in before if before[name] != after[name])
     return outcome
@@ -285,11 +331,11 @@ def _step(draw: Draw, run: Run, step: int) -> None:
     run.around, run.around_backward = [], []
     for side in run.sides:
         side.before(run, step)
-    if draw.is_lean and draw.core == "plain":
+    if draw.is_lean and draw.core != "accumulate":
         with run.rig.counted(run):
-            CORES[draw.core](run, step)
+            _ALL_CORES[draw.core](run, step)
     else:
-        CORES[draw.core](run, step)
+        _ALL_CORES[draw.core](run, step)
     if draw.state != "in_backward":  # there the backward pass has updated the model already
         run.trace.note_model(f"{step}", run.model)
     run.trace.note_random(f"{step}")
@@ -327,9 +373,12 @@ def judge(draw: Draw) -> Verdict:
             "broken", f"refused {rig.budget_bytes}, above its own floor, {rig.floor_bytes}: {_line(got.error)}"
         )
     verdict = _verdict(draw, truth, got)
+    is_small = isinstance(got.error, BudgetError) and "0 random torch" not in got.trace.seen
+    if verdict.kind == "refused" and draw.fault and not CLASSES[draw.fault].may_be_refused and not is_small:
+        return Verdict("broken", f"a run that could go on was stopped: {verdict.detail}")
     if verdict.kind == "equal":
         try:
-            rig.check_budget()
+            rig.check_budget(but=CHANGE if draw.fault else None)
             got.trace = Trace()
             rig.check_engines()
         except OverBudget as error:

@@ -49,6 +49,8 @@ class Run:
     takes_two_losses: bool = False
     """Of the same logits, where they are those of a vocabulary."""
     optimizer_steps: bool = True
+    play: Callable[[int], None] = lambda step: None
+    """One whole step."""
 
     def random(self, *salt: Any) -> Random:
         """A source of choices that is the same in every run of this draw."""
@@ -329,6 +331,9 @@ class Side:
     is_lean = False
     """Holds no memory that a budget would have to know of."""
 
+    def start(self, run: Run) -> None:
+        """The model is made, and nobody has put a plan on it."""
+
     def before(self, run: Run, step: int) -> None:
         """Before the forward."""
 
@@ -337,6 +342,9 @@ class Side:
 
     def after(self, run: Run, step: int) -> None:
         """After backward, before the optimizer's step."""
+
+    def close(self) -> None:
+        """The run is over, well or badly."""
 
 
 class Clips(Side):

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.attack import chosen, moody, ordinary
+from tests.attack import chosen, hidden, moody, ordinary
 from tests.attack.now import TOKENS, WIDTH, numbers
 from tests.attack.words import IGNORED, WORDS, WordLoss, focal, losses_of_transformers
 
 CLASSES = 7
-BLOCKS = {**ordinary.BLOCKS, **ordinary.WIDE, **chosen.BLOCKS, **moody.BLOCKS}
+BLOCKS = {**ordinary.BLOCKS, **ordinary.WIDE, **chosen.BLOCKS, **moody.BLOCKS, **hidden.BLOCKS}
 
 TRAITS = (
     "tokens",  # an embedding at the start

@@ -7,6 +7,7 @@ Values are digests: a trace of a long run is small.
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import hashlib
 import random
@@ -55,8 +56,12 @@ def _feed(made: Any, value: Any, depth: int) -> None:
         _feed(made, vars(value), depth + 1)
     elif isinstance(value, (set, frozenset)):
         made.update(repr(sorted(map(repr, value))).encode())
-    else:
+    elif isinstance(value, contextvars.ContextVar):
+        _feed(made, value.get(None), depth + 1)
+    elif " at 0x" not in repr(value):
         made.update(repr(value).encode())
+    elif hasattr(value, "__dict__"):
+        _feed(made, vars(value), depth + 1)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

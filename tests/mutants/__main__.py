@@ -9,6 +9,7 @@ of results, where a run that was stopped goes on.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import importlib
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.edits import changed, function_in
 from tests.mutants.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,8 @@ class Copy:
         """
         flags = ["-q", "--no-header", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
         flags += [f"--timeout={TEST_SECONDS}", f"--rootdir={self.folder}", *([] if is_whole else ["-x"])]
+        if not any("::" in test for test in tests):  # else what is named is meant
+            flags += ["-m", "not extended"]
         said = self.folder / "said.txt"
         child = os.fork()
         if not child:
@@ -110,7 +114,7 @@ class Copy:
         """What became of a mutant, and the last line that pytest said."""
         path = self.folder / "lowtide" / mutant.file
         text = path.read_text()
-        path.write_text(mutated(mutant, text))
+        path.write_text(changed(text, mutant.function, mutant.edit))
         try:
             code, lines = self.test(mutant.tests, is_whole=False)
         except TimeoutError:
@@ -124,17 +128,12 @@ class Copy:
         return (KILLED if code == _FAILED or code < 0 else BROKEN), said
 
 
-def mutated(mutant: Mutant, text: str) -> str:
-    """The file's text with the change. Raises ValueError where the mutant does not fit it any more."""
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.name}: its old text occurs {text.count(mutant.old)} times in lowtide/{mutant.file}")
-    return text.replace(mutant.old, mutant.new)
-
-
 def key_of(mutant: Mutant) -> str:
-    """Changes when the mutant, the file or one of its tests does: then an older result says nothing."""
-    paths = [ROOT / "lowtide" / mutant.file, *(ROOT / "tests" / test.partition("::")[0] for test in mutant.tests)]
-    parts = [mutant.old, mutant.new, *mutant.tests, *(path.read_text() for path in paths)]
+    """Changes when the mutant, the function or one of its tests does: then an older result says nothing."""
+    function = function_in(ast.parse((ROOT / "lowtide" / mutant.file).read_text()), mutant.function)
+    tests = [ROOT / "tests" / test.partition("::")[0] for test in mutant.tests]
+    files = [file for test in tests for file in (sorted(test.rglob("test_*.py")) if test.is_dir() else [test])]
+    parts = [repr(mutant.edit), *mutant.tests, ast.unparse(function), *(file.read_text() for file in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
