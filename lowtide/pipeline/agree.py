@@ -20,11 +20,15 @@ import torch
 from lowtide.errors import ConfigError
 from lowtide.pipeline import heads
 from lowtide.pipeline.schedule import Schedule
+from lowtide.pipeline.tied import elements_of, sample_of
+from lowtide.tensors.fsdp import is_sharded
 from lowtide.tensors.ranks import gather
 
 Facts = Mapping[str, object]
 """By name, as a message says it. Plain, so that it can travel."""
 _ABSENT = "none"
+_ROUNDING = 1e-3
+"""Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,24 @@ def facts_of_numerics(device: torch.device) -> dict[str, object]:
 
 
 def facts_of_model(model: torch.nn.Module) -> dict[str, object]:
-    """The parameters of a model that all ranks have whole: their shapes, dtypes, and whether they are trained."""
-    return {
-        f"parameters '{name}'": f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}"
-        + ("" if weight.requires_grad else ", frozen")
-        for name, weight in model.named_parameters()
-    }
+    """The parameters of a model that all ranks have whole: shapes, dtypes, whether they are trained, and a digest of
+    some elements."""
+    facts: dict[str, object] = {}
+    for name, weight in model.named_parameters():
+        words = [f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}"]
+        words += [] if weight.requires_grad else ["frozen"]
+        if not is_sharded(weight) and (sample := sample_of(weight)) is not None:
+            words.append(f"values {hashlib.sha256(sample).hexdigest()[:8]}")
+        facts[f"parameters '{name}'"] = ", ".join(words)
+    return facts
+
+
+def same_values(tensors: Mapping[str, torch.Tensor], *, group: Any, what: str) -> None:
+    """Compare some elements of each of these tensors with the other ranks of `group`. Collective. Raises ConfigError on
+    all ranks for the first that differs by more than rounding; `what` begins the text, and says what follows."""
+    own = {name: elements_of(tensor).double().cpu() for name, tensor in tensors.items()}
+    first, *others = gather(own, group)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if not torch.allclose(value, other[name], rtol=0.0, atol=_ROUNDING * float(value.abs().max())):
+                raise ConfigError(f"{what}: '{name}' differs between rank 0 and rank {rank} of the ranks that share it")

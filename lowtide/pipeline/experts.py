@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.pipeline.expert_block import WEIGHTS, SplitExperts
 from lowtide.pipeline.experts_transformers import FoundExperts, find_experts
 from lowtide.runtime.session.forward_patch import patched_module
@@ -75,6 +76,7 @@ def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
     found = find_experts(model)
     for each in found:
         _check(each, num_ranks)
+    same_on_all(facts_of_model(model), group=group, what="lowtide.pipeline.split_experts")
     return ExpertParallel(model, found, group=group, rank=rank, num_ranks=num_ranks)
 
 

@@ -51,13 +51,16 @@ def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
     return tuple(tuple(every) for every in places.values() if len(every) > 1)
 
 
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of some elements, spread over this rank's part of it."""
+    local = local_part(tensor).detach()
+    return local.reshape(-1)[:: max(1, local.numel() // _SAMPLED)][:_SAMPLED].clone()
+
+
 def sample_of(weight: torch.Tensor) -> bytes | None:
     """Some of its elements, equal for equal weights. None: they say nothing, for they are all the same or not there."""
-    local = local_part(weight).detach()
-    if local.is_meta or local.numel() < 2:
-        return None
-    sample = local.reshape(-1)[:: max(1, local.numel() // _SAMPLED)][:_SAMPLED].contiguous()
-    if bool((sample == sample[0]).all()):
+    sample = elements_of(weight)
+    if sample.is_meta or sample.numel() < 2 or bool((sample == sample[0]).all()):
         return None
     return sample.cpu().view(torch.uint8).numpy().tobytes()
 
@@ -136,7 +139,7 @@ class TiedWeights:
         for number, tie, own in self._ties:
             others = {self._rank_of_stage[place.stage] for place in tie} - {self._rank}
             for place, weight in own.items():
-                message = (gradients.sum_of(place.stage, weight), _as_message(weight))
+                message = (gradients.sum_of(place.stage, weight), elements_of(weight))
                 for other in sorted(others):
                     transport.send(_result_of(place, number), message, to=other)
             for place in tie:
@@ -154,7 +157,7 @@ class TiedWeights:
 
     def _compare(self, own: Mapping[Place, torch.Tensor], place: Place, sample: torch.Tensor) -> None:
         for here, weight in own.items():
-            if not torch.equal(_as_message(weight), sample):
+            if not torch.equal(elements_of(weight), sample):
                 raise _unequal(here, self._rank, place, self._rank_of_stage[place.stage])
 
 
@@ -167,8 +170,3 @@ def _unequal(one: Place, its_rank: int, other: Place, others_rank: int) -> Confi
 
 def _result_of(place: Place, number: int) -> Result:
     return Result(Kind.BACKWARD_WEIGHT, place.stage, number)
-
-
-def _as_message(weight: torch.Tensor) -> torch.Tensor:
-    local = local_part(weight).detach()
-    return local.reshape(-1)[:: max(1, local.numel() // _SAMPLED)][:_SAMPLED].clone()

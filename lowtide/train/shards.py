@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lowtide.pipeline.agree import same_values
 from lowtide.profiling.layers import find_layers
 from lowtide.train.ranks import Ranks
 from lowtide.train.run_file import RunConfig
@@ -51,6 +52,8 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=_HEADS, use_local_output=True),
 }
 """What transformers calls a way to cut a module, and torch's style for it."""
+_BETWEEN = ("colwise", "rowwise")
+"""What leaves the activations of a block cut."""
 _OF_WORDS = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 
 
@@ -63,6 +66,23 @@ class RankShards:
     num_readers: int
     layout: str
     """Of all ranks: `fsdp2 2 x tensor 2`."""
+    tensor: Any
+    """The ranks that share products; None where each has all."""
+
+    def compare_gradients(self, model: nn.Module) -> None:
+        """After the first backward: what ranks that share products have in common must have one gradient. A parameter
+        that is used on a part of a layer on each of them has parts. Collective; raises `ConfigError` on all."""
+        if self.tensor is None:
+            return
+        common: dict[str, torch.Tensor] = {}
+        parameter: Any
+        for name, parameter in model.named_parameters():
+            names = parameter.device_mesh.mesh_dim_names or ()
+            is_cut = "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
+            if parameter.grad is not None and not is_cut:
+                common[name] = parameter.grad
+        what = "'parallel.tensor': a parameter is used on a part of a layer, and its gradients are parts; not covered, "
+        same_values(common, group=self.tensor, what=f"{what}leave it out")
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> torch.Tensor:
         """The norm of all gradients of the model, float32. Collective.
@@ -131,6 +151,7 @@ def shard_for(run: RunConfig, model: nn.Module, ranks: Ranks, device: torch.devi
         reader=ranks.rank // tensor,
         num_readers=data,
         layout=layout + (f" x tensor {tensor}" if tensor > 1 else ""),
+        tensor=mesh["tensor"].get_group() if tensor > 1 else None,
     )
 
 
@@ -153,12 +174,25 @@ def _cut(run: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
                 continue
             if style not in _STYLES or isinstance(part, nn.Parameter):
                 fail(f"transformers cuts '{name}' as '{style}', which is not covered in this version; leave it out")
+            if style in _BETWEEN:
+                _check_draws(model, name, fail)
             width = _width(part, style)
             if width % size and style not in _OF_WORDS:
                 fail(f"'{name}' has {width} features, which do not divide by that; choose a divisor")
             if not width % size and all(owners[id(parameter)] == 1 for parameter in part.parameters()):
                 # All ranks have the same weights already.
                 parallelize_module(model, mesh, {name: _STYLES[style]()}, src_data_rank=None)
+
+
+def _check_draws(model: nn.Module, name: str, fail: Callable[[str], NoReturn]) -> None:
+    """Ranks that share products draw alike, so heads of different ranks would have the same masks."""
+    block = model.get_submodule(name.rpartition(".")[0])
+    for inner, module in block.named_modules() if block is not model else ():
+        for key, value in vars(module).items():
+            is_share = key == "p" if isinstance(module, nn.Dropout) else "drop" in key
+            if is_share and isinstance(value, float) and value > 0:
+                place = ".".join(filter(None, (name.rpartition(".")[0], inner, key)))
+                fail(f"'{place}' is {value}: each rank would draw the same mask for its part; set it to 0")
 
 
 def _width(module: nn.Module, style: str) -> int:

@@ -134,7 +134,9 @@ class RankStages:
             ]
         loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, log=self._log, **how)
+        self._pipeline = Pipeline(
+            self._schedule, self.stages, loss=loss, group=self._group, log=self._log, optimizer=optimizer, **how
+        )
 
     @property
     def layer_counts(self) -> list[int]:
@@ -190,6 +192,11 @@ class RankStages:
         if self.experts is not None:
             self.experts.average_gradients()
         return float(total) / self._schedule.num_micro_batches
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Of all stages, as one rank computes it. Collective."""
+        assert self._pipeline is not None
+        return self._pipeline.gradient_norm()
 
     def meet(self) -> None:
         """All ranks have just met: what this one did can stand beside what others did."""

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide.mindformers.follow import follow
+from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.train import checkpoint
 from lowtide.train.data import Sampler, mix, open_text
 from lowtide.train.experts import check_ranks, split_for
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from lowtide.runtime.session.tide import Tide
 
 
+_RUN = "lowtide train"
+
+
 class Trainer:
     """One rank's model, optimizer and place in the data, ready for the next step."""
 
@@ -53,6 +57,10 @@ class Trainer:
         self.ranks = ranks
         self.device = device
         check = check_stages if run.pipeline is not None else check_shards if run.is_sharded else check_ranks
+        memory = "written" if run.memory is not None else "absent"
+        facts = {f"train.{name}": getattr(run.train, name) for name in ("steps", "checkpoint_every", "resume")}
+        facts |= {"output_dir": run.output_dir, "section memory": memory, "section parallel": run.parallel}
+        same_on_all({**run.settings(), **facts}, what=_RUN)
         check(run, ranks)
         self.reader, self.num_readers = _reader(run, ranks)
         self.corpus = open_text(run)
@@ -65,6 +73,7 @@ class Trainer:
             num_ranks=self.num_readers,
         )
         self.model = build_model(run)
+        same_on_all({"data.files (sha256)": self.corpus.sha256, **facts_of_model(self.model)}, what=_RUN)
         self.stages = RankStages(run, self.model, ranks, device) if run.pipeline is not None else None
         self.experts = split_for(run, self.model, ranks) if self.stages is None else self.stages.experts
         self.shards = shard_for(run, self.model, ranks, device)
@@ -72,6 +81,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
         saved = self._load(self.resumed_from) if self.resumed_from else None
+        same_on_all({"steps done": saved.step if saved else 0}, what=_RUN)
+        self._has_compared = False
+        """Whether ranks that share products have compared the gradients that they must have in common."""
         self.step = saved.step if saved else 0
         """Optimizer steps done."""
         self.say: Callable[[str], None] = _say_nothing
@@ -125,6 +137,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         own_loss = self._accumulate_gradients()
+        if self.shards is not None and not self._has_compared:
+            self.shards.compare_gradients(self.model)
+            self._has_compared = True
         pass_seconds = (time.perf_counter() - start) / self.run.train.grad_accumulation
         loss, asked = self._agree(own_loss, stop)
         if self.stages is not None:
@@ -272,13 +287,15 @@ class Trainer:
     def _clip(self) -> float:
         """Scales the gradients down to `clip_grad_norm`; their norm before that."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.experts is not None:
+        if self.stages is not None and self.experts is None:
+            norm = self.stages.gradient_norm()
+        elif self.experts is not None:
             norm = self.experts.split.gradient_norm()
         elif self.shards is not None:
             norm = self.shards.gradient_norm(parameters, self.ranks)
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.stages is not None:  # each rank has the gradients of its own layers
+        if self.stages is not None and self.experts is not None:  # each rank has the gradients of its own layers
             squares = self.ranks.sum([float(norm) ** 2])[0] / self.run.train.expert_parallel  # which all have the same
             norm = torch.tensor(math.sqrt(squares), dtype=norm.dtype, device=self.device)
         if self.run.train.clip_grad_norm is not None:

@@ -121,12 +121,11 @@ def test_two_ranks_have_the_losses_of_one() -> None:
     """
     first, second = on_ranks(code)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    for name in ("alone", "bf16", "deepseek"):
+    for name in ("alone", "bf16", "deepseek", "clipped"):
         assert losses(f"pipe_{name}") == losses(name)
     assert losses("resumed") == losses("alone")
-    assert [step["grad_norm"] for step in steps_of("pipe_clipped")] == pytest.approx(
-        [step["grad_norm"] for step in steps_of("clipped")], rel=1e-4
-    )
+    norms = [[step["grad_norm"] for step in steps_of(name)] for name in ("pipe_clipped", "clipped")]
+    assert norms[0] == norms[1]
     assert all(step["tide"]["recomputed_bytes"] > 0 for step in steps_of("pipe_alone"))
     assert "on 2 ranks" in first[2]
     assert "resumed from resumed/checkpoints/step-00000002" in first[2]
