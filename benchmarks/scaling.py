@@ -36,7 +36,7 @@ def run_layout(devices: int, which: str, hardware: str) -> Row:
     from lowtide.errors import ConfigError
     from lowtide.pipeline.cluster.report import tokens_per_second
     from lowtide.pipeline.cluster.search import plan_cluster
-    from lowtide.train.run_file import load_run
+    from lowtide.cli.run_file import load_run
 
     options = argparse.Namespace(hardware=hardware, cluster=None, devices=devices, budget=None)
     question = make_question(load_run(FILES[which]), options)

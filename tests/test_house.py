@@ -32,7 +32,7 @@ FLOORS = (
     ("runtime/autopilot",),
     ("pipeline", "mindformers", "report"),
     ("the public surface",),
-    ("cli", "train", "adapters"),
+    ("cli", "adapters"),
     ("__main__",),
 )
 """From the ground up. A file imports from lower floors, from its own room, and from rooms beside it as long as those do

@@ -14,15 +14,16 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli.run_file import load_run
 from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
+from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
 from lowtide.core.text_table import wrapped
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
 from lowtide.mindformers.schema import Resolution, Sections, read_sections
 from lowtide.mindformers.schema.aliases import layer_tree
-from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _notes_about_ranks(resolution: Resolution) -> list[str]:
 def _traced(settings: RunConfig) -> Profile:
     with Waiting() as waiting:
         waiting.say("loading torch")
-        from lowtide.train.profiling import hardware_of_run, trace_run
+        from lowtide.cli.run_step import hardware_of_run, trace_run
 
         return trace_run(settings, hardware_of_run(settings), say=waiting.say)
 

@@ -52,8 +52,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit status. `SystemExit` only for `--help`, `--version` and misuse."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parse(arguments)
     try:
+        args = _parse(arguments)
         return int(importlib.import_module(COMMANDS[args.command].module).run(args))
     except ConfigError as error:
         print(error, file=sys.stderr)

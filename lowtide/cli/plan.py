@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
+from lowtide.cli.run_file import load_run
 from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, check_unit
+from lowtide.config.run import RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
-from lowtide.train.run_file import RunConfig, load_run
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _weights(settings: RunConfig, args: argparse.Namespace, profile: Profile, waiting: Waiting) -> list[Weight]:
     """The parameters of the run's model. Raises `ConfigError` for a saved profile of another model."""
     waiting.say("counting the weights")
-    from lowtide.train.profiling import weights_of_run
+    from lowtide.cli.run_step import weights_of_run
 
     weights = weights_of_run(settings, profile.layers)
     run_bytes = sum(weight.nbytes for weight in weights)
@@ -260,7 +261,7 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     hardware = load_hardware(args.hardware) if args.hardware is not None else None
     if args.profile is None:
         waiting.say("loading torch")
-        from lowtide.train.profiling import trace_run
+        from lowtide.cli.run_step import trace_run
 
         device = _hardware(settings, args)
         return trace_run(settings, device, say=waiting.say), device.link
@@ -278,15 +279,15 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     if profile.is_fake:
         return profile, load_hardware(profile.device).link
     waiting.say("measuring the link")
-    from lowtide.train.profiling import link_of_device
+    from lowtide.cli.run_step import link_of_device
 
     return profile, link_of_device(settings, profile.device)
 
 
 def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
     """The device that is named, or what is known of this machine's."""
+    from lowtide.cli.run_step import hardware_of_run
     from lowtide.timeline.hardware import load_hardware
-    from lowtide.train.profiling import hardware_of_run
 
     return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
@@ -299,8 +300,8 @@ def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> 
         return memory_of_hardware(load_hardware(args.hardware))
     if args.profile is not None and profile.is_fake:
         return memory_of_hardware(load_hardware(profile.device))
+    from lowtide.cli.run_step import device_of_run
     from lowtide.engines.device_memory import device_memory
-    from lowtide.train.profiling import device_of_run
 
     return device_memory(device_of_run(settings), own_bytes=0)
 

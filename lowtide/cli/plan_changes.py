@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lowtide.config.memory import MemoryConfig
+from lowtide.config.run import RunConfig
 from lowtide.planner.ways_out import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
-from lowtide.train.run_file import RunConfig
 
 if TYPE_CHECKING:
     from lowtide.core.profile import Profile
@@ -53,14 +53,14 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
 
 
 def _trace(run: RunConfig, hardware: Hardware) -> Profile:
-    from lowtide.train.profiling import trace_run
+    from lowtide.cli.run_step import trace_run
 
     return trace_run(run, hardware, say=lambda text: None)
 
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
+    from lowtide.cli.run_step import layer_bytes
     from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
-    from lowtide.train.profiling import layer_bytes
 
     width = 2 if run.model.dtype == "bfloat16" else 4
     sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.parallel import ParallelConfig
+from lowtide.config.run import RunConfig
 from lowtide.core.budget import parse_budget, settle
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.train.run_file import RunConfig
 
 if TYPE_CHECKING:
     from lowtide.pipeline.cluster.search import ClusterPlan, Question
@@ -93,7 +93,7 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
             f"{config.place_of('global_batch')}: 'parallel.global_batch' is missing: without it, or 'parallel.data', "
             "nobody knows how many sequences a step has; write e.g. global_batch: 1024"
         )
-    from lowtide.train.model import model_config  # imports torch
+    from lowtide.cli.run_model import model_config  # imports torch
 
     return Question(
         shape=shape_of(model_config(settings)),

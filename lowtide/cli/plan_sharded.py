@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.config.run import RunConfig
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.planner.optimizer_kinds import Weight, shard_of
-from lowtide.train.run_file import RunConfig
 from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class Rank:
 
 def rank_of(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> Rank:
     """One of the ranks that share the model. Raises `ConfigError` for what cannot be planned so."""
+    from lowtide.cli.run_step import layer_bytes
     from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
     from lowtide.timeline.cluster import load_cluster
     from lowtide.timeline.hardware import load_hardware
-    from lowtide.train.profiling import layer_bytes
 
     config = settings.parallel
     assert config is not None

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.plan import check_writable, write
+from lowtide.cli.run_file import load_run
 from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
 from lowtide.errors import ConfigError
-from lowtide.train.run_file import load_run
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = None if args.hardware is None else load_hardware(args.hardware)
     with Waiting() as waiting:
         waiting.say("loading torch")
-        from lowtide.train.profiling import hardware_of_run, observe_run, trace_run
+        from lowtide.cli.run_step import hardware_of_run, observe_run, trace_run
 
         if args.fake:
             profile = trace_run(settings, hardware or hardware_of_run(settings), say=waiting.say)

@@ -1,105 +1,30 @@
-"""`lowtide train RUN.yaml`: train the model of a run file.
+"""`lowtide train RUN.yaml`: the door to the trainer of the examples, where the clone is at hand.
 
-Exit status: 0 all steps done; 1 the run failed; 2 a mistake in the settings; 143 or 130 stopped by SIGTERM or SIGINT
-after a checkpoint was saved (run the same command again to go on). Several ranks: `torchrun --nproc-per-node 2
--m lowtide train RUN.yaml`; torchrun itself then ends with 1 for every status but 0. Progress goes to stderr;
-stdout stays empty unless `--json` is given.
+lowtide is no trainer. The one in `examples/train` is short enough to read, and trains what a run file says.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import json
-import os
-import signal
+import importlib
 import sys
-import tempfile
 from pathlib import Path
 
 from lowtide.errors import ConfigError
-from lowtide.train.run_file import RunConfig, load_run
+
+_CLONE = Path(__file__).parents[2]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
-    parser.add_argument("--steps", type=int, metavar="N", help="instead of train.steps")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="instead of train.output_dir")
-    parser.add_argument("--resume", metavar="HOW", help="instead of train.resume: auto, never or a path")
-    parser.add_argument("--json", action="store_true", help="print a summary as one JSON line on stdout at the end")
+    """Those of the example; without it there is nothing to run."""
+    if not (_CLONE / "examples" / "train").is_dir():
+        raise ConfigError(
+            "lowtide train: the trainer is an example and not in this installation; in a clone of lowtide's repository "
+            "write: python -m examples.train RUN.yaml"
+        )
+    sys.path.insert(0, str(_CLONE))
+    importlib.import_module("examples.train.__main__").add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status. Raises `ConfigError` for mistakes in the settings, on the first rank only."""
-    try:
-        return _run(args)
-    except ConfigError:
-        if os.environ.get("RANK", "0") == "0":
-            raise
-        return 2  # every rank reads the same file; the first one says what is wrong with it
-
-
-def _run(args: argparse.Namespace) -> int:
-    settings = _override(load_run(args.run), args)
-    if settings.parallel is not None and not settings.is_sharded:
-        settings.fail(
-            "parallel",
-            "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
-            "remove it to train",
-        )
-    if os.environ.get("RANK", "0") == "0":
-        _check_folders(settings, args)
-    if settings.memory is not None or settings.sections is not None:
-        # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-    from lowtide.train.loop import train
-    from lowtide.train.stop import TrainingError, exit_status
-
-    try:
-        summary = train(settings, wants_weights_hash=args.json)
-    except TrainingError as error:
-        print(f"lowtide: {error}", file=sys.stderr)
-        return 1
-    if args.json and os.environ.get("RANK", "0") == "0":
-        print(json.dumps(dataclasses.asdict(summary)), flush=True)
-    return exit_status(signal.Signals[summary.stopped_by]) if summary.stopped_by else 0
-
-
-def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
-    changes = {key: value for key in ("steps", "resume") if (value := getattr(args, key)) is not None}
-    try:
-        train = dataclasses.replace(settings.train, **changes)
-    except ConfigError as error:
-        raise ConfigError(f"--{error}") from None
-    return dataclasses.replace(settings, train=train, output_dir=args.output_dir or settings.output_dir)
-
-
-def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
-    """A folder that cannot be written is refused now, not after the first hours of training."""
-    try:
-        check_folder(settings.output_dir)
-    except OSError as error:
-        text = f"{settings.output_dir} cannot be made or written to: {error.strerror}; choose another folder"
-        if args.output_dir is not None:
-            raise ConfigError(f"--output-dir: {text}") from None
-        raise settings.mistake("train.output_dir", f"'train.output_dir': {text}") from None
-    try:
-        check_folder(settings.checkpoint_dir)
-    except OSError as error:
-        text = f"{settings.checkpoint_dir} cannot be made or written to: {error.strerror}; choose another folder"
-        raise settings.mistake("train.checkpoint_dir", f"'train.checkpoint_dir': {text}") from None
-
-
-def check_folder(folder: Path) -> None:
-    """Raises `OSError` if the folder is not there and cannot be made, or cannot be written to. Leaves nothing."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+    return int(importlib.import_module("examples.train.__main__").run(args))

@@ -82,7 +82,7 @@ def _keys() -> Iterator[str]:
     """Of the sections of a run file."""
     from lowtide.config.memory import MemoryConfig
     from lowtide.config.parallel import ParallelConfig
-    from lowtide.train.run_file import DataConfig, ModelConfig, PipelineConfig, TrainConfig
+    from lowtide.config.run import DataConfig, ModelConfig, PipelineConfig, TrainConfig
 
     sections = {
         "model": ModelConfig,

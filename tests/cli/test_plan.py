@@ -17,6 +17,8 @@ from profiles import decoder_profile
 
 from lowtide.cli import waiting
 from lowtide.cli.main import main
+from lowtide.cli.run_file import load_run
+from lowtide.cli.run_step import trace_run, weights_of_run
 from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -24,8 +26,6 @@ from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS
 from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.hardware import load_hardware
-from lowtide.train.profiling import trace_run, weights_of_run
-from lowtide.train.run_file import load_run
 from tests import processes
 
 ROOT = Path(__file__).parents[2]

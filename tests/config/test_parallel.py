@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.main import main
+from lowtide.cli.run_file import load_run
 from lowtide.errors import ConfigError
-from lowtide.train.run_file import load_run
 
 START = "model: {model_type: llama}\ntrain: {steps: 3}\nparallel:\n"
 

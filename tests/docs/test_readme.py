@@ -101,7 +101,7 @@ def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture
 def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning runs; that `train` and `report` do, on such a file, tests/report/test_run_folder.py shows."""
     from lowtide.cli.main import main
-    from lowtide.train.run_file import load_run
+    from lowtide.cli.run_file import load_run
 
     commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -116,10 +116,10 @@ def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_yaml_block_is_a_good_section(page: Path, tmp_path: Path) -> None:
+    from lowtide.cli.run_file import load_run
     from lowtide.config.memory import load_memory
     from lowtide.config.source import read_yaml
     from lowtide.mindformers.schema import has_sections, read_sections
-    from lowtide.train.run_file import load_run
 
     for text in blocks(page, "yaml"):
         file = tmp_path / "run.yaml"
@@ -187,7 +187,7 @@ def test_every_key_is_documented() -> None:
     import dataclasses
 
     from lowtide.config.memory import MemoryConfig
-    from lowtide.train.run_file import DataConfig, TrainConfig
+    from lowtide.config.run import DataConfig, TrainConfig
 
     pages = {MemoryConfig: "memory-rules.md", DataConfig: "trainer.md", TrainConfig: "trainer.md"}
     for config, page in pages.items():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
 from lowtide.errors import ConfigError
 from lowtide.report import rank_step, run_state
@@ -21,7 +22,6 @@ from lowtide.report.run_folder import report_of_folder
 from lowtide.report.run_state import RunState, verdict
 from lowtide.report.story import Story, story_from_json, story_to_json, tables_of
 from lowtide.timeline.events import Event
-from lowtide.train.progress import MetricsFile, StepRecord
 
 STATE = RunState(
     state="running", num_steps=9, num_ranks=1, host="elsewhere", pid=1, process_start="5", began="2026-01-01T00:00:00"
@@ -193,7 +193,7 @@ def test_ranks_write_the_same_steps(tmp_path: Path) -> None:
 
 def _fails_at(step: int, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> Path:
     """A run whose forward pass raises in a step."""
-    from lowtide.train import trainer
+    from examples.train import trainer
 
     text, run = folder / "text.txt", folder / "run.yaml"
     text.write_text("the tide goes out and comes back. " * 200, encoding="utf-8")

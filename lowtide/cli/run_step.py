@@ -1,7 +1,7 @@
 """One step of a run file, looked at instead of trained: with fake tensors, or for real on the run's own device.
 
-What: `trace_run` needs no weights, no device and no text; `observe_run` builds the model, takes one micro-batch of the
-text through it, and changes nothing. Both see the step as the trainer takes it: its precision, its optimizer's state.
+What: `trace_run` needs no weights and no device; `observe_run` builds the model, takes one micro-batch of random bytes
+through it, and changes nothing. Both see the step as the trainer takes it: its precision, its optimizer's state.
 Cost: `trace_run` a second or two; `observe_run` a few plain steps, and the weights.
 Not covered: several ranks; every rank's step is the same but for what gradients' exchange takes.
 """
@@ -9,11 +9,15 @@ Not covered: several ranks; every rank's step is the same but for what gradients
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from lowtide.cli.run_model import build_model, fresh_model, model_config
 from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.run import NUM_BYTE_TOKENS, RunConfig, TrainConfig
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
@@ -21,13 +25,52 @@ from lowtide.planner.optimizer_kinds import Weight
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
-from lowtide.train.data import Sampler, open_text
-from lowtide.train.model import build_model, fresh_model, model_config
-from lowtide.train.ranks import device_of_run
-from lowtide.train.run_file import RunConfig
-from lowtide.train.trainer import make_optimizer
 
 Say = Callable[[str], None]
+
+
+def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
+    """`auto` is the accelerator if there is one, else the CPU; an accelerator without index is this rank's own."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        name = accelerator.type if accelerator else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"'{name}' is not a device; write auto, cpu or the accelerator's name, such as cuda"
+        ) from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or device.type != accelerator.type:
+        found = f"cpu and {accelerator.type}" if accelerator else "only cpu"
+        raise ConfigError(f"device '{name}' is not available; this machine has {found}. Write auto or cpu")
+    num_devices = torch.accelerator.device_count()
+    index = local_rank if device.index is None else device.index
+    if index >= num_devices:
+        raise ConfigError(f"device '{name}': index {index} does not exist; there are {num_devices}")
+    return torch.device(device.type, index)
+
+
+def device_of_run(run: RunConfig) -> torch.device:
+    """Where the run would train. Raises ConfigError for a device that is not there."""
+    try:
+        return choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    except ConfigError as error:
+        run.fail("train.device", f"'train.device': {error}")
+
+
+def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices, not norms and biases. A group has shards over the same ranks: one call steps all."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.ndim < 2):
+        weight_decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
+        key = (parameter.ndim >= 2, getattr(parameter, "device_mesh", None))
+        groups.setdefault(key, {"params": [], "weight_decay": weight_decay})["params"].append(parameter)
+    try:
+        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate, fused=True)
+    except RuntimeError:  # this device has no fused kernel
+        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate)
 
 
 def hardware_of_run(run: RunConfig) -> Hardware:
@@ -47,16 +90,9 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
     say("building the model")
     model = build_model(run).to(device)
     optimizer = make_optimizer(model, run.train)
-    say("reading the text")
-    sampler = Sampler(
-        open_text(run),
-        sequence_length=run.data.sequence_length,
-        batch_size=run.train.batch_size,
-        seed=run.train.seed,
-        rank=0,
-        num_ranks=1,
-    )
-    tokens = sampler.next_batch().to(device)
+    shape = (run.train.batch_size, run.data.sequence_length)
+    generator = torch.Generator().manual_seed(run.train.seed)
+    tokens = torch.randint(NUM_BYTE_TOKENS, shape, generator=generator).to(device)
     say("observing one step")
     with _as_trained(run, model, device.type), _sliced_as_asked(run, model):
         return observe(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)

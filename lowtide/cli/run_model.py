@@ -24,10 +24,9 @@ from transformers import (
     PretrainedConfig,
 )
 
+from lowtide.config.run import NUM_BYTE_TOKENS, RunConfig
 from lowtide.engines.tiers.host_limit import host_limit
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.train.data import NUM_BYTE_TOKENS
-from lowtide.train.run_file import RunConfig
 from lowtide.units import format_bytes
 
 

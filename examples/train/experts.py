@@ -10,17 +10,17 @@ Cost: see pipeline/experts.py. Not covered: other numbers of ranks for a checkpo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from examples.train.ranks import Ranks
+from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
 from lowtide.pipeline.experts import ExpertParallel, split_experts
-from lowtide.train.ranks import Ranks
-from lowtide.train.run_file import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,6 @@ class RankExperts:
     """The ranks that have the same other parameters; None for all of the job."""
     replicas: Any
     """The ranks that have the same experts; None where there is no other."""
-    is_writer: bool
-    """Whether this rank is the first of those."""
 
     def average_gradients(self) -> None:
         """Make every gradient the mean over all ranks that have it."""
@@ -41,14 +39,10 @@ class RankExperts:
             ranks=dist.group.WORLD if self.ranks is None else self.ranks, replicas=self.replicas
         )
 
-    def own_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of a checkpoint's tensors that belong to this rank's experts."""
-        names = self.split.parameter_names
-        return {key: tensor for key, tensor in tensors.items() if key.endswith(names)}
-
-    def name_of(self, key: str, part: int) -> str:
-        """The name under which a checkpoint has `key` of the experts at this place of the group."""
-        return f"{key}[{part}/{self.split.num_ranks}]"
+    def name_of(self, name: str) -> str:
+        """The name under which a checkpoint has a tensor: experts with the place of this rank, which has a part."""
+        is_own = name.endswith(self.split.parameter_names)
+        return f"{name}[{self.split.rank}/{self.split.num_ranks}]" if is_own else name
 
 
 def check_ranks(run: RunConfig, ranks: Ranks) -> None:
@@ -80,15 +74,13 @@ def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExper
         # Other groups have other layers.
         has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
         none: Any = ExpertParallel(model, (), group=group, rank=place, num_ranks=size)
-        return RankExperts(
-            split=split_experts(model, group=group) if has_experts else none, ranks=group, replicas=None, is_writer=True
-        )
+        return RankExperts(split=split_experts(model, group=group) if has_experts else none, ranks=group, replicas=None)
     replicas = None
     if len(firsts) > 1:
         replicas = [dist.new_group([first + other for first in firsts]) for other in range(size)][place]
     with named(run):
         split = split_experts(model, group=group)
-    return RankExperts(split=split, ranks=None, replicas=replicas, is_writer=ranks.rank == place)
+    return RankExperts(split=split, ranks=None, replicas=replicas)
 
 
 @contextlib.contextmanager

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from examples.train.loop import train
+from lowtide.cli.run_file import load_run
+from lowtide.cli.run_step import trace_run
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import make_schedule
 from lowtide.report import rank_step
 from lowtide.report.rank_step import RankStep
 from lowtide.report.run_folder import report_of_folder
 from lowtide.timeline.hardware import load_hardware
-from lowtide.train.loop import train
-from lowtide.train.profiling import trace_run
-from lowtide.train.run_file import load_run
 from tests import processes, two_ranks
 
 LLAMA = {
@@ -90,7 +90,7 @@ def check_lanes(rank: RankStep) -> set[str]:
 
 
 def on_ranks(code: str, num_ranks: int = 2) -> list[processes.End]:
-    head = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
+    head = "from lowtide.cli.run_file import load_run\nfrom examples.train.loop import train\n"
     return two_ranks.finish(two_ranks.start(head + textwrap.dedent(code), Path.cwd(), num_ranks), Path.cwd())
 
 
@@ -216,7 +216,7 @@ def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     write("run", sections={"pipeline": DUALPIPEV})
     code = """
     import os, torch
-    from lowtide.train.stages import RankStages
+    from examples.train.stages import RankStages
     begin = RankStages.begin
     def begin_badly(self, *args):
         begin(self, *args)

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from examples.train.loop import Summary, train
 from lowtide.cli.main import main
+from lowtide.cli.run_file import load_run
+from lowtide.cli.run_step import observe_run
 from lowtide.config.memory import load_memory
+from lowtide.config.run import RunConfig
 from lowtide.core.decisions import Prediction
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
-from lowtide.train.loop import Summary, train
-from lowtide.train.profiling import observe_run
-from lowtide.train.run_file import RunConfig, load_run
 from tests import two_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -142,8 +143,8 @@ def test_bits_on_two_ranks(tmp_path: Path) -> None:
         Path("run.yaml").rename(f"{name}.yaml")
     code = """
     import json, os
-    from lowtide.train.run_file import load_run
-    from lowtide.train.loop import train
+    from lowtide.cli.run_file import load_run
+    from examples.train.loop import train
     said = []
     for name, port in zip(("plain", "saving"), os.environ["MORE_PORTS"].split()):
         os.environ["MASTER_PORT"] = port

@@ -10,8 +10,8 @@ import pytest
 
 from lowtide.cli.main import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "mindformers"
-CASES = json.loads((Path(__file__).parents[1] / "mindformers" / "schema" / "cases" / "upstream.json").read_text())
+EXAMPLES = Path(__file__).parents[3] / "examples" / "mindformers"
+CASES = json.loads((Path(__file__).parents[2] / "mindformers" / "schema" / "cases" / "upstream.json").read_text())
 DOCUMENTED = {
     "swap_1_default": "doc_ex1_default",
     "swap_2_layers": "doc_ex2_layer",

@@ -1,9 +1,12 @@
-"""The processes of a job, as one of them sees it: who it is, what they agree on, and how they end together.
+"""The processes of a job, as one of them sees it: what they agree on, and how they stop and end together.
 
 What: `Ranks` joins the process group that `torchrun` describes in the environment (or is alone), averages numbers over
 all ranks, and watches for failures. A rank that fails writes so in the job's store and says why; every other rank has
 a thread that looks there five times a second and ends its process, even while the main thread waits in a collective.
 Why: without it, one failed rank leaves the others waiting in an all-reduce for half an hour.
+`StopRequest` turns the first SIGTERM or SIGINT into a note that the loop reads between two steps, so that no signal
+leaves half a step behind. A second Ctrl-C ends the process at once, without saving; a second SIGTERM changes nothing,
+because schedulers and launchers send several.
 Cost: one small all-reduce on the CPU per step; one look into the store per rank every 0.2 s.
 Not covered: a rank that dies without a word (SIGKILL, power). gloo notices and the survivors say so; for other
 backends the launcher must end the job, and torchrun does. Only the failing rank prints its message.
@@ -13,20 +16,20 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from types import FrameType
+from typing import NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.train.run_file import RunConfig
-from lowtide.train.stop import TrainingError
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 1.0
@@ -35,41 +38,50 @@ _VICTIM_SECONDS = 3.0
 """How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on (not the user's settings, not our bug). One message; exit status 1."""
+
+
+class StopRequest:
+    """While entered, notes the first of `SIGNALS` in `asked` instead of letting it end the process.
+
+    Signal handlers belong to the main thread; entered from another one, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked is signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.asked is None:
+            self.asked = signal.Signals(number)
+            # os.write, because print is not safe to call inside a signal handler
+            os.write(
+                2,
+                f"lowtide: {self.asked.name}: finishing this step, then saving (Ctrl-C twice: end at once)\n".encode(),
+            )
+
+
 class Tell(Protocol):
     """Hears why a run fails."""
 
     def __call__(self, why: str, *, step: int, rank: int) -> None: ...
-
-
-def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
-    """`auto` is the accelerator if there is one, else the CPU; an accelerator without index is this rank's own."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name == "auto":
-        name = accelerator.type if accelerator else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(
-            f"'{name}' is not a device; write auto, cpu or the accelerator's name, such as cuda"
-        ) from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if accelerator is None or device.type != accelerator.type:
-        found = f"cpu and {accelerator.type}" if accelerator else "only cpu"
-        raise ConfigError(f"device '{name}' is not available; this machine has {found}. Write auto or cpu")
-    num_devices = torch.accelerator.device_count()
-    index = local_rank if device.index is None else device.index
-    if index >= num_devices:
-        raise ConfigError(f"device '{name}': index {index} does not exist; there are {num_devices}")
-    return torch.device(device.type, index)
-
-
-def device_of_run(run: RunConfig) -> torch.device:
-    """Where the run would train. Raises ConfigError for a device that is not there."""
-    try:
-        return choose_device(run.train.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    except ConfigError as error:
-        run.fail("train.device", f"'train.device': {error}")
 
 
 class Ranks:
@@ -144,7 +156,7 @@ class Ranks:
             if not is_expected:
                 traceback.print_exception(error)
             place = f"at step {self.step}" if self.step else "while it started"
-            print(f"lowtide: rank {self.rank} failed {place}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"lowtide: rank {self.rank} failed {place}: {text}", file=sys.stderr, flush=True)
             time.sleep(_LINGER_SECONDS)
         # not sys.exit: threads of the process group may wait for ranks that are gone
         _end(2 if isinstance(error, ConfigError) else 1)
@@ -179,7 +191,7 @@ class FailureWatch:
                 has_failed = self._store.check(["num_failures"])
             except RuntimeError:
                 text = f"lowtide: rank {self._rank} lost the rank that holds the job's store; ending"
-                print(text, file=sys.stderr)  # noqa: T201
+                print(text, file=sys.stderr)
                 _end(1)
             if has_failed:
                 _end(1)

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.train import checkpoint
+from examples.train.loop import Summary, train
+from examples.train.progress import StepRecord
+from examples.train.ranks import TrainingError
+from examples.train.trainer import Trainer, learning_rate_at
+from lowtide.cli.run_file import load_run
+from lowtide.config.run import TrainConfig
 from lowtide.errors import ConfigError
-from lowtide.train import checkpoint
-from lowtide.train.loop import Summary, train
-from lowtide.train.progress import StepRecord
-from lowtide.train.run_file import TrainConfig, load_run
-from lowtide.train.stop import TrainingError
-from lowtide.train.trainer import Trainer, learning_rate_at
 from tests import two_ranks
 
 LLAMA = {
@@ -32,7 +33,7 @@ LLAMA = {
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 """Three kinds of dropout, all on by default."""
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +243,9 @@ def test_damaged_checkpoint_is_not_taken_for_a_good_one() -> None:
     go(output_dir="out", steps=2)
     path = checkpoint.find(Path("out/checkpoints"))[-1]
     (path / "rank-0.json").write_text("{}")
-    assert error_of(output_dir="out").startswith(f"{path}: the checkpoint is damaged: rank-0.json has 2 of ")
+    assert error_of(output_dir="out").startswith(
+        f"{path}: the checkpoint is damaged: the content of rank-0.json is not "
+    )
 
 
 # ---- mistakes that are seen late
@@ -308,7 +311,7 @@ def test_file_that_does_not_exist() -> None:
 
 def start_ranks(tmp_path: Path, code: str) -> list[two_ranks.Process]:
     """Two processes that run `code` with `train` and `run` at hand, in a gloo group."""
-    script = "from lowtide.train.run_file import load_run\nfrom lowtide.train.loop import train\n"
+    script = "from lowtide.cli.run_file import load_run\nfrom examples.train.loop import train\n"
     script += "run = load_run('run.yaml')\n"
     return two_ranks.start(script + textwrap.dedent(code), tmp_path)
 
@@ -356,7 +359,7 @@ def test_a_rank_that_runs_out_of_memory_ends_both_and_is_not_run_again(tmp_path:
     write(output_dir="out", steps=1000, memory="memory:\n  swap: all\n")
     code = """
     import os, torch
-    from lowtide.train.trainer import Trainer
+    from examples.train.trainer import Trainer
     ordinary, calls = Trainer._run_micro_batch, []
     def failing(*args, **kwargs):
         calls.append(1)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.train.loop import Summary, train
-from lowtide.train.run_file import load_run
+from examples.train.loop import Summary, train
+from lowtide.cli.run_file import load_run
 
 LLAMA = {
     "model_type": "llama",

@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 
 import lowtide
+from examples.train.experts import named, split_for
+from examples.train.progress import PlanRecord, resident_bytes
+from examples.train.ranks import Ranks
+from examples.train.stage_layers import layers_of_run, sections_of_stages
 from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.run import RunConfig
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
@@ -39,11 +44,6 @@ from lowtide.report.rank_step import RankStep
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.ranks import ALONE, gather
-from lowtide.train.experts import named, split_for
-from lowtide.train.progress import PlanRecord, resident_bytes
-from lowtide.train.ranks import Ranks
-from lowtide.train.run_file import RunConfig
-from lowtide.train.stage_layers import layers_of_run, sections_of_stages
 
 
 def check_stages(run: RunConfig, ranks: Ranks) -> None:

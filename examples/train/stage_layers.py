@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lowtide.config.run import RunConfig
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import Sections
@@ -28,7 +29,6 @@ from lowtide.pipeline.schedule import Schedule, as_v, layers_of_stages
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.timeline.hardware import load_hardware
-from lowtide.train.run_file import RunConfig
 
 
 def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> tuple[range, ...]:

@@ -33,10 +33,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from examples.train.ranks import Ranks
+from lowtide.config.run import RunConfig
 from lowtide.pipeline.agree import same_values
 from lowtide.profiling.layers import find_layers
-from lowtide.train.ranks import Ranks
-from lowtide.train.run_file import RunConfig
 
 _HEADS = 2
 """The dimension of heads in what transformers gives to the norm of a head."""

@@ -1,7 +1,6 @@
-"""What a person sees of a run, and what stays of it: a line or a bar on stderr, and metrics.jsonl.
+"""What a person sees of a run, and what stays of it: lines on stderr, and metrics.jsonl.
 
 What: `Progress` shows one step; `MetricsFile` keeps every step as one JSON line. Both belong to rank 0.
-Why two shapes: a bar for a terminal (if `rich` is there), a plain line every `log_every` steps for a log file.
 Not covered: experiment trackers; they can read metrics.jsonl.
 """
 
@@ -10,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
@@ -72,14 +68,6 @@ class StepRecord:
         return int(self.tide["num_retries"]) if self.tide else 0
 
 
-class Progress(Protocol):
-    def show(self, record: StepRecord) -> None:
-        """One step is done."""
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-
-
 def describe(record: StepRecord) -> str:
     """`loss 2.3456  1,234 tokens/s  peak 1.2 GiB  stall 3.0 ms`."""
     parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_second:,.0f} tokens/s"]
@@ -94,69 +82,30 @@ def describe(record: StepRecord) -> str:
     return "  ".join(parts)
 
 
-class Silent:
-    """For every rank but the first."""
+class Progress:
+    """A line for the first step, every `log_every` steps, the last one, and any step that ran out of memory; silent on
+    every rank but the first."""
 
-    def show(self, record: StepRecord) -> None:
-        return
-
-    def say(self, text: str) -> None:
-        return
-
-
-class PlainLines:
-    """A line for the first step, every `log_every` steps, the last one, and any step that ran out of memory."""
-
-    def __init__(self, *, num_steps: int, log_every: int) -> None:
+    def __init__(self, *, num_steps: int, log_every: int, is_first_rank: bool) -> None:
         self._num_steps = num_steps
         self._log_every = log_every
-        self._is_first = True
+        self._is_first_rank = is_first_rank
+        self._is_first_step = True
 
     def show(self, record: StepRecord) -> None:
-        is_due = self._is_first or record.step % self._log_every == 0 or record.step == self._num_steps
-        self._is_first = False
+        is_due = self._is_first_step or record.step % self._log_every == 0 or record.step == self._num_steps
+        self._is_first_step = False
         if is_due or record.num_retries:
             self.say(f"step {record.step:>{len(str(self._num_steps))}}/{self._num_steps}  {describe(record)}")
 
     def say(self, text: str) -> None:
-        say_on_stderr(text)
+        if self._is_first_rank:
+            say_on_stderr(text)
 
 
 def say_on_stderr(text: str) -> None:
     """A line, at once."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-@contextmanager
-def open_progress(*, num_steps: int, first_step: int, log_every: int, is_first_rank: bool) -> Iterator[Progress]:
-    """The shape that fits: silence, a bar, or plain lines."""
-    if not is_first_rank:
-        yield Silent()
-    elif sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-        with _open_bar(num_steps=num_steps, first_step=first_step) as bar:
-            yield bar
-    else:
-        yield PlainLines(num_steps=num_steps, log_every=log_every)
-
-
-@contextmanager
-def _open_bar(*, num_steps: int, first_step: int) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
-
-    columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=num_steps, completed=first_step)
-
-        class Bar:
-            def show(self, record: StepRecord) -> None:
-                bar.update(task, completed=record.step, description=describe(record))
-
-            def say(self, text: str) -> None:
-                bar.console.print(text, markup=False, highlight=False)
-
-        yield Bar()
+    print(text, file=sys.stderr, flush=True)
 
 
 class MetricsFile:

@@ -1,4 +1,4 @@
-"""`lowtide train` as a person runs it: a process, its output, its exit status."""
+"""`python -m examples.train`, and the door `lowtide train`, as a person runs them: output and exit status."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.cli import train as door
 from lowtide.cli.main import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUN = """\
 model:
   model_type: gpt2
@@ -41,7 +42,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "lowtide", "train", *arguments],
+        [sys.executable, "-m", "examples.train", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -55,29 +56,37 @@ def num_steps_done(folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_terminated_in_the_middle_and_run_again_is_one_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """A real process, a real SIGTERM, a model with dropout: the same losses and weights to the bit."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_in_the_middle_and_run_again_is_one_whole_run(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real process, a real signal, a model with dropout: the same losses and weights to the bit."""
     steps = 120
-    Path("run.yaml").write_text(RUN.format(steps=steps))
+    Path("run.yaml").write_text(RUN.format(steps=steps).replace("checkpoint_every: 50", "checkpoint_every: 4"))
     broken = start("run.yaml", "--json", "--output-dir", "parts")
     deadline = time.monotonic() + 300  # it has to import torch first, perhaps on a busy machine
-    while num_steps_done("parts") < 3 and time.monotonic() < deadline:
+    while num_steps_done("parts") < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
-    broken.send_signal(signal.SIGTERM)
+    broken.send_signal(number)
     out, err = broken.communicate(timeout=120)
-    assert broken.returncode == 143, err
-    stopped = json.loads(out)
-    assert stopped["stopped_by"] == "SIGTERM"
-    assert 3 <= stopped["steps"] < steps
-    assert "lowtide: SIGTERM: finishing this step, then saving" in err
-    assert f"stopped by SIGTERM after step {stopped['steps']} of {steps}; saved {stopped['checkpoint']}" in err
+    newest = sorted(Path("parts/checkpoints").glob("step-*"))[-1]
+    if number == signal.SIGTERM:
+        assert broken.returncode == 143, err
+        stopped = json.loads(out)
+        assert stopped["stopped_by"] == "SIGTERM"
+        assert 6 <= stopped["steps"] < steps
+        assert stopped["checkpoint"] == str(newest)
+        assert "lowtide: SIGTERM: finishing this step, then saving" in err
+        assert f"stopped by SIGTERM after step {stopped['steps']} of {steps}; saved {newest}" in err
+    else:
+        assert (broken.returncode, out) == (-signal.SIGKILL, "")
 
     summaries = []
     for folder in ("whole", "parts"):
         assert main(["train", "run.yaml", "--json", "--output-dir", folder]) == 0
         out, err = capsys.readouterr()
         summaries.append(json.loads(out))
-    assert f"resumed from {stopped['checkpoint']}" in err
+    assert f"resumed from {newest}" in err
     for key in ("steps", "final_loss", "losses_sha256", "weights_sha256", "text_sha256"):
         assert summaries[0][key] == summaries[1][key], key
 
@@ -87,7 +96,7 @@ def test_second_ctrl_c_ends_at_once() -> None:
     """The first one is noted; a step that hangs is not waited for after the second."""
     code = """
 import os, signal, time
-from lowtide.train.stop import StopRequest
+from examples.train.ranks import StopRequest
 with StopRequest():
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.05)
@@ -166,7 +175,7 @@ def test_a_run_that_is_out_of_memory_says_so_in_one_line(
     """Whatever torch's allocator has to say; an exabyte is more than any machine gives."""
     import torch
 
-    from lowtide.train.trainer import Trainer
+    from examples.train.trainer import Trainer
 
     Path("run.yaml").write_text(RUN.format(steps=3))
     monkeypatch.setattr(Trainer, "_run_micro_batch", lambda *args, **kwargs: torch.empty(1 << 60, dtype=torch.uint8))
@@ -187,6 +196,17 @@ def test_summary_is_one_json_line_and_stdout_is_its_own(capsys: pytest.CaptureFi
     lines = err.splitlines()
     assert [line.split("  ")[0] for line in lines[1:-1]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert lines[-1] == "done: 3 steps; saved runs/run/checkpoints/step-00000003"
+
+
+def test_the_door_says_where_the_trainer_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(door, "_CLONE", tmp_path)
+    assert main(["train", "run.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "lowtide train: the trainer is an example and not in this installation; in a clone of lowtide's repository "
+        "write: python -m examples.train RUN.yaml\n"
+    )
 
 
 @pytest.mark.slow

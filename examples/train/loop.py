@@ -2,8 +2,6 @@
 
 What: `train(run)` builds the model and the data of a run file, resumes if it can, and takes optimizer steps until
 `train.steps` or a signal; trainer.py says what one step is.
-Why in this library: to have one trainer, short enough to read, on which memory plans are measured and proved.
-Several ranks (`torchrun`) train in data parallel.
 Not covered: evaluation, other optimizers. Equality to the bit holds where the device itself repeats its sums to the
 bit; some kernels of accelerators do not.
 """
@@ -22,21 +20,20 @@ from typing import Any
 
 import torch
 
-from lowtide.report.run_files import METRICS, RunFiles
-from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.train.progress import (
+from examples.train.progress import (
     MetricsFile,
     PlanRecord,
     Progress,
     StepRecord,
-    open_progress,
     resident_bytes,
     say_on_stderr,
 )
-from lowtide.train.ranks import Ranks, device_of_run
-from lowtide.train.run_file import RunConfig
-from lowtide.train.stop import StopRequest, TrainingError
-from lowtide.train.trainer import Trainer
+from examples.train.ranks import Ranks, StopRequest, TrainingError
+from examples.train.trainer import Trainer
+from lowtide.cli.run_step import device_of_run
+from lowtide.config.run import RunConfig
+from lowtide.report.run_files import METRICS, RunFiles
+from lowtide.tensors.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +77,7 @@ def train(
     with StopRequest() as stop:
         try:
             with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
-                summary = _loop(trainer, stop, files, on_step=on_step)
+                summary = _loop(trainer, stop, files, on_step or _hear_nothing)
                 if wants_weights_hash:
                     summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.state_dict()))
             ranks.leave()
@@ -95,55 +92,42 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
         return error
     where = f"step {ranks.step}" if ranks.step else "while the run started"
     lines = str(error).splitlines() or [type(error).__name__]
+    way_out = "lower train.batch_size, or write a budget into the section 'memory'"
     if run.memory is not None and run.memory.has_budget:
         way_out = "lower train.batch_size or memory.budget"
-    else:
-        way_out = "lower train.batch_size, or write a budget into the section 'memory'"
     told = TrainingError(f"{where}: out of memory: {lines[0]}; {way_out}")
     told.__cause__ = error
     return told
 
 
-def _loop(
-    trainer: Trainer, stop: StopRequest, files: RunFiles, *, on_step: Callable[[StepRecord], None] | None
-) -> Summary:
+def _loop(trainer: Trainer, stop: StopRequest, files: RunFiles, on_step: Callable[[StepRecord], None]) -> Summary:
     """Steps until the last one or a signal; a checkpoint at the end in either case."""
     run, ranks = trainer.run, trainer.ranks
     settings = run.train
+    progress = Progress(num_steps=settings.steps, log_every=settings.log_every, is_first_rank=ranks.is_first)
+    trainer.say = progress.say
     asked: signal.Signals | None = None
     newest = trainer.resumed_from
-    totals = _Totals()
+    records: list[StepRecord] = []
     metrics = None
     if ranks.is_first:
         metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step, warn=say_on_stderr)
     if trainer.step < settings.steps:
-        files.begin(
-            num_steps=settings.steps,
-            num_ranks=ranks.num_ranks,
-            is_first=ranks.is_first,
-            device=trainer.device.type,
-        )
-    with (
-        contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
-        open_progress(
-            num_steps=settings.steps,
-            first_step=trainer.step,
-            log_every=settings.log_every,
-            is_first_rank=ranks.is_first,
-        ) as progress,
-    ):
-        _say_start(progress, trainer)
-        trainer.say = progress.say
+        device = trainer.device.type
+        files.begin(num_steps=settings.steps, num_ranks=ranks.num_ranks, is_first=ranks.is_first, device=device)
+    with contextlib.closing(metrics) if metrics else contextlib.nullcontext():
+        progress.say(trainer.description)
+        if trainer.resumed_from:
+            progress.say(f"resumed from {trainer.resumed_from}")
         while trainer.step < settings.steps and asked is None:
             ranks.step = trainer.step + 1
             record, asked = trainer.take_step(stop)
-            totals.add(record, num_tokens=trainer.tokens_per_step)
+            records.append(record)
             if metrics:
                 metrics.append(record)
                 files.follow(trainer.tide)
             progress.show(record)
-            if on_step:
-                on_step(record)
+            on_step(record)
             is_end = trainer.step == settings.steps or asked is not None
             files.note_peak(trainer.step, record.peak_bytes)
             if trainer.stages is not None:
@@ -156,78 +140,31 @@ def _loop(
             asked = None  # a signal in the last step came too late to stop anything
         if ranks.is_first:
             files.end(stopped_by=asked.name if asked else None)
-        _say_end(progress, trainer, asked, newest)
+        progress.say(_last_line(trainer, asked, newest))
+    later_seconds = sum(record.step_seconds for record in records[1:])
     return Summary(
         steps=trainer.step,
         final_loss=metrics.last_loss if metrics else None,
         losses_sha256=metrics.losses_sha256() if metrics else None,
         weights_sha256=None,
-        tokens_per_second=totals.tokens_per_second,
-        peak_bytes=totals.peak_bytes,
+        tokens_per_second=trainer.tokens_per_step * len(records[1:]) / later_seconds if later_seconds else None,
+        peak_bytes=max((record.peak_bytes for record in records if record.peak_bytes is not None), default=None),
         peak_resident_bytes=resident_bytes()[1],
         stopped_by=asked.name if asked else None,
         checkpoint=str(newest) if newest else None,
         text_sha256=trainer.corpus.sha256,
         output_dir=str(run.output_dir),
-        plan=totals.plan,
+        plan=records[-1].plan if records else None,
     )
 
 
-class _Totals:
-    """Speed and peak over the steps of this process."""
-
-    def __init__(self) -> None:
-        self.peak_bytes: int | None = None
-        self.plan: PlanRecord | None = None
-        self._num_steps = 0
-        self._num_tokens = 0
-        self._seconds = 0.0
-
-    def add(self, record: StepRecord, *, num_tokens: int) -> None:
-        self._num_steps += 1
-        self.plan = record.plan
-        if self._num_steps > 1:
-            self._num_tokens += num_tokens
-            self._seconds += record.step_seconds
-        if record.peak_bytes is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, record.peak_bytes)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self._num_tokens / self._seconds if self._seconds else None
-
-
-def _say_start(progress: Progress, trainer: Trainer) -> None:
-    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    if trainer.stages is not None:
-        num_parameters = trainer.stages.num_parameters
-    ranks = "" if trainer.ranks.is_alone else f" on {trainer.ranks.num_ranks} ranks"
-    if trainer.shards is not None:
-        ranks += f", {trainer.shards.layout}"
-    if trainer.stages is not None:
-        ranks += f", stages of {', '.join(map(str, trainer.stages.layer_counts))} layers"
-    if trainer.experts is not None:
-        num_ranks = trainer.experts.split.num_ranks
-        num_parameters += (num_ranks - 1) * sum(p.numel() for p in trainer.experts.split.own_parameters())
-        ranks += f", experts split over {num_ranks}"
-    progress.say(
-        f"{num_parameters:,} parameters, {trainer.corpus.num_bytes:,} bytes of text "
-        f"(sha256 {trainer.corpus.sha256[:12]}), {trainer.tokens_per_step:,} tokens per step, {trainer.device}{ranks}"
-    )
-    if trainer.resumed_from:
-        progress.say(f"resumed from {trainer.resumed_from}")
-
-
-def _say_end(progress: Progress, trainer: Trainer, asked: signal.Signals | None, newest: Path | None) -> None:
+def _last_line(trainer: Trainer, asked: signal.Signals | None, newest: Path | None) -> str:
     steps = trainer.run.train.steps
     if asked:
-        progress.say(
-            f"stopped by {asked.name} after step {trainer.step} of {steps}; saved {newest}; run again to go on"
-        )
-    elif newest == trainer.resumed_from:
-        progress.say(f"nothing left to do: {newest} has all {steps} steps; raise train.steps to train on")
-    else:
-        progress.say(f"done: {steps} steps; saved {newest}")
+        return f"stopped by {asked.name} after step {trainer.step} of {steps}; saved {newest}; run again to go on"
+    if newest == trainer.resumed_from:
+        return f"nothing left to do: {newest} has all {steps} steps; raise train.steps to train on"
+    return f"done: {steps} steps; saved {newest}"
 
 
 def _weights_sha256(state: Mapping[str, Any]) -> str:
@@ -236,3 +173,7 @@ def _weights_sha256(state: Mapping[str, Any]) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _hear_nothing(record: StepRecord) -> None:
+    pass

@@ -50,9 +50,9 @@ ON_BOTH = {
 GO = """
 import json, os
 from pathlib import Path
-from lowtide.train.loop import train
-from lowtide.train.ranks import Ranks
-from lowtide.train.run_file import load_run
+from examples.train.loop import train
+from examples.train.ranks import Ranks
+from lowtide.cli.run_file import load_run
 
 def refused(self, error, **how):  # else it would end the process, and the jobs that come after it
     self.leave()

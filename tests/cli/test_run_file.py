@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.cli.run_file import load_run
 from lowtide.errors import ConfigError
-from lowtide.train.run_file import load_run
 
 GOOD = "model: {model_type: llama, hidden_size: 64}\ntrain: {steps: 3}\n"
 
@@ -181,7 +181,7 @@ def test_settings_hold_what_shapes_the_curve_and_nothing_else() -> None:
 def test_reading_a_run_file_does_not_import_torch() -> None:
     Path("run.yaml").write_text(GOOD)
     code = (
-        "import sys; from lowtide.cli import train; from lowtide.train.run_file import load_run; load_run('run.yaml'); "
+        "import sys; from lowtide.cli import train; from lowtide.cli.run_file import load_run; load_run('run.yaml'); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     root = Path(__file__).parents[2]

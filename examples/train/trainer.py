@@ -28,18 +28,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from examples.train import checkpoint
+from examples.train.data import Sampler, open_text
+from examples.train.experts import check_ranks, split_for
+from examples.train.progress import PlanRecord, StepRecord, resident_bytes
+from examples.train.ranks import Ranks, StopRequest, TrainingError
+from examples.train.shards import check_shards, shard_for, whole_of
+from examples.train.stages import RankStages, check_stages
+from lowtide.cli.run_model import build_model
+from lowtide.cli.run_step import make_optimizer
+from lowtide.config.run import RunConfig, TrainConfig
 from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
-from lowtide.train import checkpoint
-from lowtide.train.data import Sampler, mix, open_text
-from lowtide.train.experts import check_ranks, split_for
-from lowtide.train.model import build_model
-from lowtide.train.progress import PlanRecord, StepRecord, resident_bytes
-from lowtide.train.ranks import Ranks
-from lowtide.train.run_file import RunConfig, TrainConfig
-from lowtide.train.shards import check_shards, shard_for, whole_of
-from lowtide.train.stages import RankStages, check_stages
-from lowtide.train.stop import StopRequest, TrainingError
 
 if TYPE_CHECKING:
     from lowtide.runtime.autopilot.autopilot import Autopilot
@@ -102,7 +102,7 @@ class Trainer:
         else:
             # Ranks that share products must draw alike.
             place = ranks.rank if self.shards is None else self.reader
-            _seed(mix(run.train.seed, place, self.step) if self.step else mix(run.train.seed, place))
+            _seed(random.Random(f"{run.train.seed} {place} {self.step}").getrandbits(62))
 
     def _take_up_memory(self) -> Tide | Autopilot | None:
         """Rules are followed as written; a budget is planned for in the first step."""
@@ -118,6 +118,26 @@ class Trainer:
 
     def _tell(self, line: str) -> None:
         self.say(line)  # looked up at each call: `self.say` is set after the autopilot was made
+
+    @property
+    def description(self) -> str:
+        """What is trained, on what, by whom."""
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if self.stages is not None:
+            num_parameters = self.stages.num_parameters
+        ranks = "" if self.ranks.is_alone else f" on {self.ranks.num_ranks} ranks"
+        if self.shards is not None:
+            ranks += f", {self.shards.layout}"
+        if self.stages is not None:
+            ranks += f", stages of {', '.join(map(str, self.stages.layer_counts))} layers"
+        if self.experts is not None:
+            num_ranks = self.experts.split.num_ranks
+            num_parameters += (num_ranks - 1) * sum(p.numel() for p in self.experts.split.own_parameters())
+            ranks += f", experts split over {num_ranks}"
+        return (
+            f"{num_parameters:,} parameters, {len(self.corpus.text):,} bytes of text "
+            f"(sha256 {self.corpus.sha256[:12]}), {self.tokens_per_step:,} tokens per step, {self.device}{ranks}"
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -195,17 +215,28 @@ class Trainer:
     def save(self) -> Path:
         return checkpoint.save(
             self.run.checkpoint_dir,
+            self._state(),
             step=self.step,
-            model=self.model,
-            optimizer=self.optimizer,
             data=self.sampler.state(),
             settings=self._settings(),
             ranks=self.ranks,
             device=self.device,
-            experts=self.experts if self.stages is None else None,
-            layout=self.shards.layout if self.shards is not None else None,
-            is_split=self.stages is not None,
+            layout=self.shards.layout if self.shards is not None else "",
         )
+
+    def _load(self, path: Path) -> checkpoint.Saved:
+        layout = self.shards.layout if self.shards is not None else ""
+        saved = checkpoint.load(path, self._state(), settings=self._settings(), ranks=self.ranks, layout=layout)
+        self.sampler.restore(saved.data)
+        return saved
+
+    def _state(self) -> checkpoint.State:
+        rename: Callable[[str], str] | None = None
+        if self.stages is not None:  # ranks of pipelines that share experts have parts of the same name
+            rename = f"{{}}[rank {self.ranks.rank}]".format
+        elif self.experts is not None:
+            rename = self.experts.name_of
+        return checkpoint.State(self.model, self.optimizer, rename)
 
     def close(self) -> None:
         """Leaves the model as it was built, and lets go of the process group."""
@@ -217,31 +248,14 @@ class Trainer:
 
     def _settings(self) -> dict[str, object]:
         """What shapes the loss curve, and what a rank has of the model."""
-        if self.shards is not None:
-            return self._settings_of_shards()
-        return self.run.settings() | ({} if self.stages is None else self.stages.settings)
-
-    def _settings_of_shards(self) -> dict[str, object]:
-        """Another number of ranks may take the run up, if a step has the same sequences."""
-        settings, train = self.run.settings(), self.run.train
-        for key in ("batch_size", "grad_accumulation"):
-            del settings[f"train.{key}"]
-        num_sequences = train.batch_size * train.grad_accumulation * self.num_readers
-        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
-
-    def _load(self, path: Path) -> checkpoint.Saved:
-        saved = checkpoint.load(
-            path,
-            model=self.model,
-            optimizer=self.optimizer,
-            settings=self._settings(),
-            ranks=self.ranks,
-            experts=self.experts if self.stages is None else None,
-            layout=self.shards.layout if self.shards is not None else None,
-            is_split=self.stages is not None,
-        )
-        self.sampler.restore(saved.data)
-        return saved
+        settings = self.run.settings() | ({} if self.stages is None else self.stages.settings)
+        if self.shards is not None:  # another number of ranks may take the run up, if a step has the same sequences
+            for key in ("batch_size", "grad_accumulation"):
+                del settings[f"train.{key}"]
+            train = self.run.train
+            num_sequences = train.batch_size * train.grad_accumulation * self.num_readers
+            settings |= {"parallel.shard": True, "sequences of a step": num_sequences}
+        return settings
 
     def _accumulate_gradients(self) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
@@ -335,19 +349,6 @@ def learning_rate_at(step: int, settings: TrainConfig) -> float:
         return settings.learning_rate
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices, not norms and biases. A group has shards over the same ranks: one call steps all."""
-    groups: dict[Any, dict[str, Any]] = {}
-    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.ndim < 2):
-        weight_decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
-        key = (parameter.ndim >= 2, getattr(parameter, "device_mesh", None))
-        groups.setdefault(key, {"params": [], "weight_decay": weight_decay})["params"].append(parameter)
-    try:
-        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate, fused=True)
-    except RuntimeError:  # this device has no fused kernel
-        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate)
 
 
 def _reader(run: RunConfig, ranks: Ranks) -> tuple[int, int]:

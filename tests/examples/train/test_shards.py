@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from examples.train.loop import train
+from lowtide.cli.run_file import load_run
 from lowtide.errors import ConfigError
-from lowtide.train.loop import train
-from lowtide.train.run_file import load_run
 from tests import two_ranks
 
 RUN = """\
@@ -35,9 +35,9 @@ BUDGET = 340_000
 GO = """
 import dataclasses, os
 from pathlib import Path
-from lowtide.train.loop import train
-from lowtide.train.ranks import Ranks
-from lowtide.train.run_file import load_run
+from examples.train.loop import train
+from examples.train.ranks import Ranks
+from lowtide.cli.run_file import load_run
 
 def refused(self, error, **how):  # else it would end the process, and the jobs that come after it
     os.environ["REFUSED"] = f"{type(error).__name__}: {error}"
@@ -179,7 +179,7 @@ def test_the_others_end_when_a_rank_is_killed(folder: Path) -> None:
     code = GO + textwrap.dedent(
         """
         import signal
-        from lowtide.train.loop import train
+        from examples.train.loop import train
         Ranks.fail = original
         def on_step(record):
             if record.step == 2 and os.environ["RANK"] == "3":

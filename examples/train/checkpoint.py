@@ -1,0 +1,315 @@
+"""Everything a run needs to go on to the bit, in a folder that is either whole or not there.
+
+What: `step-00000120/` has the tensors of the model and the optimizer as safetensors files, written by torch's
+distributed checkpoint (each tensor, or each shard of one, by one rank that has it), the random states of each rank
+(`rank-0.json`), and `run.json`: step, place in the text, the settings that shape the loss curve, the SHA-256 of every
+file and of itself. The optimizer's groups follow from the settings, and the learning rate from the step.
+Why a folder is whole: it is written under another name and renamed at the end. The newest two are kept.
+No pickle is read: shapes and shards stand in the headers of the safetensors files, and DCP's `.metadata` is neither
+written nor looked at. The hashes find damage, not an attacker, who can make them fit.
+Cost: one pass over the bytes to write them and one to hash them; the step waits for both.
+Not covered: another number of ranks than at saving, but for shards, whose random states then begin anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from examples.train.ranks import Ranks, TrainingError
+from lowtide.config.run import RunConfig
+from lowtide.config.source import read_text
+from lowtide.core.json_text import parse_json
+from lowtide.errors import ConfigError
+
+FORMAT = 3
+NUM_KEPT = 2
+_MOST_JSON_BYTES = 64 << 20
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What `load` gives back beside the tensors, which it fills in place."""
+
+    step: int
+    data: Mapping[str, object]
+    """`Sampler.state()`."""
+    random: Mapping[str, Any] | None
+    """For `set_random_state`, when everything that draws has been built; None where other ranks saved than load."""
+
+
+class State:
+    """The tensors of a model and its optimizer, by name. `rename`: of a tensor's name, where ranks have other parts."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rename: Callable[[str], str] | None = None
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._model_state, self._optimizer_state = get_state_dict(model, optimizer)
+        found: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._model_state.items()}
+        states: Any = self._optimizer_state["state"]
+        found |= {f"optimizer.{key}.{name}": value for name, state in states.items() for key, value in state.items()}
+        self.tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in found.items():
+            address = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+            if address in seen:
+                continue  # tied to one that is written already
+            seen.update([address] if address else [])
+            # Numbers (`step`) as one element: a slice of a tensor without dimensions is not read back.
+            self.tensors[name if rename is None else rename(name)] = tensor if tensor.dim() else tensor.view(1)
+
+    def put_back(self) -> None:
+        """Into the model and the optimizer, after the tensors were filled."""
+        model_state: Any = self._model_state
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=model_state, optim_state_dict=self._optimizer_state
+        )
+
+
+def save(
+    folder: Path,
+    state: State,
+    *,
+    step: int,
+    data: Mapping[str, object],
+    settings: Mapping[str, object],
+    ranks: Ranks,
+    device: torch.device,
+    layout: str = "",
+) -> Path:
+    """Writes `folder/step-...` on all ranks together and drops the oldest ones. Raises `TrainingError` if it cannot."""
+    path = folder / f"step-{step:08d}"
+    partial = folder / f".{path.name}{_PARTIAL_SUFFIX}"
+    try:
+        if ranks.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(f".step-*{_PARTIAL_SUFFIX}"):
+                shutil.rmtree(leftover)
+            partial.mkdir(mode=0o700)
+        ranks.barrier()
+        _write_json(partial / _rank_name(ranks.rank), random_state(device))
+        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        with _no_word_of_one_rank():
+            dcp.save(state.tensors, storage_writer=writer, no_dist=ranks.is_alone)
+        ranks.barrier()
+        if ranks.is_first:
+            run = {"step": step, "num_ranks": ranks.num_ranks, "data": dict(data), "settings": dict(settings)}
+            run |= {"layout": layout, "files": {file.name: _sha256_of_file(file) for file in partial.iterdir()}}
+            _write_json(partial / "run.json", {"format": FORMAT, "sha256": _sha256_of(run), "run": run})
+            _flush(partial)
+            partial.rename(path)
+            _flush(folder)
+            for old in find(folder)[:-NUM_KEPT]:
+                # renamed first: a kill in the middle of deleting must not leave half a checkpoint under a whole one's
+                # name
+                shutil.rmtree(old.rename(folder / f".{old.name}{_PARTIAL_SUFFIX}"))
+    except (OSError, CheckpointException) as error:
+        raise TrainingError(
+            f"checkpoint {path} could not be written: {_why(error)}; older ones are untouched"
+        ) from error
+    ranks.barrier()
+    return path
+
+
+def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ranks, layout: str = "") -> Saved:
+    """Fills the tensors from a whole checkpoint of the same run. Raises `ConfigError`: the folder is damaged, other
+    settings, another number of ranks."""
+    run = _read_run(path)
+    is_same = (run["layout"], run["num_ranks"]) == (layout, ranks.num_ranks)
+    _check_settings(path, run["settings"], settings)
+    if not is_same and not (layout and run["layout"]):
+        raise ConfigError(
+            f"{path}: saved by {run['num_ranks']} ranks, this run has {ranks.num_ranks}; start it on as many with "
+            "torchrun, or start a new run with another train.output_dir"
+        )
+    for name, sha256 in run["files"].items() if ranks.is_first else ():
+        try:
+            if _sha256_of_file(path / name) != sha256:
+                raise _damaged(path, f"the content of {name} is not what was written")
+        except OSError as error:
+            raise _damaged(path, f"{name} cannot be read: {error.strerror}") from None
+    ranks.barrier()  # no rank reads a file before the first one has looked at all of them
+    try:
+        with _no_word_of_one_rank():
+            dcp.load(state.tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=ranks.is_alone)
+    except CheckpointException as error:
+        raise _damaged(path, f"its tensors are not those of this model ({_why(error)})") from None
+    state.put_back()
+    random_states = _read_json(path / _rank_name(ranks.rank)) if is_same else None
+    return Saved(step=int(run["step"]), data=run["data"], random=random_states)
+
+
+# -- which checkpoint ----------------------------------------------------------------------------------------------
+
+
+def find(folder: Path) -> list[Path]:
+    """The whole checkpoints of a folder, oldest step first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def to_resume(run: RunConfig) -> Path | None:
+    """What `train.resume` means, given what lies in the folder of checkpoints."""
+    wanted = run.train.resume
+    found = find(run.checkpoint_dir)
+    if wanted == "auto":
+        return found[-1] if found else None
+    chosen = None
+    if wanted != "never":
+        path = Path(os.path.expanduser(wanted))  # noqa: PTH111 -- does not raise
+        below = [path] if _NAME.fullmatch(path.name) and path.is_dir() else find(path)
+        if not below:
+            run.fail(
+                "train.resume",
+                f"'train.resume': {path} is not a checkpoint; write auto, never, or the path of a folder such as "
+                "step-00000100",
+            )
+        chosen = below[-1]
+    if found and step_of(found[-1]) > (step_of(chosen) if chosen else 0):
+        run.fail(
+            "train.resume",
+            f"'train.resume' is {wanted}, but {found[-1]} is already there and would be mixed with the new ones; "
+            "choose another 'train.output_dir', delete the folder, or write auto",
+        )
+    return chosen
+
+
+# -- random states -------------------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The generators a training step may draw from, as JSON."""
+    state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state().tolist()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device).tolist()
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Raises `ConfigError` if it is not the state of such generators."""
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
+        if device.type != "cpu" and "device" in state:
+            own = torch.tensor(state["device"], dtype=torch.uint8)
+            torch.get_device_module(device).set_rng_state(own, device)
+        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+            numpy.random.set_state(tuple(state["numpy"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"checkpoint: its random state cannot be taken up ({text}); resume from another one"
+        ) from None
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def _check_settings(path: Path, then: Mapping[str, Any], settings: Mapping[str, object]) -> None:
+    now = json.loads(json.dumps(dict(settings)))
+    changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    if changed:
+        listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ConfigError(
+            f"{path}: made by a run with other settings: {listed}{more}; put them back, or start a new run with "
+            "another train.output_dir"
+        )
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """`run.json`, checked against its own hash."""
+    document = _read_json(path / "run.json")
+    if document.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path}: written in another format than this version's, which is {FORMAT}; finish the run with the "
+            "version that started it, or start a new one with another train.output_dir"
+        )
+    run = document.get("run")
+    if not isinstance(run, dict) or document.get("sha256") != _sha256_of(run):
+        raise _damaged(path, "the content of run.json is not what was written")
+    return run
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(read_text(path, most_bytes=_MOST_JSON_BYTES), path.name)
+    except ConfigError as error:
+        raise _damaged(path.parent, str(error).replace(str(path), path.name)) from None
+    if not isinstance(found, dict):
+        raise _damaged(path.parent, f"{path.name} is not a mapping")
+    return found
+
+
+def _why(error: BaseException) -> BaseException:
+    """What has failed on the first rank on which something has."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path}: the checkpoint is damaged: {why}; delete this folder to resume from the one before it")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def _sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of(run: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _no_word_of_one_rank() -> Iterator[None]:
+    """Inside, torch does not warn that a process that is alone is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _flush(folder: Path) -> None:
+    """A rename is only on disk when the folder that holds the name is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,151 @@
+"""Bytes in, sequences out: the text a run trains on, and the place it has reached in it.
+
+What: `Corpus` is the concatenation of some files; `Sampler` deals its sequences out in an order that is shuffled by the
+seed. Tokens are bytes, so there is no tokenizer and the vocabulary is 256.
+Why: a run that is stopped and resumed must see the very sequences it would have seen. The place is one number: how many
+sequences all ranks together have taken.
+Cost: each rank has the whole text in main memory. Not covered: other tokenizers, packing of documents, masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowtide.config.run import RunConfig
+from lowtide.config.source import shown
+from lowtide.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Files as one long string of bytes."""
+
+    text: bytes
+    sha256: str
+    """Two corpora with the same hash give the same sequences."""
+
+
+def standard_library() -> tuple[Path, ...]:
+    """The .py files of the running Python's standard library, sorted, without tests and installed packages: about 12 MB
+    of text that is on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    return tuple(root / path for path in sorted(relative) if not skipped & set(path.parts))
+
+
+def open_corpus(paths: Sequence[Path]) -> Corpus:
+    """Reads the files, in the order given."""
+    pieces: list[bytes] = []
+    for path in paths:
+        try:
+            pieces.append(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read: {error.strerror}; fix the file or take it out of data.files"
+            ) from None
+    text = b"".join(pieces)
+    return Corpus(text=text, sha256=hashlib.sha256(text).hexdigest())
+
+
+def open_text(run: RunConfig) -> Corpus:
+    """The text of a run. Raises `ConfigError`: a pattern that matches no file, not enough text for one sequence."""
+    paths: list[Path] = []
+    for index, pattern in enumerate(run.data.files):
+        where = f"data.files[{index}]"
+        try:
+            found = _match(pattern)
+        except (ValueError, OSError) as error:
+            run.fail(where, f"'{where}': {shown(pattern)} is not a path or a glob: {error}")
+        if not found:
+            run.fail(where, f"'{where}': no file matches {pattern!r}; check the path")
+        paths += found
+    corpus = open_corpus(paths or standard_library())
+    if len(corpus.text) < run.data.sequence_length:
+        run.fail(
+            "data.files",
+            f"'data.files': the text has {len(corpus.text)} bytes, less than one sequence of "
+            f"{run.data.sequence_length}; add files or lower 'data.sequence_length'",
+        )
+    return corpus
+
+
+def _match(pattern: str) -> list[Path]:
+    """The files that a path or a glob names, sorted. Raises `ValueError` or `OSError` for one that cannot be."""
+    path = Path(os.path.expanduser(pattern))  # noqa: PTH111 -- Path.expanduser raises for `~nobody`
+    if path.is_file():
+        return [path]
+    root = Path(path.anchor or ".")
+    parts = path.relative_to(path.anchor) if path.anchor else path
+    return sorted(found for found in root.glob(str(parts)) if found.is_file()) if str(parts) != "." else []
+
+
+class Sampler:
+    """Deals sequences out to the ranks; the only thing that changes is `position`.
+
+    A micro-batch of the whole job is `batch_size * num_ranks` consecutive places of the shuffled order, of which this
+    rank takes its own `batch_size`: ranks never share a sequence within an epoch. After the last sequence a new epoch
+    begins in a new order, without dropping the remainder.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, sequence_length: int, batch_size: int, seed: int, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        self.num_sequences = len(corpus.text) // sequence_length
+        self.position = 0
+        self._corpus = corpus
+        self._sequence_length = sequence_length
+        self._batch_size = batch_size
+        self._seed = seed
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next_indices(self) -> list[int]:
+        """Which sequences this rank takes next; moves on by one micro-batch of all ranks."""
+        first = self.position + self._rank * self._batch_size
+        self.position += self._batch_size * self._num_ranks
+        return [self._sequence_at(place) for place in range(first, first + self._batch_size)]
+
+    def next_batch(self) -> torch.Tensor:
+        """The next micro-batch of this rank: int64 (B, T), values 0..255."""
+        length = self._sequence_length
+        rows = [bytearray(self._corpus.text[index * length : (index + 1) * length]) for index in self.next_indices()]
+        return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows]).long()
+
+    def state(self) -> dict[str, int | str]:
+        """What a checkpoint must hold to go on from here; the same on every rank."""
+        return {
+            "position": self.position,
+            "seed": self._seed,
+            "sequence_length": self._sequence_length,
+            "text_sha256": self._corpus.sha256,
+        }
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Goes back to a saved place; the text, the seed and the sequence length must be what they were."""
+        for key, now in self.state().items():
+            if key != "position" and state.get(key) != now:
+                raise ConfigError(
+                    f"data: the checkpoint was made with {key} {state.get(key)!r}, this run has {now!r}; "
+                    "give it the same data, or start a new run with another train.output_dir"
+                )
+        position = state["position"]
+        assert isinstance(position, int)
+        self.position = position
+
+    def _sequence_at(self, place: int) -> int:
+        epoch, index = divmod(place, self.num_sequences)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self.num_sequences))
+            random.Random(f"{self._seed} {epoch}").shuffle(self._order)
+        return self._order[index]

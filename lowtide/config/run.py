@@ -1,0 +1,219 @@
+"""The sections `model`, `data`, `train` and `pipeline` of a run file, and a whole one, as frozen dataclasses.
+
+What: `lowtide plan`, `lowtide profile` and the trainer in examples/train read the same file; cli/run_file.py reads it.
+Each section checks its own numbers. `places` keeps where keys were written, so that mistakes that are seen late (fields
+of the model's config class, the text) name their line too.
+Cost: none. Not covered: what keys of several sections mean together (cli/run_file.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from lowtide.config.loader import FieldError, Locations
+from lowtide.config.memory import MemoryConfig
+from lowtide.config.parallel import ParallelConfig
+from lowtide.errors import ConfigError
+
+DType = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bf16_autocast", "bf16"]
+NUM_BYTE_TOKENS = 256
+"""The vocabulary, unless the file says otherwise: tokens are bytes."""
+
+_MOST = {
+    "steps": 10**15,
+    "batch_size": 2**20,
+    "grad_accumulation": 2**20,
+    "expert_parallel": 2**20,
+    "stages": 4096,
+    "micro_batches": 65536,
+    "warmup_steps": 10**15,
+    "log_every": 10**15,
+    "checkpoint_every": 10**15,
+    "threads": 1024,
+    "sequence_length": 2**26,
+}
+"""What no run has more of. Below, a wrong number costs a message; above, it would cost the machine's memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model: a folder with weights, or a kind of model with fields for its config class and fresh weights."""
+
+    path: Path | None = None
+    """A local folder for `from_pretrained`; nothing is ever downloaded."""
+    model_type: str | None = None
+    """`llama`, `qwen3_moe`, `deepseek_v3`, or any other causal language model that transformers knows."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the section; checked against the config class of `model_type` when the model is built."""
+    dtype: DType = "float32"
+    """Of the weights. Left out, it follows `train.precision`."""
+    seed: int = 0
+    """Of fresh weights; the same on every rank."""
+    key_places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each key of the section stands, for mistakes that are seen when the model is built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which text, in pieces of which length. Tokens are bytes."""
+
+    files: tuple[str, ...] = ()
+    """Paths or globs, concatenated in this order (a glob: sorted). Empty: the standard library's .py files."""
+    sequence_length: int = 256
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        _within(self, "sequence_length", 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train. One step is `grad_accumulation` micro-batches of `batch_size` sequences on every rank."""
+
+    steps: int
+    batch_size: int = 8
+    """Sequences per micro-batch and rank."""
+    grad_accumulation: int = 1
+    expert_parallel: int = 1
+    """Ranks that share the experts of an MoE model; 1: each has all of them."""
+    learning_rate: float = 1e-3
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up. `cosine` falls to zero at `steps`."""
+    warmup_steps: int = 0
+    """The learning rate grows linearly over this many steps."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases are not decayed."""
+    clip_grad_norm: float | None = 1.0
+    """null: no clipping."""
+    seed: int = 0
+    """Of the order of the text and of dropout."""
+    precision: Precision = "float32"
+    """`float32`; `bf16_autocast`: float32 weights, bf16 compute; `bf16`: weights, gradients and AdamW state in bf16."""
+    allow_non_finite: bool = False
+    """true: go on after a loss or a gradient that is nan or infinite, instead of stopping."""
+    log_every: int = 10
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; null: only at the end of the run and at a signal."""
+    output_dir: Path | None = None
+    """Receives metrics.jsonl; null: `runs/` and the name of the run file."""
+    checkpoint_dir: Path | None = None
+    """null: `checkpoints` inside `output_dir`."""
+    resume: str = "auto"
+    """`auto`: from the newest checkpoint of `checkpoint_dir`, if any; `never`; or the path of a checkpoint."""
+    device: str = "auto"
+    """`auto`: the accelerator if there is one; or `cpu`, `cuda`, `cuda:1`, ..."""
+    engine: str | None = None
+    """Which lowtide engine moves memory; null: the one of the device. Only with a `memory` section."""
+    threads: int | None = None
+    """Threads of the CPU; null: torch's choice."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch_size",
+            "grad_accumulation",
+            "expert_parallel",
+            "log_every",
+            "checkpoint_every",
+            "threads",
+        ):
+            _within(self, name, 1)
+        _within(self, "warmup_steps", 0)
+        _within(self, "weight_decay", 0)
+        for name in ("learning_rate", "clip_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise FieldError(name, f"must be above 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """How the layers are split over ranks, and in which order their micro-batches go through them."""
+
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"
+    ] = "1f1b"
+    stages: int
+    """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
+    micro_batches: int
+    """Of a step. `train.grad_accumulation` stays out."""
+    layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
+    """How layers are dealt to stages: equally many, balanced by their time, or so many to each stage."""
+    overlap: bool = False
+    """Whether the halves of a pair take turns, so that each hides the other's exchange of rows between experts."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "micro_batches"):
+            _within(self, name, 1)
+        if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 1):
+            raise FieldError("layers", "must be one number of layers for each stage, each at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run file."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    memory: MemoryConfig | None = None
+    """None, and no sections: plain training, lowtide's runtime is not touched."""
+    parallel: ParallelConfig | None = None
+    """What `lowtide plan` plans for; with `shard`, also how the trainer shards the model over ranks."""
+    sections: Any = None
+    """`recompute_config` and `swap_config` (mindformers.schema.Sections), where the file has them."""
+    pipeline: PipelineConfig | None = None
+    """None: every rank has the whole model."""
+    output_dir: Path
+    """`train.output_dir`, or what it is when left out."""
+    places: Locations = field(default_factory=Locations, compare=False)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.train.checkpoint_dir or self.output_dir / "checkpoints"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are dealt to ranks."""
+        return self.parallel is not None and self.parallel.shard is not None
+
+    def fail(self, path: str, message: str) -> NoReturn:
+        """A mistake in `path` ("model.vocab_size") that could only be seen late."""
+        raise self.mistake(path, message)
+
+    def mistake(self, path: str, message: str) -> ConfigError:
+        """The same, to be raised by the caller."""
+        return ConfigError(f"{self.places.of(path)}: {message}")
+
+    def settings(self) -> dict[str, object]:
+        """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
+
+        `memory` is not among them: lowtide does not change a bit.
+        """
+        found: dict[str, object] = {f"model.{key}": value for key, value in self.model.fields.items()}
+        found["model.path"] = str(self.model.path) if self.model.path else None
+        found |= {f"model.{key}": getattr(self.model, key) for key in ("model_type", "dtype", "seed")}
+        found["data.sequence_length"] = self.data.sequence_length
+        keys = ["batch_size", "grad_accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay"]
+        keys += ["clip_grad_norm", "seed", "precision"]
+        if self.train.schedule == "cosine":
+            keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+        if self.train.expert_parallel > 1:
+            keys.append("expert_parallel")  # checkpoints of versions that did not know it are as those with 1
+        if self.pipeline is not None:  # a rank's checkpoint has the stages of that rank
+            found |= {f"pipeline.{key}": getattr(self.pipeline, key) for key in ("schedule", "stages", "micro_batches")}
+        return found | {f"train.{key}": getattr(self.train, key) for key in keys}
+
+
+def _within(config: Any, name: str, lowest: int) -> None:
+    value = getattr(config, name)
+    if value is not None and not lowest <= value < float("inf"):
+        raise FieldError(name, f"must be at least {lowest}, not {value}")
+    if value is not None and value > _MOST.get(name, value):
+        raise FieldError(name, f"must be at most {_MOST[name]}, not {value}")
