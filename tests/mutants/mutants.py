@@ -41,7 +41,6 @@ _ORDER = "engines/test_accelerator_order.py"
 _HOST = "engines/test_host.py"
 _CLOCKED = "engines/test_clocked.py"
 _VIRTUAL = "engines/test_virtual.py"
-_CHECKPOINT = "train/test_checkpoint.py"
 _OPTIMIZER = "optimizer/test_bit_equality.py"
 _OPTIMIZER_STEP = "optimizer/test_step.py"
 _OPTIMIZER_SWAP = "optimizer/test_swap.py"
@@ -1485,166 +1484,43 @@ BUDGETS = [
     ),
 ]
 
-CHECKPOINTS = [
-    Mutant(
-        "folder-not-flushed",
-        "checkpoints",
-        "train/checkpoint.py",
-        "            partial.rename(path)\n            _flush_folder(folder)\n",
-        "            partial.rename(path)\n",
-        (f"{_CHECKPOINT}::test_everything_is_flushed_in_the_order_that_survives_a_power_cut",),
-        "a power cut loses a checkpoint that was said to be written, and the older one is deleted already",
-    ),
-    Mutant(
-        "names-not-flushed",
-        "checkpoints",
-        "train/checkpoint.py",
-        "            _flush_folder(partial)\n",
-        "",
-        (f"{_CHECKPOINT}::test_everything_is_flushed_in_the_order_that_survives_a_power_cut",),
-        "after a power cut a folder of the right name has files missing",
-    ),
-    Mutant(
-        "numbers-not-flushed",
-        "checkpoints",
-        "train/tensors.py",
-        "        file.flush()\n        os.fsync(file.fileno())\n",
-        "        file.flush()\n",
-        (f"{_CHECKPOINT}::test_everything_is_flushed_in_the_order_that_survives_a_power_cut",),
-        "after a power cut the weights of a whole checkpoint are zeros",
-    ),
-    Mutant(
-        "written-under-its-name",
-        "checkpoints",
-        "train/checkpoint.py",
-        '    partial = folder / f".{path.name}{_PARTIAL_SUFFIX}"\n',
-        "    partial = path\n",
-        (f"{_CHECKPOINT}::test_killed_while_writing_leaves_the_old_one",),
-        "a kill while writing leaves half a checkpoint under a whole one's name",
-    ),
-    Mutant(
-        "deleted-under-its-name",
-        "checkpoints",
-        "train/checkpoint.py",
-        '        doomed = path.rename(folder / f".{path.name}{_PARTIAL_SUFFIX}")\n',
-        "        doomed = path\n",
-        (f"{_CHECKPOINT}::test_killed_while_deleting_leaves_no_half_checkpoint",),
-        "a kill while deleting leaves a damaged checkpoint under a whole one's name",
-    ),
-    Mutant(
-        "newest-deleted",
-        "checkpoints",
-        "train/checkpoint.py",
-        "    for path in find(folder)[:-num_kept]:\n",
-        "    for path in find(folder)[num_kept:]:\n",
-        (f"{_CHECKPOINT}::test_newest_two_are_kept_and_nothing_else_is_left",),
-        "the newest checkpoint is the one that is deleted",
-    ),
-    Mutant(
-        "hash-not-compared",
-        "checkpoints",
-        "train/checkpoint.py",
-        "        if rank == 0 and _sha256_of_file(path, name) != sha256:\n",
-        "        if False:\n",
-        (f"{_CHECKPOINT}::test_flipped_bits_do_not_pass",),
-        "a flipped bit goes into the weights",
-    ),
-    Mutant(
-        "run-file-not-compared",
-        "checkpoints",
-        "train/checkpoint.py",
-        '    if not isinstance(run, dict) or document.get("sha256") != _sha256_of(run):\n',
-        "    if not isinstance(run, dict):\n",
-        (f"{_CHECKPOINT}::test_every_damage_is_one_clear_line",),
-        "a damaged run.json resumes at another step, or with other settings",
-    ),
-    Mutant(
-        "settings-of-another-run",
-        "checkpoints",
-        "train/checkpoint.py",
-        "    if changed:\n        listed",
-        "    if False:\n        listed",
-        (f"{_CHECKPOINT}::test_other_settings_are_refused",),
-        "another learning rate or batch size goes on under the same loss curve",
-    ),
-    Mutant(
-        "ranks-of-another-run",
-        "checkpoints",
-        "train/checkpoint.py",
-        '    if num_ranks not in (None, run["num_ranks"]):\n',
-        "    if False:\n",
-        (f"{_CHECKPOINT}::test_another_number_of_ranks_is_refused",),
-        "a run on other ranks goes on with random states that are not theirs",
-    ),
-    Mutant(
-        "groups-of-another-optimizer",
-        "checkpoints",
-        "train/checkpoint.py",
-        "    if named[0] != named[1] and not may_be_recut:\n",
-        "    if len(groups) != len(like):\n",
-        (f"{_CHECKPOINT}::test_groups_of_another_optimizer_are_refused",),
-        "decay of one group of parameters is put on another",
-    ),
-    Mutant(
-        "learning-rate-from-here",
-        "checkpoints",
-        "train/checkpoint.py",
-        '{key: _like({**then[0], "params": here["params"]}[key], value) for key, value in here.items()}',
-        "dict(here)",
-        (f"{_CHECKPOINT}::test_settings_of_the_optimizer_come_back",),
-        "what a run changed in its optimizer is lost when it resumes",
-    ),
-    Mutant(
-        "numpys-random-state",
-        "checkpoints",
-        "train/checkpoint.py",
-        '        numpy.random.set_state(tuple(state["numpy"]))\n',
-        "        pass\n",
-        (f"{_CHECKPOINT}::test_everything_comes_back_to_the_bit",),
-        "a resumed run with masks of numpy's is another run",
-    ),
-    Mutant(
-        "pythons-random-state-at-resume",
-        "checkpoints",
-        "train/checkpoint.py",
-        "    random.setstate((version, tuple(words), gauss))\n",
-        "",
-        (f"{_CHECKPOINT}::test_everything_comes_back_to_the_bit",),
-        "a resumed run with choices of Python's random is another run",
-    ),
-    Mutant(
-        "readable-by-all",
-        "checkpoints",
-        "train/tensors.py",
-        "os.O_EXCL | os.O_CLOEXEC, 0o600)",
-        "os.O_EXCL | os.O_CLOEXEC, 0o644)",
-        (f"{_CHECKPOINT}::test_only_the_owner_may_read",),
-        "other users of the machine read the weights",
-    ),
-    Mutant(
-        "header-is-believed",
-        "checkpoints",
-        "train/tensors.py",
-        '            if self.entries[name] != {**_described(tensor), "data_offsets": [begin, end]}:\n',
-        "            if False:\n",
-        (
-            f"{_CHECKPOINT}::test_tensors_of_another_model_are_refused",
-            f"{_CHECKPOINT}::test_damage_with_hashes_that_fit_is_still_one_line_or_other_numbers",
-        ),
-        "bytes of one tensor are read into another",
-    ),
-    Mutant(
-        "short-files-are-read",
-        "checkpoints",
-        "train/tensors.py",
-        "                if file.readinto(_bytes_of(target)) != tensor.numel() * tensor.element_size():\n",
-        "                if file.readinto(_bytes_of(target)) < 0:\n",
-        (f"{_CHECKPOINT}::test_a_file_of_tensors_that_is_cut_short_is_refused",),
-        "a file that was cut short leaves the initial weights in place of the trained ones",
-    ),
-]
-
 OPTIMIZER = [
+    Mutant(
+        "shared-state-is-torn-apart",
+        "optimizer",
+        "optimizer/store.py",
+        "if all(counts[key] == 1 for key in storages_of(value[2:]))",
+        "if True",
+        ("optimizer/test_shared_memory.py",),
+        "two tensors of state that share memory no longer do",
+    ),
+    Mutant(
+        "mapping-is-forgotten",
+        "optimizer",
+        "optimizer/swap.py",
+        "                self._original_state = put\n",
+        "                pass\n",
+        ("optimizer/test_shared_memory.py",),
+        "detach leaves the mapping that was there before the user put another",
+    ),
+    Mutant(
+        "float64-is-rounded",
+        "loss",
+        "loss/cross_entropy.py",
+        "    dtype = torch.float32 if upcast and logits.dtype.itemsize < 4 else logits.dtype\n",
+        "    dtype = torch.float32 if upcast else logits.dtype\n",
+        ("loss/test_cross_entropy.py::test_autocast_upcasts_as_it_does_for_the_whole",),
+        "float64 logits under autocast are rounded to float32",
+    ),
+    Mutant(
+        "pieces-are-copied-from-wrong-places",
+        "accelerator",
+        "engines/accelerator.py",
+        "            start += host.numel()\n",
+        "            start += COPY_BYTES\n",
+        ("engines/test_accelerator_order.py::test_blocks_in_several_pieces_come_back",),
+        "host blocks in several pieces are copied from wrong places",
+    ),
     Mutant(
         "bucket-in-does-not-wait-for-compute",
         "optimizer",
@@ -2196,5 +2072,5 @@ RACE = [
 ]
 
 MUTANTS: tuple[Mutant, ...] = (
-    *HOOKS, *SWAP, *RECIPES, *RECOMPUTE, *ENGINES, *AGREEMENT, *BUDGETS, *CHECKPOINTS, *OPTIMIZER, *RACE, *PIPELINE,
+    *HOOKS, *SWAP, *RECIPES, *RECOMPUTE, *ENGINES, *AGREEMENT, *BUDGETS, *OPTIMIZER, *RACE, *PIPELINE,
 )  # fmt: skip
