@@ -1,4 +1,4 @@
-"""`python -m lowtide`, which is also how `torchrun -m lowtide train run.yaml` starts every rank."""
+"""`python -m lowtide`, the same as the command `lowtide`."""
 
 from __future__ import annotations
 

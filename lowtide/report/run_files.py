@@ -1,11 +1,11 @@
-"""What a run of `lowtide train` leaves for its report, kept up to date while it goes on.
+"""What a run of the trainer (examples/train) leaves for its report, kept up to date while it goes on.
 
 What: run.json (how the run stands), plan.json, step.json (the plan on the clock) and events.json (what the autopilot
 decided) of the first rank; rank-R.json (its last step) of each rank of a pipeline. Each file is replaced
 as a whole, so a reader never sees half of one.
 A full disk ends no training: what cannot be written is left out, which is said once.
 Cost: a run of the timeline for each plan that is made; a file of a rank each 16 steps. Not covered: metrics.jsonl,
-which train/progress.py writes.
+which examples/train/progress.py writes.
 """
 
 from __future__ import annotations
