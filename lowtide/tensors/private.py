@@ -345,6 +345,17 @@ OPTIMIZER_STATE_HOOKS = (
 )
 """Attributes of an optimizer that hold the hooks of its `state_dict` and `load_state_dict` by number."""
 
+_GLOBAL_HOOKS = tuple(
+    find(f"torch.nn.modules.module._global_{which}_hooks")
+    for which in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def global_module_hooks() -> tuple[Any, ...]:
+    """The mappings of the hooks that run for every module of the process. Hooks can be added publicly, not listed."""
+    return _GLOBAL_HOOKS
+
+
 for _name in (*MODULE_TABLES, *FORWARD_HOOKS, *FORWARD_HOOK_FLAGS, *BACKWARD_HOOKS):
     if _name not in vars(nn.Module()):
         raise missing(f"{_name} of torch.nn.Module")

@@ -576,6 +576,19 @@ def test_hooks_of_modules() -> None:
     assert [len(vars(module)[name]) for name in names] == [1] * 7
 
 
+def test_hooks_of_all_modules() -> None:
+    register = nn.modules.module
+    hooks = [
+        getattr(register, f"register_module_{which}_hook")(print)
+        for which in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    ]
+    try:
+        assert [list(found.values()).count(print) for found in private.global_module_hooks()] == [1] * 4
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def test_the_flat_weights_of_a_recurrent_module() -> None:
     module = nn.GRU(2, 3)
     weights = private.flat_weights(module)
