@@ -206,6 +206,9 @@ def joint_gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     return [key for key, name in names.items() if name.startswith("torch.autograd.graph.register_multi_grad_hook.")]
 
 
+INTERNAL_MODES = ("torch._", "torch.fx.")
+"""How the modules begin whose modes are torch's own machinery (fake tensors, tracing), and nobody's state."""
+
 find("torch.nn.utils.parametrize._cache")
 
 

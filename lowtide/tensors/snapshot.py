@@ -59,6 +59,7 @@ from lowtide.tensors.far_state import (
     record_of_file,
 )
 from lowtide.tensors.private import (
+    INTERNAL_MODES,
     disable_current_modes,
     dispatch_modes,
     function_modes,
@@ -266,7 +267,7 @@ class _Walk:
         for hooks in global_module_hooks():
             self.add(hooks, Name(None, "global module hooks"), 1)
         for mode in modes:
-            if not type(mode).__module__.startswith(("lowtide.", "torch._", "torch.fx.")):
+            if not type(mode).__module__.startswith(("lowtide.", *INTERNAL_MODES)):
                 self.add(vars(mode), Name(None, type(mode).__name__), 1)
                 self._class(type(mode), Name(None, type(mode).__name__))
 
@@ -316,8 +317,8 @@ class _Walk:
                 return self._bit_generator
             if issubclass(kind, numpy.random.RandomState):
                 return self._random_state
-        if issubclass(kind, type | torch.optim.Optimizer | BaseException) or (
-            issubclass(kind, Enum) and not self._called
+        if issubclass(kind, type | BaseException) or (
+            issubclass(kind, Enum | torch.optim.Optimizer) and not self._called
         ):
             return None
         is_familiar = self._called and f"{kind.__module__}.".startswith(_FAMILIAR)
