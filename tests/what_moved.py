@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lowtide.tensors.far_state import Bytes, CachedCalls, NewNames, ObjectArray, _bytes_of
 from lowtide.tensors.private import disable_current_modes
 from lowtide.tensors.remembered import TRANSPARENT, Array, Empty, Name, State, TensorState, _version
 from lowtide.tensors.snapshot import Snapshot
@@ -29,6 +30,14 @@ def _changed(record: Any) -> Iterator[str]:
     elif isinstance(record, Array):
         if record.array.shape != record.then.shape or record.array.tobytes() != record.then.tobytes():
             yield str(record.name)
+    elif isinstance(record, NewNames):
+        yield from record._found()
+    elif isinstance(record, Bytes):
+        yield from [str(record.name)] if _bytes_of(record.value) != record.then else []
+    elif isinstance(record, ObjectArray):
+        yield from [str(record.name)] if (record.array != record.then).any() else []
+    elif isinstance(record, CachedCalls):
+        return
     elif isinstance(record, TensorState):
         if record._is_moved() or _is_written(record) or record.tensor.requires_grad != record._flags:
             yield str(record.name)

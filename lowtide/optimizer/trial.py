@@ -8,16 +8,16 @@ Why: an optimizer may look at all parameters in one step (a norm over the whole 
 `self`). Stepped in parts it would go on without a word, to other numbers.
 
 The twins have parameters of their own, another learning rate in each group, and copies of what the optimizer keeps in
-plain values and containers; random state is put back. What else it holds (a module, a process group) is shared with
-them.
+plain values and containers. What else it holds (a module, objects of its own, a generator) they share with it; before
+each twin begins, and at the end, a snapshot puts that back, with all random states and whatever a step writes to.
 Cost: some milliseconds, for unknown classes only. Not covered: what an optimizer does from its fourth step on, or for
-large parameters only.
+large parameters only; what nobody can put back (an iterator): a warning names it.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,9 @@ from typing import Any
 import torch
 
 from lowtide.optimizer.groups import GroupSnapshot, same_value
-from lowtide.tensors.private import OPTIMIZER_HOOKS
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.private import OPTIMIZER_HOOKS, TorchDispatchMode, schema_of, storage_key, tree_leaves
+from lowtide.tensors.snapshot import Snapshot, take
 from lowtide.tensors.wrappers import inside
 
 KNOWN = frozenset(
@@ -60,8 +62,44 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     closure = inspect.signature(bare_step(kind)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return f"{kind.__name__}.step cannot do without a closure, so it may evaluate it more than once"
-    with torch.random.fork_rng(devices=[]):
-        return _tried(optimizer, has_missing=_can_step(optimizer, has_missing=True))
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    before = take(beside=optimizer, called=True, devices=devices)
+    try:
+        with _Writes(before):
+            has_missing = _can_step(optimizer, has_missing=True)
+            before.restore()
+            return _tried(optimizer, before, has_missing=has_missing)
+    finally:
+        moved = before.moved()
+        before.restore()
+        if moved:
+            warnings.warn(
+                f"lowtide: the trial of {kind.__name__} moved {moved[0]} on, which cannot be wound back, so training "
+                "goes on from there; keep the position as a number if that matters.",
+                stacklevel=3,
+            )
+
+
+class _Writes(TorchDispatchMode):
+    """Tells a snapshot which bytes are about to be written: a step may reach parameters by a way of its own."""
+
+    def __init__(self, before: Snapshot) -> None:
+        super().__init__()
+        self._before = before
+        self._known = _storages([tensor for tensor, _ in before.tensors]).keys()
+        """All that was there; what the twins make has none of these."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if schema_of(func).is_mutable:
+            given = _storages((args, kwargs or {}))
+            for key in given.keys() & self._known:
+                self._before.about_to_write(given[key])
+        return func(*args, **(kwargs or {}))
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    found = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+    return {storage_key(storage): storage for storage in found}
 
 
 def _can_step(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> bool:
@@ -76,29 +114,25 @@ def _can_step(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> bool:
     return True
 
 
-def _tried(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> str:
+def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: bool) -> str:
     name = type(optimizer).__name__
     whole, parts = _twin(optimizer), _twin(optimizer)
     step = bare_step(type(optimizer))
-    for number in range(NUM_STEPS):
-        for twin in (whole, parts):
-            _set_gradients(twin, number, has_missing)
-        torch.manual_seed(number)
-        try:
+    try:
+        for number in range(NUM_STEPS):
+            _set_gradients(whole, number, has_missing)
             step(whole)
-        except Exception as error:
-            return (
-                f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
-            )
-        torch.manual_seed(number)
-        try:
+    except Exception as error:
+        return f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
+    before.restore()
+    try:
+        for number in range(NUM_STEPS):
+            _set_gradients(parts, number, has_missing)
             _step_in_parts(parts, step)
-        except Exception as error:
-            return f"{name} cannot be stepped in parts ({type(error).__name__}: {error})"
-        odd = _difference(whole, parts)
-        if odd:
-            return f"{name} cannot be stepped in parts: {odd} came out different in a trial on small parameters"
-    return ""
+    except Exception as error:
+        return f"{name} cannot be stepped in parts ({type(error).__name__}: {error})"
+    odd = _difference(whole, parts)
+    return f"{name} cannot be stepped in parts: {odd} came out different in a trial on small parameters" if odd else ""
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -131,7 +165,7 @@ def _small_group(group: dict[str, Any], small: dict[int, torch.Tensor], generato
         values = torch.randn(shape, generator=generator).to(local.dtype).to(local.device)
         chosen.append(values.requires_grad_(parameter.requires_grad))
         small.setdefault(id(parameter), chosen[-1])
-    rest = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    rest = {key: _copied(value, {}, set()) for key, value in group.items() if key not in ("params", "param_names")}
     names = {"param_names": [str(number) for number in range(_PER_GROUP)]} if "param_names" in group else {}
     return {"params": chosen, **rest, **names}
 

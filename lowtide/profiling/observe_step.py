@@ -15,6 +15,7 @@ one step (the activations of the first are nodes, those of the others count as b
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ def observe(
     layers: tuple[str, ...] | None = None,
     needs_scalar: bool = True,
     holds_casts: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Profile:
     """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
 
@@ -74,6 +76,7 @@ def observe(
     loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
     exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
     `holds_casts`: what autocast makes of parameters lives until the forward is over, as with its cache, which is off.
+    `tell` is given a line where something of the user's moved on and cannot be put back; absent: a warning.
 
     Raises ConfigError for a batch that does not fit, and for a loss that is no scalar or needs no gradient.
     """
@@ -105,7 +108,7 @@ def observe(
         )
         try:
             step = (model, batch, recorder, loss)
-            with untouched(model, batch, device) as before, at_rest(model) as gathered:
+            with untouched(model, (batch, loss), device, tell or _warn) as before, at_rest(model) as gathered:
                 recorder.about_to_write = before.about_to_write
                 for name, parameter in gathered.items():
                     recorder.storages.enroll_gathered(parameter, name)
@@ -117,9 +120,9 @@ def observe(
     num_graphs = num_compiled_graphs()
     try:
         # FSDP2 reduces what reaches `.grad`, and only that.
-        trace, shapes = run(accumulates=is_sharded_model)
+        trace, shapes = apart(run, accumulates=is_sharded_model)
         if num_compiled_graphs() != num_graphs:  # what compiling took is no part of a step
-            trace, shapes = run(accumulates=is_sharded_model)
+            trace, shapes = apart(run, accumulates=is_sharded_model)
     except (RuntimeError, ConfigError) as error:
         if _TRANSFORMED in str(error):
             raise ConfigError(
@@ -129,7 +132,7 @@ def observe(
             ) from error
         if is_sharded_model or not wants_accumulation(error):
             raise
-        trace, shapes = run(accumulates=True)
+        trace, shapes = apart(run, accumulates=True)
     nodes, recipes = with_recipes(trace)
     state = state_bytes(
         model,
@@ -357,16 +360,29 @@ def _parametrized_weights_set_aside() -> Iterator[None]:
         to_the_end(put_back)
 
 
+def apart(run: Callable[..., Any], **how: Any) -> Any:
+    """`run(**how)`, and what it sets of context variables is forgotten."""
+    return contextvars.copy_context().run(run, **how)
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=2)
+
+
 @contextlib.contextmanager
-def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[Snapshot]:
+def untouched(
+    model: nn.Module, inputs: Any, device: torch.device, tell: Callable[[str], None] = _warn
+) -> Iterator[Snapshot]:
     """What `model` and `inputs` reach, random states, gradients and torch's own settings are afterwards as before.
 
-    Raises ConfigError for a tensor that was written to where no copy of it could be made first.
+    `tell` is given a line for what moved on and cannot be put back. Raises ConfigError for a tensor that was written to
+    where no copy of it could be made first.
     """
     parameters = list(model.parameters())
     grads = [parameter.grad for parameter in parameters]
     devices = {parameter.device for parameter in parameters} | {device}
-    before = take(model, beside=(inputs, [grad for grad in grads if grad is not None]), code=True, devices=devices)
+    beside = (inputs, [grad for grad in grads if grad is not None])
+    before = take(model, beside=beside, called=True, devices=devices - {torch.device("meta")})
     filters = list(warnings.filters)
 
     def put_back() -> None:
@@ -387,9 +403,20 @@ def untouched(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[S
             yield before
     finally:
         try:
-            lost = before.lost()
+            lost, moved = before.lost(), before.moved()
         finally:
             to_the_end(put_back)
+        if moved:
+            more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+            tell(
+                f"lowtide: the step that lowtide looked at moved {moved[0]}{more} on, which cannot be wound back, so "
+                "training goes on from there; keep the position as a number if that matters."
+            )
+        if not before.is_whole:
+            tell(
+                f"lowtide: {type(model).__name__} reaches more than 50,000 objects, and lowtide has not looked at all "
+                "of them: those beyond are not put back after the step that it looked at."
+            )
     if lost:
         raise ConfigError(
             f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "

@@ -148,7 +148,8 @@ def _in_stretches(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> set
 
 def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
     """The state after steps of a copy on fake parameters, and the most that they needed beyond."""
-    before = take(beside=(_own(optimizer), slots_of(optimizer)), process=False)
+    devices = {parameter.device for parameter in _parameters(optimizer)}
+    before = take(beside=optimizer, called=True, devices=devices)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             twin, fakes = _twin(optimizer, is_accelerator)

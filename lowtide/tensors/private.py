@@ -206,6 +206,9 @@ def joint_gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     return [key for key, name in names.items() if name.startswith("torch.autograd.graph.register_multi_grad_hook.")]
 
 
+INTERNAL_MODES = ("torch._", "torch.fx.")
+"""How the modules begin whose modes are torch's own machinery (fake tensors, tracing), and nobody's state."""
+
 find("torch.nn.utils.parametrize._cache")
 
 
@@ -344,6 +347,17 @@ OPTIMIZER_STATE_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Attributes of an optimizer that hold the hooks of its `state_dict` and `load_state_dict` by number."""
+
+_GLOBAL_HOOKS = tuple(
+    find(f"torch.nn.modules.module._global_{which}_hooks")
+    for which in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def global_module_hooks() -> tuple[Any, ...]:
+    """The mappings of the hooks that run for every module of the process. Hooks can be added publicly, not listed."""
+    return _GLOBAL_HOOKS
+
 
 for _name in (*MODULE_TABLES, *FORWARD_HOOKS, *FORWARD_HOOK_FLAGS, *BACKWARD_HOOKS):
     if _name not in vars(nn.Module()):

@@ -8,7 +8,12 @@ reachable or process-wide; tensors that are buffers, attributes or parts of eith
 their version, `requires_grad` and hooks; numpy arrays. Shared objects are found once and stay the same objects.
 
 With `code`, also what the forward and the hooks *name*: globals of their functions (numbers, containers, generators)
-and attributes of the modules' classes.
+and attributes of the modules' classes. With `called` (the observed step), also what the functions and methods name that
+they call, attributes of the modules and classes that they name, modules that are global; thread-locals, values of
+context variables, weak containers, namespaces, bytes that can be written, arrays of objects, files that are read,
+distributions of torch, members of enumerations, functions with a cache, global module hooks, active modes, and objects
+with a lock. What moves on by itself and cannot be wound back (an iterator, a generator, a file that is written) is not
+put back, but `moved` tells its name.
 
 Bytes: tensors up to 1 MiB are copied. Larger ones, and parameters, are not, unless `about_to_write` is called before
 they are written (the observer does, it sees each operator), or `steady` is given: then a large one is copied to the
@@ -16,17 +21,24 @@ host until it has come through once without a change, and trusted to its version
 
 Cost: about 20 us a module with its parameters (0.5 ms a Llama layer; asking or putting back 0.2 ms), 6 us a small
 tensor beside; 0.1 ms for the process's random states.
-Not covered: state behind functions that other functions call, class attributes and globals without `code`; what has no
-Python state to read (iterators, files, sockets, extension objects); objects of torch itself that are no modules, and
-objects with a lock (another thread may be writing); more than 50,000 objects beyond the attributes of modules.
+Not covered: what has no Python state to read (sockets, extension objects); objects of torch that are neither modules
+nor distributions; objects that a thread of their own may be writing to (queues, pools); arrays above 16 MiB; more than
+50,000 objects beyond the attributes of modules (`is_whole` says so).
 """
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
 import functools
+import io
+import mmap
 import random
 import sys
+import threading
 import types
+import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
@@ -36,7 +48,26 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.tensors.private import disable_current_modes, is_compiled_function, original_of_compiled, storage_key
+from lowtide.tensors.far_state import (
+    Bytes,
+    CachedCalls,
+    NewNames,
+    ObjectArray,
+    Position,
+    is_library,
+    names_in,
+    record_of_file,
+)
+from lowtide.tensors.private import (
+    INTERNAL_MODES,
+    disable_current_modes,
+    dispatch_modes,
+    function_modes,
+    global_module_hooks,
+    is_compiled_function,
+    original_of_compiled,
+    storage_key,
+)
 from lowtide.tensors.remembered import (
     PLAIN,
     TRANSPARENT,
@@ -64,20 +95,49 @@ _FOREIGN = frozenset(
     | {"logging", "io", "_io", "weakref", "_weakref", "abc", "functools", "types", "typing", "builtins", "inspect"}
     | {"importlib", "contextlib", "enum", "re", "itertools"}
 )
+# Parts of those packages whose objects people keep as state of their own.
+_FAMILIAR = (
+    "torch.distributions.",
+    "torch.nn.",
+    "torch.utils.weak",
+    "torch.utils.flop_counter",
+    "torch.ao.",
+    "weakref",
+)
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
+_CACHED = type(functools.lru_cache(len))
+_WRITABLE: tuple[Any, ...] = (
+    bytearray,
+    array,
+    memoryview,
+    mmap.mmap,
+    ctypes.Array,
+    ctypes.Structure,
+    type(ctypes.c_int()).__base__,
+)
 _MODULE_DEPTH = 2
 _LOCKS = ("lock", "RLock", "Condition", "Thread", "Event", "Semaphore", "BoundedSemaphore", "SimpleQueue")
+# Beside these, another thread is at work.
+_WORKERS = ("Condition", "Thread", "SimpleQueue", "ThreadPoolExecutor", "ProcessPoolExecutor")
+_RUN = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
+"""Methods that run without being named in the code that was walked; and those with two underscores."""
 
 
 class Snapshot:
     """What was found, as it was. Made by `take`."""
 
-    __slots__ = ("_records", "_steady", "_tensors", "_written", "is_whole")
+    __slots__ = ("_positions", "_records", "_steady", "_tensors", "_written", "is_whole")
 
     def __init__(
-        self, records: list[Any], tensors: list[TensorState], steady: WeakTensorKeyDictionary | None, is_whole: bool
+        self,
+        records: list[Any],
+        positions: list[Position],
+        tensors: list[TensorState],
+        steady: WeakTensorKeyDictionary | None,
+        is_whole: bool,
     ) -> None:
         self._records = records
+        self._positions = positions
         self._tensors = tensors
         self._steady = steady
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
@@ -109,6 +169,10 @@ class Snapshot:
             str(state.name) for state in self._tensors if id(state.tensor) not in but and state.is_lost(self._written)
         ]
 
+    def moved(self) -> list[str]:
+        """Names of what has moved on since, and cannot be wound back."""
+        return [f"'{each.name}' ({each.kind})" for each in self._positions if each.has_moved()]
+
     def restore(self) -> None:
         """Put everything back. May be called again. What did not change is not written to."""
         with disable_current_modes(), torch.no_grad():
@@ -132,12 +196,15 @@ def take(
     *modules: nn.Module,
     beside: Any = None,
     code: bool = False,
+    called: bool = False,
     process: bool = True,
     steady: WeakTensorKeyDictionary | None = None,
     devices: Iterable[torch.device] = (),
 ) -> Snapshot:
-    """Remember what `modules` and `beside` reach. `process`: the random states of the process and of `devices` too."""
-    walk = _Walk(code, steady)
+    """Remember what `modules` and `beside` reach. `code`: with what their functions name; `called`: and the functions
+    that these call. `process`: the random states of the process and of `devices` too."""
+    walk = _Walk(code or called, called, steady)
+    modes = [*function_modes(), *dispatch_modes()] if called else []
     with disable_current_modes():
         if process:
             walk.records += _process_states(devices)
@@ -145,19 +212,29 @@ def take(
             walk.add(module, Name(None, ""), 0)
         if beside is not None:
             walk.add(beside, Name(None, "batch"), 0)
+        if called:
+            walk.add_surroundings(modes)
         walk.run()
-    return Snapshot(walk.records, walk.tensors, steady, walk.is_whole)
+    return Snapshot(walk.records, walk.positions, walk.tensors, steady, walk.is_whole)
 
 
 class _Walk:
     """One way through everything that can be reached, each object once, near ones first."""
 
-    def __init__(self, code: bool, steady: WeakTensorKeyDictionary | None) -> None:
+    def __init__(self, code: bool, called: bool, steady: WeakTensorKeyDictionary | None) -> None:
         self.empty = Empty()
         self.records: list[Any] = [self.empty]
+        self.positions: list[Position] = []
+        """What `Snapshot.moved` is asked of."""
         self.tensors: list[TensorState] = []
         self.is_whole = True
         self._code = code
+        self._called = called
+        self._plain = PLAIN - {types.BuiltinFunctionType} if called else PLAIN
+        self._names: set[str] = set(_RUN)
+        """That the code that was walked names."""
+        self._methods: dict[str, list[tuple[Any, Name]]] = {}
+        """Of classes that were found, by their names; walked once somebody names them."""
         self._steady = steady
         self._seen: dict[int, Any] = {}
         self._classes: set[type] = set()
@@ -168,7 +245,7 @@ class _Walk:
 
     def add(self, value: Any, name: Name, depth: int) -> None:
         kind = type(value)
-        if kind in PLAIN or id(value) in self._seen:
+        if kind in self._plain or id(value) in self._seen:
             return
         visit = self._visits.get(kind, self)
         if visit is self:
@@ -183,9 +260,20 @@ class _Walk:
         self._seen[id(value)] = value
         self._todo.append((value, name, depth))
 
+    def add_surroundings(self, modes: list[Any]) -> None:
+        """What is found around a forward: values of context variables, hooks of all modules, modes."""
+        for variable, value in contextvars.copy_context().items():
+            self.add(value, Name(None, variable.name), 1)
+        for hooks in global_module_hooks():
+            self.add(hooks, Name(None, "global module hooks"), 1)
+        for mode in modes:
+            if not type(mode).__module__.startswith(("lowtide.", *INTERNAL_MODES)):
+                self.add(vars(mode), Name(None, type(mode).__name__), 1)
+                self._class(type(mode), Name(None, type(mode).__name__))
+
     def run(self) -> None:
         todo, visits = self._todo, self._visits
-        while todo:
+        while todo or self._find_methods():
             value, name, depth = todo.popleft()
             visit = visits[type(value)]
             assert visit is not None
@@ -193,7 +281,16 @@ class _Walk:
         # Bound methods of its own: a cycle, in which the batch would outlive the step.
         visits.clear()
 
+    def _find_methods(self) -> bool:
+        """Walk methods that code names which was walked since; False where there is none."""
+        for key in self._methods.keys() & self._names:
+            for function, name in self._methods.pop(key):
+                self.add(function, name, 1)
+        return bool(self._todo)
+
     def _visit_for(self, kind: type) -> Callable[[Any, Name, int], None] | None:
+        if self._called and (visit := self._far_visit_for(kind)) is not None:
+            return visit
         for classes, visit in (
             (nn.Module, self._module),
             (torch.Tensor, self._tensor),
@@ -220,11 +317,31 @@ class _Walk:
                 return self._bit_generator
             if issubclass(kind, numpy.random.RandomState):
                 return self._random_state
-        if issubclass(kind, type | Enum | torch.optim.Optimizer | BaseException):
+        if issubclass(kind, type | BaseException) or (
+            issubclass(kind, Enum | torch.optim.Optimizer) and not self._called
+        ):
             return None
-        if kind.__module__.partition(".")[0] in _FOREIGN or not _has_attributes(kind):
+        is_familiar = self._called and f"{kind.__module__}.".startswith(_FAMILIAR)
+        if (kind.__module__.partition(".")[0] in _FOREIGN and not is_familiar) or not _has_attributes(kind):
             return None
         return self._object
+
+    def _far_visit_for(self, kind: type) -> Callable[[Any, Name, int], None] | None:
+        """How to look at a kind of object that only the observed step cares for."""
+        for classes, visit in (
+            (_WRITABLE, self._writable),
+            (weakref.ref, self._weak_reference),
+            (contextvars.ContextVar, self._context_variable),
+            (types.BuiltinFunctionType, self._builtin),
+            (types.SimpleNamespace, self._object),
+            (threading.local, self._object),
+            (io.IOBase, self._file),
+            (_CACHED, self._cached),
+        ):
+            if issubclass(kind, classes):
+                return visit
+        is_own = not is_library(kind.__module__, _FOREIGN) and kind.__dictoffset__ != 0
+        return self._iterator if issubclass(kind, Iterator) and not is_own else None
 
     # -- what holds others -----------------------------------------------------------------------------------------
 
@@ -238,7 +355,7 @@ class _Walk:
         self.records.append(Attributes(attributes, then, name, is_module=is_module, is_item=False))
         for key, child in then.items():
             kind = type(child)
-            if kind in PLAIN:
+            if kind in self._plain:
                 continue
             if kind in _CONTAINERS and not child:
                 self.empty.found.append((child, name, key))  # most hooks of most modules
@@ -250,7 +367,7 @@ class _Walk:
         then = dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
         self.records.append(Attributes(value, then, name, is_module=False, is_item=not is_named))
         for key, child in then.items():
-            if type(child) not in PLAIN:
+            if type(child) not in self._plain:
                 self.add(child, Name(name, key, not is_named), depth + 1)
         self._own(value, name, depth, dict, OrderedDict)
 
@@ -258,7 +375,7 @@ class _Walk:
         then = list(value)
         self.records.append(Items(value, then, name))
         for index, child in enumerate(then):
-            if type(child) not in PLAIN:
+            if type(child) not in self._plain:
                 self.add(child, Name(name, index, True), depth + 1)
         self._own(value, name, depth, list, deque)
 
@@ -284,10 +401,12 @@ class _Walk:
         attributes = getattr(value, "__dict__", None)
         slots = slots_of(value)
         children = [*(attributes.values() if type(attributes) is dict else ()), *slots.values()]
-        if any(type(child).__name__ in _LOCKS for child in children):
+        if any(type(child).__name__ in (_WORKERS if self._called else _LOCKS) for child in children):
             return
         if type(attributes) is dict:
             self._attributes(attributes, name, depth)
+        if self._called:
+            self._class(type(value), name)
         if slots:
             self.records.append(Slots(value, slots, name))
             for key, child in slots.items():
@@ -306,8 +425,38 @@ class _Walk:
             self._attributes(function.__dict__, name, depth)
         for child in (function.__defaults__ or ()) + tuple((function.__kwdefaults__ or {}).values()):
             self.add(child, name, depth + 1)
-        if self._code and function.__module__.partition(".")[0] not in _FOREIGN:
+        if self._called:
+            if not is_library(function.__module__, _FOREIGN):
+                names = names_in(function.__code__)
+                self._names |= names
+                self._named_in(function.__globals__, names, Name(None, function.__module__), depth, set())
+        elif self._code and function.__module__.partition(".")[0] not in _FOREIGN:
             self._named_by(function, depth)
+
+    def _named_in(self, namespace: dict[str, Any], names: set[str], within: Name, depth: int, seen: set[int]) -> None:
+        """What of a module's globals a function names; and of those modules that it names, what it names of them."""
+        seen.add(id(namespace))
+        self.records.append(NewNames.of_globals(namespace, names, within))
+        for key in names:
+            value = namespace.get(key, namespace)
+            if value is namespace:
+                value = sys.modules.get(key, namespace)  # imported inside of the function
+                if not isinstance(value, types.ModuleType):
+                    continue
+            name = Name(within, key)
+            if isinstance(value, types.ModuleType):
+                if id(vars(value)) not in seen and not is_library(value.__name__, _FOREIGN):
+                    self._named_in(vars(value), names, Name(None, value.__name__), depth, seen)
+            elif isinstance(value, type):
+                if not issubclass(value, BaseException):
+                    self._class(value, name)
+                    for owner in value.__mro__:
+                        self.add(vars(owner).get("__init__"), name, depth + 1)
+            else:
+                if (id(namespace), key) not in self._globals:
+                    self._globals.add((id(namespace), key))
+                    self.records.append(Global(namespace, key, value, name))
+                self.add(value, name, depth + 1)
 
     def _named_by(self, function: types.FunctionType, depth: int) -> None:
         """Globals that a function names, and that hold numbers, containers or generators."""
@@ -328,6 +477,9 @@ class _Walk:
             if owner in self._classes or owner.__module__.partition(".")[0] in _FOREIGN:
                 continue
             self._classes.add(owner)
+            if self._called:
+                self._class_and_methods(owner)
+                continue
             forward = vars(owner).get("forward")
             if isinstance(forward, types.FunctionType):
                 self.add(forward, Name(name, "forward"), 1)
@@ -337,6 +489,23 @@ class _Walk:
                 self.records.append(ClassAttribute(owner, key, value, Name(Name(None, owner.__name__), key)))
                 self.add(value, Name(Name(None, owner.__name__), key), 1)
 
+    def _class_and_methods(self, owner: type) -> None:
+        if is_library(owner.__module__, _FOREIGN):
+            return
+        name = Name(None, owner.__name__)
+        self.records.append(NewNames.of_class(owner, name))
+        for key, value in vars(owner).items():
+            for function in _functions_of(value):
+                if not key.startswith("__"):
+                    self._methods.setdefault(key, []).append((function, Name(name, key)))
+                elif key != "__init__":  # which has run, unless code names the class
+                    self.add(function, Name(name, key), 1)
+            if key.startswith("__") or isinstance(value, types.FunctionType | type) or _functions_of(value):
+                continue
+            if not _is_descriptor(value):
+                self.records.append(ClassAttribute(owner, key, value, Name(name, key)))
+                self.add(value, Name(name, key), 1)
+
     def _method(self, method: types.MethodType, name: Name, depth: int) -> None:
         self.add(method.__self__, name, depth + 1)
         self.add(method.__func__, name, depth + 1)
@@ -344,6 +513,17 @@ class _Walk:
     def _partial(self, partial: functools.partial, name: Name, depth: int) -> None:
         for child in (partial.func, partial.args, partial.keywords):
             self.add(child, name, depth + 1)
+
+    def _weak_reference(self, reference: weakref.ref, name: Name, depth: int) -> None:
+        self.add(reference(), name, depth)
+
+    def _context_variable(self, variable: contextvars.ContextVar, name: Name, depth: int) -> None:
+        self.add(variable.get(None), name, depth)
+
+    def _builtin(self, function: Any, name: Name, depth: int) -> None:
+        """The method of a container."""
+        if not isinstance(function.__self__, types.ModuleType):
+            self.add(function.__self__, name, depth)
 
     # -- what holds values -----------------------------------------------------------------------------------------
 
@@ -366,7 +546,30 @@ class _Walk:
     def _random_state(self, generator: Any, name: Name, depth: int) -> None:
         self.records.append(State(generator.get_state, generator.set_state, name))
 
+    def _writable(self, value: Any, name: Name, depth: int) -> None:
+        with memoryview(value) as view:
+            is_copied = not view.readonly and view.nbytes <= _MAX_ARRAY_BYTES
+        if is_copied:
+            self.records.append(Bytes(value, name))
+
+    def _file(self, file: io.IOBase, name: Name, depth: int) -> None:
+        record = record_of_file(file, name)
+        if record is not None:
+            (self.positions if isinstance(record, Position) else self.records).append(record)
+
+    def _cached(self, function: Any, name: Name, depth: int) -> None:
+        self.records.append(CachedCalls(function, name))
+        self.add(function.__wrapped__, name, depth)
+
+    def _iterator(self, value: Any, name: Name, depth: int) -> None:
+        self.positions.append(Position(value, name))
+
     def _array(self, array: Any, name: Name, depth: int) -> None:
+        if self._called and array.dtype == object:
+            self.records.append(ObjectArray(array, name))
+            for index, child in enumerate(array.flat):
+                self.add(child, Name(name, index, True), depth + 1)
+            return
         if array.flags.writeable and array.nbytes <= _MAX_ARRAY_BYTES and not array.dtype.hasobject:
             self.records.append(Array(array, name))
 
@@ -394,3 +597,17 @@ def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> No
 
 def _has_attributes(kind: type) -> bool:
     return kind.__dictoffset__ != 0 or any(vars(owner).get("__slots__") for owner in kind.__mro__)
+
+
+def _functions_of(value: Any) -> list[types.FunctionType]:
+    """The functions of what is found in a class."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        return [each for each in (value.fget, value.fset) if isinstance(each, types.FunctionType)]
+    wrapped = getattr(value, "func", None) if isinstance(value, functools.cached_property) else value
+    return [wrapped] if isinstance(wrapped, types.FunctionType) else []
+
+
+def _is_descriptor(value: Any) -> bool:
+    return isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType | types.WrapperDescriptorType)

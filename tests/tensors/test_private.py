@@ -25,6 +25,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.errors import ConfigError
 from lowtide.tensors import private
@@ -574,6 +575,24 @@ def test_hooks_of_modules() -> None:
     module.register_full_backward_pre_hook(lambda *_: None)
     module.register_full_backward_hook(lambda *_: None)
     assert [len(vars(module)[name]) for name in names] == [1] * 7
+
+
+def test_modes_of_torchs_own() -> None:
+    assert private.FakeTensorMode.__module__.startswith(private.INTERNAL_MODES)
+    assert not FlopCounterMode.__module__.startswith(private.INTERNAL_MODES)
+
+
+def test_hooks_of_all_modules() -> None:
+    register = nn.modules.module
+    hooks = [
+        getattr(register, f"register_module_{which}_hook")(print)
+        for which in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    ]
+    try:
+        assert [list(found.values()).count(print) for found in private.global_module_hooks()] == [1] * 4
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def test_the_flat_weights_of_a_recurrent_module() -> None:

@@ -6,6 +6,8 @@ Cost: none that grows with the model's bytes. Not covered: models that read numb
 from __future__ import annotations
 
 import contextlib
+import gc
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +25,6 @@ from lowtide.tensors.private import (
     own_parameters,
     set_experts_implementation,
     set_flat_weights,
-    tree_leaves,
     tree_map_only,
     unset_fake_temporarily,
 )
@@ -34,6 +35,10 @@ _REAL_BYTES = 2**20
 def is_control(tensor: torch.Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return not is_number and tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _REAL_BYTES
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 def has_value(tensor: torch.Tensor) -> bool:
@@ -80,46 +85,19 @@ def without_numbers(batch: Any, mode: FakeTensorMode) -> Any:
     return tree_map_only(torch.Tensor, convert, batch)
 
 
-@contextlib.contextmanager
-def lent(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, the model's parameters and buffers are fake; afterwards everything is what it was."""
+def lend(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Make the model's parameters and buffers fake. Whoever has a snapshot of it puts them back."""
     fakes: dict[int, torch.Tensor] = {}
-    before = []
     for module in model.modules():
-        attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        before.append((module, dict(own_parameters(module)), dict(own_buffers(module)), attributes))
-    flat = [(module, flat_weights(module)) for module in model.modules() if isinstance(module, nn.RNNBase)]
-    try:
-        for module, parameters, buffers, _ in before:
-            for held, table in ((parameters, own_parameters(module)), (buffers, own_buffers(module))):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        if id(tensor) not in fakes:
-                            fakes[id(tensor)] = _fake(tensor, mode)
-                        table[name] = fakes[id(tensor)]  # type: ignore[assignment]
-        for module, weights in flat:
-            set_flat_weights(module, [fakes.get(id(weight), weight) for weight in weights])
-        yield
-    finally:
-        for module, parameters, buffers, attributes in before:
-            for held, table in ((parameters, own_parameters(module)), (buffers, own_buffers(module))):
-                table.clear()
-                table.update(held)  # type: ignore[arg-type]
-            _forget_fakes(module, attributes)
-        for module, weights in flat:
-            set_flat_weights(module, weights)
-
-
-def _forget_fakes(module: nn.Module, before: dict[str, Any]) -> None:
-    """Some models put tensors away in attributes of their own: fake ones must not stay there."""
-    for key, value in list(vars(module).items()):
-        if key.startswith("_") or value is before.get(key):
-            continue
-        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
-            if key in before:
-                module.__dict__[key] = before[key]
-            else:
-                del module.__dict__[key]
+        flat = flat_weights(module) if isinstance(module, nn.RNNBase) else []
+        for table in (own_parameters(module), own_buffers(module)):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake(tensor, mode)
+                    table[name] = fakes[id(tensor)]  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):
+            set_flat_weights(module, [fakes.get(id(weight), weight) for weight in flat])
 
 
 @contextlib.contextmanager
@@ -134,3 +112,30 @@ def grouped_experts(model: nn.Module) -> Iterator[None]:
     finally:
         for config in eager:
             set_experts_implementation(config, "eager")
+
+
+def fakes_alive(mode: FakeTensorMode) -> list[torch.Tensor]:
+    """All fake tensors of `mode` in the process."""
+    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
+
+
+def fakes_left(mode: FakeTensorMode, before: set[int]) -> str:
+    """What holds fake tensors of `mode` but those of `before`, by identity, in words; empty where there are none."""
+    if all(id(each) in before for each in fakes_alive(mode)):
+        return ""
+    gc.collect()
+    left = [each for each in fakes_alive(mode) if id(each) not in before]
+    holders = [holder for each in left for holder in gc.get_referrers(each) if holder is not left]
+    found = dict.fromkeys(_described(holder) for holder in holders if not isinstance(holder, types.FrameType))
+    return " and ".join(found) or ("a place that Python does not show" if left else "")
+
+
+def _described(holder: Any) -> str:
+    """A container by what holds it."""
+    for owner in gc.get_referrers(holder):
+        if getattr(owner, "__dict__", None) is holder:
+            return f"an attribute of a {type(owner).__module__}.{type(owner).__qualname__}"
+        if isinstance(owner, dict) and "__name__" in owner:
+            name = next((key for key, value in owner.items() if value is holder), "?")
+            return f"'{owner['__name__']}.{name}'"
+    return f"a {type(holder).__module__}.{type(holder).__qualname__}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,17 +35,20 @@ from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.attention import fused_attention as fused
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
+    fakes_alive,
+    fakes_left,
     grouped_experts,
     has_value,
     is_control,
-    lent,
+    is_fake,
+    lend,
     mode_of,
     without_numbers,
 )
 from lowtide.profiling.fake.repeated_layers import CannotSkipError, Run, find_runs, skipping
 from lowtide.profiling.fake.roofline import fused_seconds, op_seconds
 from lowtide.profiling.layers import find_layers
-from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
+from lowtide.profiling.observe_step import apart, input_bytes, record_step, untouched, wants_accumulation
 from lowtide.profiling.smaller import traced_codec
 from lowtide.profiling.stash import FakeStash
 from lowtide.profiling.state_bytes import state_bytes
@@ -54,6 +58,7 @@ from lowtide.tensors.private import (
     FAKE_TENSOR_MODULE,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     grouped_mm,
@@ -100,10 +105,13 @@ def trace(
     is_callable = callable(batch) and not isinstance(batch, dict | tuple)
     runs = find_runs(model, names) if skips_equal_layers and not is_callable else ()
     accumulates = False
+    mode = mode_of(model)
+    # Of a model that was built so; else there are none.
+    own = {id(each) for each in fakes_alive(mode)} if any(map(is_fake, model.parameters())) else set()
     while True:
-        setting = _Setting(hardware, names, needs_scalar, is_fused, runs, accumulates, compiled)
+        setting = _Setting(mode, hardware, names, needs_scalar, is_fused, runs, accumulates, compiled)
         try:
-            expanded, shapes = _trace(model, batch, loss, setting)
+            expanded, shapes = apart(_trace, model=model, batch=batch, loss=loss, setting=setting)
             break
         except CannotSkipError:
             runs = ()
@@ -111,7 +119,7 @@ def trace(
             if accumulates or not wants_accumulation(error):
                 raise
             accumulates = True
-    return profile_of(
+    profile = profile_of(
         expanded.trace,
         expanded.nodes,
         Recipes(expanded.recipes, {}),  # a trace on one process sees no collective
@@ -129,6 +137,14 @@ def trace(
         ),
         loss=loss_of(model),
     )
+    del expanded
+    if left := fakes_left(mode, own):
+        warnings.warn(
+            f"lowtide: the traced step left tensors without bytes in {left}, which lowtide cannot put back; empty it "
+            "before you train.",
+            stacklevel=3,
+        )
+    return profile
 
 
 class _Roofline:
@@ -179,6 +195,7 @@ def _grouped_product(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
 class _Setting:
     """How to trace."""
 
+    mode: FakeTensorMode
     hardware: Hardware
     layers: tuple[str, ...]
     needs_scalar: bool
@@ -191,7 +208,7 @@ class _Setting:
 def _trace(
     model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setting: _Setting
 ) -> tuple[Expanded, str]:
-    mode = mode_of(model)
+    mode = setting.mode
     clock = _Roofline(setting.hardware, setting.layers, setting.compiled)
 
     def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None) -> Codec | None:
@@ -202,10 +219,10 @@ def _trace(
     )
     recorder.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
         stack.enter_context(quietly())
         stack.enter_context(grouped_experts(model))
-        stack.enter_context(lent(model, mode))
+        lend(model, mode)
         stack.enter_context(skipping(model, setting.runs))
         stack.enter_context(mode)
         if setting.is_fused:

@@ -96,6 +96,7 @@ def observe_call(
             needs_scalar=False,
             optimizer=optimizer,
             holds_casts=has_cache,
+            tell=None if witness is None else witness.tell,
         )
 
 
@@ -118,6 +119,7 @@ class Witness:
     def __init__(self, model: str) -> None:
         self._model = model
         self._then: list[torch.Tensor] | None = None
+        self._is_told = False
         self.error: Exception | None = None
         """What the observed forward raised."""
 
@@ -126,13 +128,18 @@ class Witness:
         """Whether the observed forward gave something."""
         return self._then is not None
 
+    def tell(self, line: str) -> None:
+        """Warn of what the observed step moved on, once: that the output is another one then says no more."""
+        self._is_told = True
+        warnings.warn(line, stacklevel=2)
+
     def note(self, output: Any) -> None:
         """Remember the output of the observed forward."""
         self._then = _samples(output)
 
     def compare(self, output: Any) -> None:
         """Warn if this one is another."""
-        if self._then is None:
+        if self._then is None or self._is_told:
             return
         now = _samples(output)
         if len(now) == len(self._then) and all(map(_is_same, now, self._then)):

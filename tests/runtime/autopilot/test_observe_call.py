@@ -295,9 +295,8 @@ def test_state_that_cannot_be_put_back_is_said() -> None:
         for _ in range(3):
             model(torch.ones(2, 8)).backward()
     assert [str(warning.message) for warning in caught] == [
-        "lowtide: from the same inputs, _Drawn gave another output than in the observed step: it reads state that "
-        "lowtide cannot put back (an iterator, a file, what functions that it calls keep to themselves), or it does "
-        "not repeat itself. The observed step has moved such state on by one step."
+        "lowtide: the step that lowtide looked at moved 'numbers' (itertools.count) on, which cannot be wound back, so "
+        "training goes on from there; keep the position as a number if that matters."
     ]
 
 
