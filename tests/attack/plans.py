@@ -331,7 +331,7 @@ def _optimized(draw: Any, r: Random) -> Rig:
     share, limits, is_counted = r.choice((0.0, 0.05, 0.2, 0.8, 1.5)), {**MEMORY, **_limits(r)}, r.random() < 0.6
     limits |= _moving(draw, Random(f"{draw.seed} moved").choice(("auto", "swap")))
     if draw.fault:
-        share, is_counted = r.choice((0.75, 0.9, 1.5)), True
+        share, is_counted = r.choice((0.75, 0.9, 1.5) if draw.is_lean else (0.05, 0.2, 0.8)), True
     peak, floor = plain_peak(draw), None
 
     def apply(budget: int) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ import lowtide
 from lowtide.loss.attach import loss_of
 from tests import processes
 from tests.attack import chosen, drive, moody, ordinary, words
-from tests.attack.draw import STATES, Draw, drawn_from, judge
+from tests.attack.classes import CLASSES, NOT_YET
+from tests.attack.draw import STATES, Draw, any_draw, drawn_from, judge, of_class
 from tests.attack.habits import CORES, SIDES, WORD_SIDES
 from tests.attack.models import TRAITS
 from tests.attack.now import TOKENS
@@ -48,7 +49,7 @@ def _seeds(num_draws: int, *, has_budget: bool) -> list[int]:
 
     Of those whose plans are made for a budget, or of the others: a budget costs ten times as much.
     """
-    draws = [drawn_from(seed) for seed in range(400)]
+    draws = [any_draw(seed) for seed in range(400)]
     left = {draw.seed: _parts(draw) for draw in draws if (draw.plan in WITH_BUDGET) == has_budget}
     found: list[int] = []
     while len(found) < num_draws and any(left.values()):
@@ -64,7 +65,7 @@ SEEDS = [*_seeds(400, has_budget=False), *_seeds(5, has_budget=True), 605, 996]
 
 def test_every_part_of_the_attack_is_in_a_draw_of_this_suite() -> None:
     """`make attack` has thousands of draws; these are few, so no block and no habit may be missing."""
-    drawn: set[tuple[str, object]] = set().union(*(_parts(drawn_from(seed)) for seed in SEEDS))
+    drawn: set[tuple[str, object]] = set().union(*(_parts(any_draw(seed)) for seed in SEEDS))
     expected = {("block", name) for family in (ordinary, chosen, moody) for name in family.BLOCKS}
     expected |= {("core", name) for name in CORES} | {("side", name) for name in (*SIDES, *WORD_SIDES)}
     expected |= {("loss", place) for place in words.PLACES} | {("items", given) for given in ("", "int", "tensor")}
@@ -79,13 +80,28 @@ def test_every_part_of_the_attack_is_in_a_draw_of_this_suite() -> None:
 def test_draws_are_right_or_refused_by_name(first: int) -> None:
     wrong = []
     for seed in SEEDS[first : first + CHUNK]:
-        draw = drawn_from(seed)
+        draw = any_draw(seed)
         verdict = judge(draw)
         if verdict.is_wrong:
-            wrong.append(
-                f"{verdict.kind}: {verdict.detail}\n  {draw.describe()}\n  python -m tests.attack --seed {seed}"
-            )
+            again = f"python -m tests.attack --draw '{draw.to_text()}'"
+            wrong.append(f"{verdict.kind}: {verdict.detail}\n  {draw.describe()}\n  {again}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_each_class_that_was_found_once_is_right_now() -> None:
+    wrong = []
+    for name in sorted(set(CLASSES) - NOT_YET):
+        verdict = judge(of_class(name, 0))
+        if verdict.is_wrong:
+            wrong.append(f"{name}: {verdict}\n  python -m tests.attack --class {name} --draws 10")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_classes_are_drawn_unless_they_are_known_to_be_wrong() -> None:
+    assert set(CLASSES) >= NOT_YET
+    drawn = {drawn_from(seed).fault for seed in range(3000)}
+    assert drawn == {"", *CLASSES} - NOT_YET
 
 
 def test_a_draw_is_the_same_from_its_seed_and_from_its_text() -> None:
@@ -97,13 +113,13 @@ def test_a_draw_is_the_same_from_its_seed_and_from_its_text() -> None:
 
 def _first(**wanted: str) -> Draw:
     """The first draw like this that is ordinary otherwise."""
-    draws = (drawn_from(seed) for seed in range(10_000))
+    draws = (any_draw(seed) for seed in range(10_000))
     return next(d for d in draws if all(getattr(d, key) == value for key, value in wanted.items()) and not d.sides)
 
 
 def test_the_loss_of_a_vocabulary_is_sliced_in_the_draws() -> None:
     """With no threshold lowered; in the model and in the loop."""
-    draws = [draw for draw in map(drawn_from, range(400)) if draw.model.words is not None]
+    draws = [draw for draw in map(any_draw, range(400)) if draw.model.words is not None]
     inside = next(draw for draw in draws if draw.slices_loss and draw.plan == "recompute")
     run = inside.new_run(PlainRig(), Trace())
     with lowtide.apply(run.model, {"loss": "sliced"}):

@@ -1,8 +1,8 @@
-"""Small edits of one function, made on its syntax tree. A mutant names the function and one of these, and quotes no lines,
-so that moved code, other comments and another format leave it as it is.
+"""Small edits of one function, made on its syntax tree. A mutant names the function and one of these, and quotes no
+lines, so that moved code, other comments and another format leave it as it is.
 
-Each edit looks for one place: the innermost statement, condition or operand in which all of the given names occur, or the
-expressions that are equal to a given one. No place, or several, is a ValueError: the mutant does not fit any more.
+Each edit looks for one place: the innermost statement, condition or operand in which all of the given names occur, or
+the expressions that are equal to a given one. No place, or several, is a ValueError: the mutant does not fit any more.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def last_step(expression: str) -> Edit:
 
 
 def changed(text: str, function: str, edit: Edit) -> str:
-    """A module's text with an edit of a function of it (`name` or `Class.name`). Raises ValueError where it does not fit."""
+    """A module's text with an edit of a function of it (`name` or `Class.name`). ValueError where it does not fit."""
     module = ast.parse(text)
     edit.apply(function_in(module, function))
     return ast.unparse(ast.fix_missing_locations(module))

@@ -1,7 +1,7 @@
 """Small wrong changes to lowtide, each one that a real mistake could look like, and the tests that should notice it.
 
-What: `MUTANTS` is a plain list. `where` names a function (`package.module:Class.method`, below `lowtide`), `edit` what is
-done to it (edits.py); `tests` are the few fast tests that should fail then; `why` says what a user's run would get.
+What: `MUTANTS` is a plain list. `where` names a function (`package.module:Class.method`, below `lowtide`), `edit` what
+is done to it (edits.py); `tests` are the few fast tests that should fail then; `why` says what a user's run would get.
 `equivalent` says why no test can notice.
 Why: a suite that passes says nothing about what it would notice. A test that is made weaker, or a check that is moved
 and no longer reached, shows here.

@@ -1,4 +1,4 @@
-"""The rows of DualPipeV for 4 ranks and 10 micro-batches, the case that others keep as a file, and what holds for all."""
+"""The rows of DualPipeV for 4 ranks and 10 micro-batches, which others keep as a file, and what holds for all."""
 
 from __future__ import annotations
 
