@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import current_graph_task_id
 
 _PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
@@ -38,7 +39,8 @@ _IS_VISIBLE = _shows_its_bytes()
 
 
 class HostRandom:
-    """Python's and numpy's random state, as they are now. `last`: what they were a moment ago, if that is known.
+    """Python's and numpy's random state, as they are now. `last`: what they were a moment ago, if that is known;
+    `asks_numpy`: somebody may have set numpy's since.
 
     Half of a pair of normal numbers, which both generators may hold, does not show in their bytes: Python's is an
     attribute, and numpy is asked again while it holds one.
@@ -47,7 +49,7 @@ class HostRandom:
     __slots__ = ("_bytes", "_numpy", "_python", "_python_bytes")
     _numpy: Any
 
-    def __init__(self, last: HostRandom | None) -> None:
+    def __init__(self, last: HostRandom | None, *, asks_numpy: bool = False) -> None:
         self._python_bytes = _bytes_of_python()
         is_last = last is not None and self._python_bytes is not None and last._python_bytes == self._python_bytes
         self._python = last._python if is_last else random.getstate()  # type: ignore[union-attr]
@@ -55,7 +57,7 @@ class HostRandom:
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._bytes = _bytes_of_numpy(numpy)
-            is_last = last is not None and last._is_still(self._bytes)
+            is_last = last is not None and last._is_still(self._bytes) and not asks_numpy
             self._numpy = last._numpy if is_last else numpy.get_state(legacy=False)  # type: ignore[union-attr]
 
     @contextlib.contextmanager
@@ -69,10 +71,12 @@ class HostRandom:
 
     def set_from(self, now: HostRandom) -> None:
         """Draws are from here on those that followed, while the state is `now`."""
-        if now._python is not self._python:
+        is_same = self._python_bytes is not None and now._python_bytes == self._python_bytes
+        if now._python is not self._python and not is_same:
             random.setstate(self._python)
         if now._numpy is not self._numpy and self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+            if now._numpy is None or now._numpy["has_gauss"] or not self._is_still(now._bytes):
+                sys.modules["numpy.random"].set_state(self._numpy)
 
     def _is_still(self, state: bytes) -> bool:
         """Whether numpy, which was in this state a moment ago and has these bytes now, has surely drawn nothing."""
@@ -80,24 +84,34 @@ class HostRandom:
 
 
 class Draws:
-    """Python's and numpy's random state, asked for again and again in one forward or one backward pass."""
+    """Python's and numpy's random state, and torch's settings, asked for again and again in one pass."""
 
-    __slots__ = ("_last", "_task")
+    __slots__ = ("_is_new", "_last", "_settings", "_task")
 
     def __init__(self) -> None:
         self._last: HostRandom | None = None
+        self._settings: Modes | None = None
+        self._is_new = True
         self._task = -1
 
     def begin(self) -> None:
         """A forward begins: somebody may have set the state since."""
-        self._last = None
+        self._is_new = True
 
     def now(self) -> HostRandom:
         task = current_graph_task_id()
-        if task != self._task:
-            self._last, self._task = None, task
-        self._last = state = HostRandom(self._last)
+        asks = self._is_new or task != self._task
+        if asks:
+            self._settings = None
+        self._is_new, self._task = False, task
+        self._last = state = HostRandom(self._last, asks_numpy=asks)
         return state
+
+    def settings(self) -> Modes:
+        """Torch's settings as `now` found this pass; to be asked after it."""
+        if self._settings is None:
+            self._settings = Modes()
+        return self._settings
 
 
 def _bytes_of_python() -> tuple[bytes, float | None] | None:

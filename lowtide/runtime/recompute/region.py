@@ -46,7 +46,7 @@ from lowtide.runtime.recompute.saves import Dropped, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.wrapped import Wrapped
-from lowtide.tensors.compiled import graphs_between, has_compiled
+from lowtide.tensors.compiled import graphs_between
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
@@ -182,7 +182,7 @@ class RegionRun:
             self._output = self._prints_of(output)
         self.dropped.prints = self._sealed(self.dropped.prints)
         self.dropped.forward_done()
-        if has_compiled(self.call.module):
+        if state.has_compiled:
             self._graphs = graphs_between(_tensors_of(output), stops)
         return output
 
@@ -191,12 +191,14 @@ class RegionRun:
         that saved other tensors becomes one of ours."""
 
         def unpack(saved: Any) -> torch.Tensor:
-            saved.check()
+            if version_of(saved.witness) != saved.version:
+                saved.check()
             try:
                 tensor = outer(saved.holder)
             except CheckpointError as error:
                 self._differs(error)
-            saved.dropped.come_back()
+            if not saved.dropped.is_back:
+                saved.dropped.come_back()
             return tensor
 
         return unpack

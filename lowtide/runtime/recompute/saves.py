@@ -35,7 +35,7 @@ from lowtide.tensors.wrappers import inside
 class Path:
     """What a module saved in one run, in order."""
 
-    __slots__ = ("frontier", "is_counted", "is_filled_late", "marks", "saved_inputs")
+    __slots__ = ("frontier", "is_counted", "is_filled_late", "marks", "num_saved", "saved_inputs")
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Path:
         is_filled_late: bool,
     ) -> None:
         self.marks = marks
+        self.num_saved = len(marks)
         """Of each saved tensor: how many autograd nodes the run had made before it, and the class of its own node."""
         self.frontier = frozenset(frontier)
         self.is_counted = is_counted
@@ -63,10 +64,10 @@ class Dropped:
         "_inputs",
         "_kept_bytes",
         "_results",
-        "_saved",
         "_seen",
         "_share",
         "counters",
+        "has_results",
         "is_back",
         "is_filled_late",
         "ledger",
@@ -74,6 +75,7 @@ class Dropped:
         "nbytes",
         "note",
         "prints",
+        "saved",
         "saved_inputs",
         "shapes",
     )
@@ -86,6 +88,8 @@ class Dropped:
         self.nbytes = 0
         self.is_back = False
         self._kept_bytes = 0
+        self.has_results = False
+        """Something stays for the second run."""
         self._results: set[int] = set()
         """Kept, and not saved so far, by the key of the storage."""
         self._share: Share | None = None
@@ -100,18 +104,14 @@ class Dropped:
         self.shapes: dict[int, torch.Size] = {}
         self.is_filled_late = False
         """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
-        self._saved: list[ref[_Saved]] = []
+        self.saved: list[ref[_Saved]] = []
 
     def raise_plain(self) -> None:
         """Raise plain autograd's error if something that the region saved was modified since."""
-        for found in self._saved:
+        for found in self.saved:
             saved = found()
             if saved is not None:
                 saved.check()
-
-    def enter(self, saved: _Saved) -> None:
-        """One more tensor that the region saves."""
-        self._saved.append(ref(saved))
 
     def count(self, tensor: torch.Tensor) -> tuple[bool, bool]:
         """Add a storage that the region would have saved. Returns whether it was added, and whether the run has made
@@ -145,15 +145,11 @@ class Dropped:
         storage = result.untyped_storage()
         self._seen[storage_key(storage)] = StorageWeakRef(storage), False
         self._results.add(storage_key(storage))
+        self.has_results = True
         self._kept_bytes += storage.nbytes()
         self.counters.kept_bytes += storage.nbytes()
         self.counters.anchor_bytes += storage.nbytes()  # until the region saves it
         self._hold()
-
-    @property
-    def has_results(self) -> bool:
-        """Whether something stays for the second run."""
-        return self._kept_bytes > 0
 
     def _hold(self) -> None:
         nbytes = self._kept_bytes + (self.nbytes if self.is_back else 0)
@@ -262,22 +258,21 @@ class FirstSaves:
     @never_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
         dropped, path = self._dropped, self._follows
-        number, producer = len(dropped.marks), type(tensor.grad_fn)
-        place = next_sequence_number() - self._start
-        dropped.marks.append((place, producer))
+        marks = dropped.marks
+        number, mark = len(marks), (next_sequence_number() - self._start, type(tensor.grad_fn))
+        marks.append(mark)
         holder = self._outer_pack(tensor)
-        is_of_path = path is not None and number < len(path.marks) and path.marks[number] == (place, producer)
-        if is_of_path and not dropped.has_results:
-            if path.is_counted[number]:  # type: ignore[union-attr]
+        if path is not None and number < path.num_saved and path.marks[number] == mark and not dropped.has_results:
+            if path.is_counted[number]:
                 dropped.nbytes += inside(tensor).untyped_storage().nbytes()
-            is_needed = number in path.frontier  # type: ignore[union-attr]
+            is_needed = number in path.frontier
         else:
-            is_needed = self._look(tensor, number, place)
+            is_needed = self._look(tensor, number, mark[0])
         if is_needed:
-            self._prints.add(number, tensor, place)
+            self._prints.add(number, tensor, mark[0])
             dropped.shapes[number] = tensor.shape
-        saved = _Saved(holder, tensor, producer, dropped)
-        dropped.enter(saved)
+        saved = _Saved(holder, tensor, mark[1], dropped)
+        dropped.saved.append(ref(saved))
         return saved
 
     def _look(self, tensor: torch.Tensor, number: int, place: int) -> bool:

@@ -171,7 +171,19 @@ class Known:
 class Tree:
     """A module and those inside of it: the objects that they hold, compared by identity."""
 
-    __slots__ = ("_dicts", "_hooks", "_own", "_tables", "_then", "_values", "is_light", "small", "tensors")
+    __slots__ = (
+        "_dicts",
+        "_hooks",
+        "_own",
+        "_tables",
+        "_then",
+        "_values",
+        "addressed",
+        "has_compiled",
+        "is_light",
+        "small",
+        "tensors",
+    )
 
     def __init__(self, module: nn.Module, *, has_shards: bool) -> None:
         modules = modules_of(module)
@@ -189,6 +201,8 @@ class Tree:
         self.tensors = [each for each in tensors.values() if not each.is_inference()]
         if has_shards:
             self.tensors = [each for each in self.tensors if not isinstance(each, nn.Parameter)]
+        self.addressed = [is_plain(each) for each in self.tensors]
+        self.has_compiled = has_compiled(module)
         sizes = [_bytes_to_copy(each) for each in self.tensors]
         self.small = [index for index, size in enumerate(sizes) if 0 < size <= _SMALL_BYTES]
         buffers = {id(each) for own in self._own for each in own[MODULE_TABLES[1]].values()}
@@ -267,6 +281,7 @@ class Before:
     """What a module read before a run, for the second run."""
 
     __slots__ = (
+        "_addressed",
         "_copies",
         "_flags",
         "_given",
@@ -293,7 +308,8 @@ class Before:
         self._tree = tree = watch.tree()
         self.known = known = watch.known(tree)
         self._tensors = [*tree.tensors, *known.others()] if known.read else tree.tensors
-        self._marks = _marks_of(self._tensors)
+        self._addressed = [is_plain(tensor) for tensor in self._tensors] if known.read else tree.addressed
+        self._marks = _marks_of(self._tensors, self._addressed)
         self._flags = [tensor.requires_grad for tensor in tree.tensors]
         self._random = watch.draws.now()
         self._parameters = LentParameters(watch.module) if watch.has_shards else None
@@ -306,7 +322,7 @@ class Before:
             self._walked = self._walk([watch.module, call.own_forward()])
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
-        if is_open and not is_forward_mode() and not has_compiled(watch.module):
+        if is_open and not is_forward_mode() and not tree.has_compiled:
             self.flow = Flow(call.tensors, is_sharded=watch.has_shards)
         self.is_whole = self._walked is not None or watch.num_runs % _WHOLE == 0
         """Its second run goes to its end, and what it gives is compared."""
@@ -341,6 +357,11 @@ class Before:
             )
         return [record for record in records if not _is_of_a_module(record)]
 
+    @property
+    def has_compiled(self) -> bool:
+        """Whether the module has compiled parts."""
+        return self._tree.has_compiled
+
     def keep_path(self, path: Path | None) -> bool:
         """The run has followed or shown a path; None if it left the known one, or went off any. Returns whether its
         second run is to go to its end."""
@@ -368,7 +389,7 @@ class Before:
         elif known.path is None:
             with disable_current_modes():
                 known.moving |= {key for key, (view, then) in self._copies.items() if not same_bytes(view, then)}
-        marks = _marks_of(self._tensors)
+        marks = _marks_of(self._tensors, self._addressed)
         for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True):
             if then != now and id(tensor) not in self._copies:
                 raise self.watch.refusal_of(
@@ -419,8 +440,9 @@ class Before:
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
         self._refuse_written(raise_plain)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self._modes.again())
-            undo.enter_context(self._random.again(self.watch.draws.now()))
+            now = self.watch.draws.now()
+            undo.enter_context(self._modes.again(self.watch.draws.settings()))
+            undo.enter_context(self._random.again(now))
             undo.callback(self._settle_down, [version_of(tensor) for tensor in self._tensors])
             undo.enter_context(self._tree.replayed())
             if self._parameters is not None:
@@ -439,7 +461,7 @@ class Before:
             yield
 
     def _refuse_written(self, raise_plain: Callable[[], None]) -> None:
-        marks = _marks_of(self._tensors)
+        marks = _marks_of(self._tensors, self._addressed)
         if marks == self._marks:
             return
         for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True):
@@ -507,9 +529,12 @@ def _kind(tensor: torch.Tensor) -> str:
     return "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
 
 
-def _marks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """What changes when somebody writes to a tensor, or exchanges its data."""
-    return [(version_of(tensor), tensor.data_ptr() if is_plain(tensor) else 0) for tensor in tensors]
+def _marks_of(tensors: list[torch.Tensor], addressed: list[bool]) -> list[tuple[int, int]]:
+    """What changes when somebody writes to a tensor, or exchanges its data. `addressed`: which of them have an address."""
+    return [
+        (version_of(tensor), tensor.data_ptr() if has_address else 0)
+        for tensor, has_address in zip(tensors, addressed, strict=True)
+    ]
 
 
 @contextlib.contextmanager
