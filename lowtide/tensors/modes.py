@@ -5,7 +5,8 @@ What: attention backends, default dtype, precisions, determinism, number of thre
 runs again: what has changed since is set to what it was, and set back after it.
 Why not an error: all of these can be put back, and a backward outside of `with sdpa_kernel(...)` is the ordinary case.
 
-Cost: about 5 us to take, and as much to compare; nothing is written while all is as it was. Not covered: flags that
+Cost: about 5 us to take, and as much to compare, 1 us for the next regions of a backward pass; nothing is written while all
+is as it was. Not covered: flags that
 torch does not let one read (`set_flush_denormal`), the choice of BLAS and linear algebra libraries, environment
 variables; how many threads a new thread of the user's computes with before anybody has asked torch for that number in
 it: to look is to set it (call `torch.get_num_threads()` there first, also without lowtide, and both runs are alike).
@@ -57,16 +58,18 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# How to read each setting, and how to write it. The general ones before those that they imply.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+# How to read each setting, and how to write it. The general ones before those that they imply; the quick ones first.
+_QUICK: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    (_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
     (get_attention_order, set_attention_order),  # `sdpa_kernel(..., set_priority=True)`
+)
+_SLOW: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
     (_backends.mha.get_fastpath_enabled, _backends.mha.set_fastpath_enabled),
     (_determinism, _set_determinism),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
@@ -84,35 +87,44 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     _attribute(_backends.mkldnn, "enabled"),
     _attribute(_backends.mkldnn, "deterministic"),
 )
-_READS = tuple(read for read, _ in _SETTINGS)
+_SETTINGS = (*_QUICK, *_SLOW)
+_READ_QUICK = tuple(read for read, _ in _QUICK)
+_READ_SLOW = tuple(read for read, _ in _SLOW)
 
 
 class Modes:
-    """Settings and modes as they are now."""
+    """Settings and modes as they are now. `of_pass`: taken in the same backward pass; what is slow to read is as it was
+    there."""
 
-    __slots__ = ("_modes", "_values")
+    __slots__ = ("_modes", "_quick", "_slow")
 
-    def __init__(self) -> None:
-        self._values = [read() for read in _READS]
+    def __init__(self, of_pass: Modes | None = None) -> None:
+        self._quick = [read() for read in _READ_QUICK]
+        self._slow = [read() for read in _READ_SLOW] if of_pass is None else of_pass._slow
         self._modes = _modes_of_the_user()
 
+    @property
+    def _values(self) -> list[Any]:
+        return [*self._quick, *self._slow]
+
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, all is as it was when this was made; afterwards it is as it was before."""
-        now = [read() for read in _READS]
+    def again(self, of_pass: Modes | None = None) -> Iterator[None]:
+        """Inside, all is as it was when this was made; afterwards it is as it was before. `of_pass`: taken in the
+        backward pass that is running."""
+        now = Modes(of_pass)
+        if now._quick == self._quick and now._slow == self._slow and not self._modes:
+            yield
+            return
+        values = now._values
         try:
-            self._set(self._values, now)
-            if not self._modes:
-                yield
-                return
+            self._set(self._values, values)
             with contextlib.ExitStack() as stack:
-                active = _modes_of_the_user()
                 for mode in self._modes:
-                    if not any(mode is other for other in active):
+                    if not any(mode is other for other in now._modes):
                         stack.enter_context(mode)
                 yield
         finally:
-            self._set(now, [read() for read in _READS])
+            self._set(values, [read() for read, _ in _SETTINGS])
 
     @staticmethod
     def _set(values: list[Any], now: list[Any]) -> None:

@@ -332,6 +332,13 @@ nothing can be exchanged."""
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Attributes of a module that hold its forward hooks by number. Hooks can be added publicly, not listed."""
 
+GLOBAL_FORWARD_HOOKS: list[dict[int, Any]] = [
+    find(f"torch.nn.modules.module._global_forward_{name}")
+    for name in ("hooks", "pre_hooks", "hooks_with_kwargs", "hooks_always_called")
+]
+"""The hooks that run in the forward of every module, by number, and which of them want what. They can be added
+publicly, not listed."""
+
 FORWARD_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 """Attributes of a module that say which of its forward hooks want what."""
 

@@ -288,6 +288,9 @@ class State:
         """The same generator, as it is now."""
         return State(self._get, self._set, self.name)
 
+    def has_moved(self) -> bool:
+        return not _is_same_state(self._get(), self.then)
+
     def restore(self) -> None:
         self._set(self.then)
 
@@ -305,6 +308,9 @@ class Array:
     def again(self) -> Array:
         """The same array, as it is now."""
         return Array(self.array, self.name)
+
+    def has_moved(self) -> bool:
+        return bool(self.array.tobytes() != self.then.tobytes())
 
     def restore(self) -> None:
         if self.array.shape == self.then.shape and self.array.tobytes() != self.then.tobytes():
@@ -404,6 +410,17 @@ def _is_equal(now: Any, then: Any) -> bool:
     if isinstance(now, types.MethodType):
         return now == then
     return type(now) in PLAIN and bool(now == then)
+
+
+def _is_same_state(now: Any, then: Any) -> bool:
+    """Whether two states of a generator are equal."""
+    if isinstance(now, torch.Tensor):
+        return torch.equal(now, then)
+    if isinstance(now, dict):
+        return all(_is_same_state(value, then[key]) for key, value in now.items())
+    if hasattr(now, "tobytes"):
+        return bool(now.tobytes() == then.tobytes())
+    return bool(now == then)
 
 
 def slots_of(value: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Cost: half a microsecond to write one down. Not covered: tensors that are not st
 
 from __future__ import annotations
 
+import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lowtide.core.recipe import Geometry
-from lowtide.tensors.private import is_view, negated, version_of
+from lowtide.tensors.private import disable_current_modes, is_view, negated, version_of
 from lowtide.tensors.wrappers import hollow, is_desugared
 
 
@@ -182,10 +183,19 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor and is_desugared((type(tensor),)):
         return hollow(tensor)
     witness = tensor.detach()
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    empty = empty.conj() if tensor.is_conj() else empty
-    witness.data = negated(empty) if tensor.is_neg() else empty
+    empty = _empty(tensor.dtype, tensor.device)
+    if tensor.is_conj() or tensor.is_neg():
+        empty = empty.conj() if tensor.is_conj() else empty
+        empty = negated(empty) if tensor.is_neg() else empty
+    witness.data = empty
     return witness
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without bytes: one for all witnesses of a kind, since to make it takes as long as the rest."""
+    with torch.inference_mode(mode=False), disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class View:

@@ -24,8 +24,9 @@ from lowtide.runtime.hooks import forward_pass as hooks
 from lowtide.runtime.offload import scheduler as swap
 from lowtide.runtime.offload import site as queue
 from lowtide.runtime.recompute import region as recompute
+from lowtide.runtime.recompute import saves
+from lowtide.runtime.recompute import watch as state
 from lowtide.runtime.saved import handle
-from lowtide.tensors import run_state as state
 from tests import two_ranks, zoo
 
 KEEP = {"keep": ["layers"], "swap": "all", "min_bytes": 0}
@@ -98,14 +99,13 @@ _OF_THE_TIDE = (
     "LayerTable",
     "SavedTensorEntry",
     "Watch",
-    "Found",
-    "HostRandom",
-    "Draws",
-    "Hooks",
+    "Known",
+    "Tree",
+    "Path",
 )
 _OWNERS = {
     found
-    for module in (handle, hooks, recompute, state, swap, queue)
+    for module in (handle, hooks, recompute, saves, state, swap, queue)
     for found in vars(module).values()
     if isinstance(found, type) and found.__module__ == module.__name__ and found.__name__ not in _OF_THE_TIDE
 }

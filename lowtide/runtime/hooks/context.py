@@ -15,8 +15,9 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.runtime.recompute.watch import Watch
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.run_state import Draws, Watch
+from lowtide.tensors.random_state import Draws
 
 
 class InputKeeper(Protocol):
@@ -49,6 +50,8 @@ class PlanContext:
     scheduler: OffloadScheduler
     counters: Counters
     ledger: Ledger
+    fingerprints: Fingerprints
+    """Of what is recomputed."""
     sites: dict[str, SiteDecision] = field(default_factory=dict)
     """Decisions of the first forward, by site name."""
     seen_names: set[str] = field(default_factory=set)
@@ -59,8 +62,6 @@ class PlanContext:
     draws: Draws = field(default_factory=Draws)
     nodes: dict[str, Node] | None = None
     """What a solved plan says, by name; None where rules decide."""
-    fingerprints: Fingerprints | None = None
-    """Fingerprints of what recipes recompute."""
     logged_kinds: frozenset = frozenset()
     """Operators that the plan's recipes contain; empty where it has no recipes."""
     logs_always: bool = True

@@ -93,7 +93,6 @@ class ForwardPass:
             self.log = OperatorLog(context.logged_kinds)
         self.recipe_graph: RecipeGraph | None = None
         if context.nodes is not None:
-            assert context.fingerprints is not None
             self.recipe_graph = RecipeGraph(
                 context.scheduler,
                 context.counters,

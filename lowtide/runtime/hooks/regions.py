@@ -26,10 +26,11 @@ from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.table import LayerTable
 from lowtide.runtime.recompute.call import Call, without_cache
 from lowtide.runtime.recompute.module_output import Rerun
-from lowtide.runtime.recompute.region import Dropped, RegionRun
+from lowtide.runtime.recompute.region import RegionRun
+from lowtide.runtime.recompute.saves import Dropped
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.run_state import RandomState
+from lowtide.tensors.random_state import RandomState
 
 
 class Pass(Protocol):
@@ -70,7 +71,9 @@ class Regions:
 
     def discarded(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
-        region = self._new(now, module, forward, args, kwargs)
+        region = self._begun(now, module, forward, args, kwargs)
+        if region is None:
+            return forward(*args, **kwargs)
         random = RandomState(region.call.tensors)
         output = self._run(now, region, now.pack)
         if region.has_changed_inputs or not self._is_droppable(output, region.input_keys):
@@ -96,7 +99,7 @@ class Regions:
         """The region, before its first run. None if a solved plan chose it and it cannot run again: then what it saves
         is kept, which costs memory and no value."""
         watch = self._context.watch(module)
-        if watch.is_planned and watch.refusal:
+        if watch.differs or (watch.is_planned and watch.refusal):
             return None
         try:
             return self._new(now, module, forward, args, kwargs)
@@ -108,11 +111,11 @@ class Regions:
 
     def _new(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
         watch = self._context.watch(module)
-        call = Call(module, forward, *without_cache(watch, args, kwargs))
+        call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
         assert now.layer is not None
         note = functools.partial(self._note_dropped, now.layer)
         dropped = Dropped(self._context.counters, self._context.ledger, note)
-        return RegionRun(call, dropped, watch, is_first=now.knows_nothing)
+        return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=now.knows_nothing)
 
     def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
         changers = self._context.input_changers

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.hooks.table import LayerTable
 from lowtide.tensors.private import (
     pop_saved_tensors_hooks,
@@ -29,14 +28,15 @@ from lowtide.tensors.private import (
     tree_leaves,
     version_of,
 )
+from lowtide.tensors.random_state import RandomState
 from lowtide.tensors.remembered import PLAIN
-from lowtide.tensors.run_state import RandomState, RunState, Watch
+from lowtide.tensors.snapshot import take
 
 _REFUSAL = "don't yet support saved tensor hooks"
 
 
 def run_allowing_transforms(
-    layer: LayerTable, context: PlanContext, hooked: Callable[..., Any], forward: Callable, given: tuple[tuple, dict]
+    layer: LayerTable, hooked: Callable[..., Any], forward: Callable, given: tuple[tuple, dict]
 ) -> Any:
     """`hooked` on the arguments `given`, or `forward` where hooks are in the way.
 
@@ -46,7 +46,7 @@ def run_allowing_transforms(
     if layer.uses_transforms:
         with _without_hooks():
             return forward(*args, **kwargs)
-    before = _Before(layer, context, given) if not layer.tables else None
+    before = _Before(layer, given) if not layer.tables else None
     try:
         return hooked(*args, **kwargs)
     except RuntimeError as error:
@@ -74,20 +74,20 @@ def run_allowing_transforms(
 class _Before:
     """What a forward may change, as it was before."""
 
-    def __init__(self, layer: LayerTable, context: PlanContext, given: tuple[tuple, dict]) -> None:
+    def __init__(self, layer: LayerTable, given: tuple[tuple, dict]) -> None:
         leaves = tree_leaves(given)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._tensors = [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
         beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
-        self._state = RunState(Watch(layer.module, context.model, context.draws), beside, is_first=False)
+        self._state = take(layer.module, beside=beside or None, code=True)
         self._random = RandomState(tensors)
 
     def can_go_back(self) -> bool:
         """Whether it can be restored. Not if inputs or large buffers were written to: these have no copies."""
-        return self._state.can_go_back() and all(version_of(tensor) == version for tensor, version in self._tensors)
+        return not self._state.lost() and all(version_of(tensor) == version for tensor, version in self._tensors)
 
     def go_back(self) -> None:
-        self._state.go_back()
+        self._state.restore()
         self._random.set()
 
 

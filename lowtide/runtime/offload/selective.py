@@ -52,7 +52,7 @@ from lowtide.tensors.private import (
     tree_unflatten,
     version_of,
 )
-from lowtide.tensors.run_state import RandomState
+from lowtide.tensors.random_state import RandomState
 from lowtide.tensors.view import Shape, version_witness
 from lowtide.units import MIB
 

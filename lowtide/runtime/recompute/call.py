@@ -13,7 +13,6 @@ from torch import nn
 from lowtide.tensors.compiled import without_wrappers
 from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten
 from lowtide.tensors.remembered import PLAIN
-from lowtide.tensors.run_state import Watch
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 
 
@@ -39,13 +38,15 @@ class Call:
         self._constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def objects(self) -> list[Any]:
-        """Objects that may have a state of their own: arguments that are neither tensors nor plain values, and the
-        forward if it is not the class's own."""
-        objects = [leaf for leaf in self._constants if type(leaf) not in PLAIN]
+        """Arguments that may have a state of their own: those that are neither tensors nor plain values."""
+        return [leaf for leaf in self._constants if type(leaf) not in PLAIN]
+
+    def own_forward(self) -> Any:
+        """The forward, if it is not the class's own."""
         forward = without_wrappers(self.forward)
         if is_compiled_function(forward):
             forward = original_of_compiled(forward)
-        return objects if isinstance(forward, MethodType) else [*objects, forward]
+        return None if isinstance(forward, MethodType) else forward
 
     def make_first(self) -> Any:
         """Run the forward on the caller's own arguments."""
@@ -67,17 +68,19 @@ class Call:
         return self.forward(*args, **kwargs)
 
 
-def without_cache(watch: Watch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def without_cache(
+    module: nn.Module, args: tuple, kwargs: dict, refusal_of: Callable[[str], RuntimeError]
+) -> tuple[tuple, dict]:
     """Take an empty key-value cache out of a layer's inputs: the layer's second run would append to it again.
 
-    Raises RuntimeError for a cache that already holds tokens, since then dropping it would change the result.
+    Raises what `refusal_of` makes for a cache that already holds tokens, since dropping it would change the result.
     """
     named = {name: kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None}
     if not named:
         return args, kwargs
     for name, cache in named.items():
-        if num_cached(watch.module, cache):
-            raise watch.refusal_of(
+        if num_cached(module, cache):
+            raise refusal_of(
                 f"lowtide: a layer under recompute was called with {name} that already holds tokens; running it again "
                 "would change them. Train with use_cache=False, or give this layer another fate."
             )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from lowtide.runtime.recompute.region import RegionRun, own_hooks
-from lowtide.tensors.private import (
-    current_graph_task_id,
-)
-from lowtide.tensors.run_state import RandomState, autocast_state
+from lowtide.tensors.private import current_graph_task_id
+from lowtide.tensors.random_state import RandomState, autocast_state
 from lowtide.tensors.view import View
 
 
@@ -19,13 +17,14 @@ class Rerun:
     in which the module ran. The result is held from the first reader of a backward pass to the last.
     """
 
-    __slots__ = ("autocast", "nbytes", "num_readers", "num_reads", "random", "region", "result", "task")
+    __slots__ = ("autocast", "nbytes", "num_readers", "num_reads", "prints", "random", "region", "result", "task")
 
     def __init__(self, region: RegionRun, random: RandomState, output: torch.Tensor) -> None:
         self.region = region
         self.random = random
         self.autocast = autocast_state(output.device.type)
         self.nbytes = output.untyped_storage().nbytes()
+        self.prints = [region.fingerprints.of(output)]
         self.num_readers = 0
         self.num_reads = 0
         self.task: int | None = None
@@ -52,7 +51,7 @@ class Rerun:
         # With gradients, as in the first run: without them other kernels may run. The graph is released at once. What
         # it saves must not reach the hooks of an outer region that is running again.
         with torch.enable_grad(), own_hooks(), self.random.restored(), self.autocast():
-            output = region.make_whole()
+            output = region.make_whole(self.prints)
         assert output.untyped_storage().nbytes() == self.nbytes, "a module's second run made an output of another size"
         return output.untyped_storage()
 

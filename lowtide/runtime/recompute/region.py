@@ -34,241 +34,40 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
-from weakref import ref
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lowtide.runtime.recompute.call import Call
+from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
 from lowtide.runtime.recompute.once import KeptResults
+from lowtide.runtime.recompute.saves import Dropped, FirstSaves, SecondSaves
+from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Swapped
-from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
-from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.runtime.saved.wrapped import Wrapped
-from lowtide.tensors.compiled import graphs_between, has_compiled, never_compiled
+from lowtide.tensors.compiled import graphs_between
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
+    current_graph_task_id,
     disable_current_modes,
-    is_view,
-    next_sequence_number,
+    gradient_hooks,
     num_compiled_graphs,
     storage_key,
-    top_saved_tensors_hooks,
     tree_leaves,
     version_of,
 )
-from lowtide.tensors.run_state import RunState, Watch
-from lowtide.tensors.view import modified_error, version_witness
 from lowtide.tensors.wrappers import inside
-
-
-class Dropped:
-    """What one run of a region dropped: how many bytes, and whether they have been recomputed."""
-
-    __slots__ = (
-        "__weakref__",
-        "_inputs",
-        "_kept_bytes",
-        "_last_sequence",
-        "_results",
-        "_saved",
-        "_seen",
-        "_share",
-        "counters",
-        "is_back",
-        "is_filled_late",
-        "ledger",
-        "nbytes",
-        "note",
-        "num_saved",
-        "saved_inputs",
-    )
-
-    def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
-        self.counters = counters
-        self.ledger = ledger
-        # Called once for each storage that the region would have saved. Returns whether it is an activation.
-        self.note: Callable[[torch.Tensor], bool] | None = note
-        self.nbytes = 0
-        self.is_back = False
-        self._kept_bytes = 0
-        self._results: set[int] = set()
-        """Kept, and not saved so far, by the key of the storage."""
-        self._share: Share | None = None
-        self._seen: dict[int, StorageWeakRef] = {}
-        self._inputs: dict[int, int] = {}
-        # The inputs that plain autograd would save in the region. The others are needed only to run it again.
-        self.saved_inputs: set[int] = set()
-        self.num_saved = 0
-        self.is_filled_late = False
-        """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
-        self._last_sequence = -1
-        self._saved: list[ref[_Saved]] = []
-
-    def enter(self, saved: _Saved, tensor: torch.Tensor) -> None:
-        """One more tensor that the region saves."""
-        self.num_saved += 1
-        self._saved.append(ref(saved))
-        sequence = next_sequence_number()
-        if sequence != self._last_sequence:
-            self._last_sequence, self.is_filled_late = sequence, False
-        if not tensor.requires_grad and _may_be_filled_late(tensor):
-            self.is_filled_late = True
-
-    def raise_plain(self) -> None:
-        """Raise plain autograd's error if something that the region saved was modified since."""
-        for found in self._saved:
-            saved = found()
-            if saved is not None:
-                saved.check()
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """Add a storage that the region would have saved. Units: bytes."""
-        storage = tensor.untyped_storage()
-        key = storage_key(storage)
-        seen = self._seen.get(key)
-        if seen is not None and not seen.expired():
-            if key in self._inputs:
-                self.saved_inputs.add(self._inputs[key])
-            elif key in self._results:
-                self._results.remove(key)
-                self.counters.anchor_bytes -= storage.nbytes()
-            return
-        self._seen[key] = StorageWeakRef(storage)
-        if self.note is not None and self.note(tensor):
-            self.nbytes += storage.nbytes()
-
-    def leave_out(self, tensors: list[torch.Tensor]) -> None:
-        """Do not count the region's own inputs: they are counted where they are kept or swapped."""
-        for index, tensor in enumerate(map(inside, tensors)):
-            if is_plain(tensor):
-                storage = tensor.untyped_storage()
-                self._seen[storage_key(storage)] = StorageWeakRef(storage)
-                self._inputs[storage_key(storage)] = index
-
-    def keep(self, result: torch.Tensor) -> None:
-        """A fresh tensor that the first run got stays for the second one: it is kept, not dropped."""
-        storage = result.untyped_storage()
-        self._seen[storage_key(storage)] = StorageWeakRef(storage)
-        self._results.add(storage_key(storage))
-        self._kept_bytes += storage.nbytes()
-        self.counters.kept_bytes += storage.nbytes()
-        self.counters.anchor_bytes += storage.nbytes()  # until the region saves it
-        self._hold()
-
-    def _hold(self) -> None:
-        nbytes = self._kept_bytes + (self.nbytes if self.is_back else 0)
-        if self._share is None:
-            self._share = self.ledger.hold(self, nbytes)
-        else:
-            self.ledger.change(self._share, nbytes)
-
-    def forward_done(self) -> None:
-        self._seen = {}
-        self._inputs = {}
-        self._results = set()
-        self.note = None
-        self.counters.recomputed_bytes += self.nbytes
-
-    def come_back(self) -> None:
-        if not self.is_back:
-            self.is_back = True
-            self._hold()
-
-
-def _may_be_filled_late(tensor: torch.Tensor) -> bool:
-    """Whether it is fresh memory that nobody wrote to, as far as its version shows: no parameter, index or view."""
-    return (
-        tensor.is_floating_point()
-        and version_of(tensor) == 0
-        and not isinstance(tensor, nn.Parameter)
-        and not is_view(tensor)
-    )
-
-
-class _Saved:
-    """A tensor that a region saved and `checkpoint` dropped: checkpoint's handle, and the witness of its version."""
-
-    __slots__ = ("__weakref__", "dropped", "holder", "is_view", "output_nr", "producer", "size", "version", "witness")
-
-    def __init__(self, holder: Any, tensor: torch.Tensor, dropped: Dropped) -> None:
-        self.holder = holder
-        self.dropped = dropped
-        self.producer, self.output_nr, self.is_view = type(tensor.grad_fn), tensor.output_nr, is_view(tensor)
-        self.size = tensor.size()
-        self.version = version_of(tensor)
-        self.witness = version_witness(tensor) if tensor.layout is torch.strided else tensor.detach()
-
-    def check(self) -> None:
-        if version_of(self.witness) != self.version:
-            raise modified_error(self.witness, self.size, version_of(self.witness), self.version, self)
-
-
-def _checkpoint_hooks() -> tuple[Callable, Callable]:
-    hooks = top_saved_tensors_hooks()
-    assert is_checkpoint_hook(hooks) and hooks is not None
-    return hooks
-
-
-@contextlib.contextmanager
-def _counting(dropped: Dropped, differs: Callable[[CheckpointError], NoReturn]) -> Iterator[None]:
-    """Hooks around checkpoint's own: these still get every tensor, in order; ours count bytes and check versions.
-    `differs` raises an error of ours for checkpoint's error about a second run that saved other tensors."""
-    outer_pack, outer_unpack = _checkpoint_hooks()
-
-    @never_compiled
-    def pack(tensor: torch.Tensor) -> Any:
-        local = inside(tensor)
-        if is_plain(local):
-            dropped.count(local)
-        saved = _Saved(outer_pack(tensor), tensor, dropped)
-        dropped.enter(saved, tensor)
-        return saved
-
-    def unpack(saved: _Saved) -> torch.Tensor:
-        saved.check()
-        try:
-            tensor = outer_unpack(saved.holder)
-        except CheckpointError as error:
-            differs(error)
-        saved.dropped.come_back()
-        return tensor
-
-    with saved_tensors_hooks(pack, unpack):
-        yield
-    dropped.forward_done()
-
-
-class _EnoughError(BaseException):
-    """A second run has saved all that is needed. Not an `Exception`, because a forward may catch those."""
-
-
-@contextlib.contextmanager
-def _stopping_after(num_saved: int) -> Iterator[None]:
-    """Leave the block once it has saved `num_saved` tensors. Checkpoint's hooks get each of them."""
-    outer_pack, outer_unpack = _checkpoint_hooks()
-    left = num_saved
-
-    @never_compiled
-    def pack(tensor: torch.Tensor) -> Any:
-        nonlocal left
-        packed = outer_pack(tensor)
-        left -= 1
-        if not left:
-            raise _EnoughError
-        return packed
-
-    with contextlib.suppress(_EnoughError), saved_tensors_hooks(pack, outer_unpack):
-        yield
-
 
 _WAY_OUT = (
     "It depends on something that lowtide cannot put back: state outside of the model's objects, a nested function's "
     "variables, or work that is not the same twice. Give this module the fate keep or swap."
+)
+
+
+_CHANGED = (
+    "It reads something that changed since its forward: keep or swap it. It is not run again from the next step on."
 )
 
 
@@ -299,8 +98,10 @@ class RegionRun:
         "_flags",
         "_graphs",
         "_has_run",
+        "_output",
         "call",
         "dropped",
+        "fingerprints",
         "has_changed_inputs",
         "input_keys",
         "inputs",
@@ -309,8 +110,10 @@ class RegionRun:
         "watch",
     )
 
-    def __init__(self, call: Call, dropped: Dropped, watch: Watch, *, is_first: bool) -> None:
-        """`is_first`: it is not known yet what the module writes to."""
+    def __init__(
+        self, call: Call, dropped: Dropped, watch: Watch, fingerprints: Fingerprints, *, is_first: bool
+    ) -> None:
+        """`is_first`: each tensor that it saves is looked at, because this forward is observed."""
         self.call = call
         self.dropped = dropped
         self.watch = watch
@@ -318,8 +121,10 @@ class RegionRun:
         self.inputs: list[Any] = []
         self.input_keys = {storage_key(t.untyped_storage()) for t in map(inside, call.tensors) if is_plain(t)}
         self.has_changed_inputs = False
-        self.state = RunState(watch, call.objects(), is_first=is_first)
-        self.state.refuse_iterators()
+        self.fingerprints = fingerprints
+        self.state = Before(watch, call, is_first=is_first)
+        self._output: list[Print] | None = None
+        """Fingerprints of what the first run gave, where the second one goes to its end."""
         self._flags = [tensor.requires_grad for tensor in call.tensors]
         self._has_run = False
         self._graphs: list[type] | None = None
@@ -368,27 +173,88 @@ class RegionRun:
             return None
         self._has_run = True
         self.dropped.leave_out(self.call.tensors)
+        state = self.state
         stops = [tensor.grad_fn for tensor in self.call.tensors]
-        with _counting(self.dropped, self._differs), self.once.running(is_again=False):
+        saves = FirstSaves(self.dropped, self.fingerprints, state.path, state.flow, self._unpack)
+        with saves, self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
-        if has_compiled(self.call.module):
+        if state.keep_path(saves.learned()):
+            self._output = self._prints_of(output)
+        self.dropped.prints = self._sealed(self.dropped.prints)
+        self.dropped.forward_done()
+        if state.has_compiled:
             self._graphs = graphs_between(_tensors_of(output), stops)
         return output
 
+    def _unpack(self, outer: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """The unpack hook around that of checkpoint, `outer`: it checks versions. Checkpoint's error about a second run
+        that saved other tensors becomes one of ours."""
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if version_of(saved.witness) != saved.version:
+                saved.check()
+            try:
+                tensor = outer(saved.holder)
+            except CheckpointError as error:
+                self._differs(error)
+            if not saved.dropped.is_back:
+                saved.dropped.come_back()
+            return tensor
+
+        return unpack
+
     def make_again(self) -> Any:
-        """The second run, up to the last tensor that is needed. Called by `checkpoint` in backward."""
+        """The second run, up to the last tensor that is needed. Called by `checkpoint` in backward. What it saves is
+        compared with what the first run saved before anybody reads it."""
         tensors = self.open_inputs()
         dropped = self.dropped
-        with self.replayed():
-            if self._graphs is not None:
-                self._make_compiled(tensors, self._graphs)
-            elif dropped.is_filled_late:
-                self.call.make(tensors)
-            else:
-                with _stopping_after(dropped.num_saved):
-                    self.call.make(tensors)
+        to_the_end = self._graphs is not None or self._output is not None or dropped.is_filled_late
+        saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
+        with self.replayed(), saves:
+            output = self._make_compiled(tensors, self._graphs) if self._graphs is not None else self.call.make(tensors)
+        if not saves.is_short:
+            self._compare(
+                list(dropped.prints.values()), [saves.prints[number] for number in dropped.prints], self._refuse_saved
+            )
+            if self._output is not None:
+                self._compare(self._output, self._prints_of(output), self._refuse_output)
 
-    def _make_compiled(self, tensors: list[torch.Tensor], graphs: list[type]) -> None:
+    def _compare(self, then: list[Print], now: list[Print], refuse: Callable[[int], NoReturn]) -> None:
+        task = current_graph_task_id()
+        if any(isinstance(one, torch.Tensor) for one in then):
+            # An optimizer that steps inside of backward must not get these gradients.
+            is_urgent = any(gradient_hooks(parameter) for parameter in self.call.module.parameters())
+            task = -1 if is_urgent else task
+        self.fingerprints.check(then, now, task, refuse)
+
+    def _prints_of(self, output: Any) -> list[Print]:
+        return [self.fingerprints.of(tensor) for tensor in _tensors_of(output)]
+
+    def _sealed(self, prints: dict[int, Print]) -> dict[int, Print]:
+        return dict(zip(prints, self.fingerprints.together(list(prints.values())), strict=True))
+
+    def _refuse_saved(self, index: int) -> NoReturn:
+        """Of the fingerprints of what the region saves, that with this number differs first."""
+        dropped = self.dropped
+        number = list(dropped.prints)[index]
+        producer = dropped.marks[number][1]
+        made = "" if producer is type(None) else f", made by {producer.__name__}"
+        self._refuse_values(
+            f"the first tensor that differs is number {number + 1} of the {len(dropped.marks)} that it saves, of shape "
+            f"{list(dropped.shapes[number])}{made}"
+        )
+
+    def _refuse_output(self, index: int) -> NoReturn:
+        self._refuse_values(f"what it saves is the same, but of what it gives, tensor {index + 1} differs")
+
+    def _refuse_values(self, which: str) -> NoReturn:
+        self.watch.differs = True
+        raise self.watch.refusal_of(
+            f"lowtide: the recomputed {self.watch} gave other values when it was run again for its backward pass: "
+            f"{which}. {_CHANGED}"
+        )
+
+    def _make_compiled(self, tensors: list[torch.Tensor], graphs: list[type]) -> Any:
         """The second run of a module with compiled parts: to its end, because a compiled graph saves at its end."""
         before = num_compiled_graphs()
         output = self.call.make(tensors)
@@ -400,17 +266,20 @@ class RegionRun:
                 "other bits. Run backward before the next forward pass, mark the dimension as dynamic from the start "
                 "(torch._dynamo.mark_dynamic), or give this module the fate keep or swap."
             )
+        return output
 
-    def make_whole(self) -> Any:
-        """The second run, to its end. Returns its output."""
+    def make_whole(self, then: list[Print]) -> torch.Tensor:
+        """The second run, to its end. Returns its output, whose fingerprint must be `then`."""
         tensors = self.open_inputs()
         with self.replayed():
-            return self.call.make(tensors)
+            output: torch.Tensor = self.call.make(tensors)
+        self._compare(then, self._prints_of(output), self._refuse_output)
+        return output
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, everything that the module reads is what it was before the first run (tensors/run_state.py). An error
-        is raised in words of ours."""
+        """Inside, what the module reads is what it was before the first run (watch.py). An error is raised in words of
+        ours."""
         with self.state.replayed(self.dropped.raise_plain), self.once.running(is_again=True):
             try:
                 yield
@@ -425,6 +294,7 @@ class RegionRun:
                 ) from error
 
     def _differs(self, error: CheckpointError) -> NoReturn:
+        self.watch.differs = True
         first = next((line for line in str(error).splitlines() if line), "").removeprefix("torch.utils.checkpoint: ")
         raise self.watch.refusal_of(
             f"lowtide: the recomputed {self.watch} did something else when it was run again for its backward pass. "

@@ -345,7 +345,7 @@ class Tide:
             counters=self._counters,
             ledger=self._ledger,
             nodes=nodes,
-            fingerprints=None if nodes is None else Fingerprints(functools.partial(give_up_recipe, nodes)),
+            fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),
             logs_always=plan.check == "full",
         )

@@ -216,7 +216,7 @@ def _run(forward_pass: ForwardPass, layer: LayerTable, forward: Callable, args: 
             return forward_pass.regions.checkpointed(forward_pass, layer.module, forward, args, kwargs)
         return forward(*args, **kwargs)
 
-    return run_allowing_transforms(layer, forward_pass.context, hooked, forward, (args, kwargs))
+    return run_allowing_transforms(layer, hooked, forward, (args, kwargs))
 
 
 def _can_hook() -> bool:

@@ -590,7 +590,7 @@ def test_a_second_run_that_saves_something_else_names_the_module() -> None:
 
 
 def test_a_layer_at_rest_is_walked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.tensors import run_state as state
+    from lowtide.runtime.recompute import watch as state
 
     num_walks = 0
 

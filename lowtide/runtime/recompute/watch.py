@@ -1,0 +1,589 @@
+"""What a recomputed module reads beside its inputs: set aside before its first run, put back around its second one.
+
+What: a `Watch` is one recomputed module, from step to step. `Before` is what one run of it found. What is put back is
+what can be compared in microseconds: the attributes, parameters, buffers, children and hooks of the module and of those
+inside it; Python's and numpy's random state, torch's settings and modes (tensors/modes.py), `requires_grad` flags. And
+what was *learned* in the module's first run to move: a walk before it (tensors/snapshot.py) and a comparison after it
+find lists, objects, closures, globals and generators; a dispatch mode (flow.py) finds the tensors that it writes to,
+wherever they are.
+
+Nothing of this must be complete. Whatever else a run reads, its second run saves other tensors, and their fingerprints
+differ (region.py): refused by name. What only the part after the last saved tensor reads does not show there; so a
+module's first second run goes to its end, and what it gives is compared too.
+
+What cannot be put back is refused: a parameter, or a tensor of which there is no copy, that was written in place since,
+or whose `.data` was exchanged. Plain autograd does the same for tensors that it saved; then the error has its words.
+
+Cost, for a decoder layer with 13 modules: docs/limits.md. A clone of each buffer up to 64 KiB, dropped again if the run
+did not write to it. In a module's first run, and in the first under other `training` flags: 1 ms, and 20 us an
+operator. Not covered: state that a region moves, that only others read, and that the walk does not reach; files and
+what else has no state to read (an iterator is refused); objects of more than one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.errors import RecomputeRefusedError
+from lowtide.runtime.recompute.call import Call
+from lowtide.runtime.recompute.flow import Flow
+from lowtide.runtime.recompute.saves import Path
+from lowtide.tensors.compiled import has_compiled
+from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
+from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of
+from lowtide.tensors.modes import Modes
+from lowtide.tensors.private import (
+    FORWARD_HOOK_FLAGS,
+    FORWARD_HOOKS,
+    GLOBAL_FORWARD_HOOKS,
+    MODULE_TABLES,
+    disable_current_modes,
+    is_forward_mode,
+    own_parameters,
+    set_versions,
+    storage_at,
+    version_of,
+)
+from lowtide.tensors.random_state import Draws
+from lowtide.tensors.remembered import WRAPPED, Array, Attributes, Empty, State
+from lowtide.tensors.second_run import reached_iterator
+from lowtide.tensors.snapshot import take
+from lowtide.tensors.view import byte_view, same_bytes
+from lowtide.tensors.wrappers import inside
+
+_SMALL_BYTES = 2**16
+_OF_MODULES = frozenset(vars(nn.Module()))
+_MAX_LEARNED = 4
+"""Runs that are watched until one brings nothing new."""
+_WHOLE = 64
+"""One second run in so many goes to its end."""
+
+
+class Watch:
+    """One recomputed module, from run to run."""
+
+    __slots__ = (
+        "_known",
+        "_tree",
+        "differs",
+        "draws",
+        "has_shards",
+        "is_planned",
+        "marks",
+        "model",
+        "module",
+        "num_runs",
+        "refusal",
+    )
+
+    def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
+        """`is_planned`: a solved plan runs it again, not a rule."""
+        self.is_planned = is_planned
+        self.refusal = ""
+        """Why it could not be run again in some step, in words."""
+        self.differs = False
+        """A second run gave something else than the first: it is not run again."""
+        self.module = module
+        self.model = model
+        self.draws = draws
+        self.has_shards = bool(fsdp_modules(model))
+        self.num_runs = 0
+        self.marks: dict[int, tuple[int, int]] = {}
+        """Of tensors that are no parameters, by identity, at the end of the last run."""
+        self._tree: Tree | None = None
+        self._known: dict[tuple, Known] = {}
+
+    def tree(self) -> Tree:
+        """The modules and what they hold now; the same object as last time while nothing has moved."""
+        tree = self._tree
+        if tree is None or not tree.is_still():
+            tree = Tree(self.module, has_shards=self.has_shards)
+            # Others must not be held until the next run.
+            self._tree = tree if tree.is_light else None
+        return tree
+
+    def known(self, tree: Tree) -> Known:
+        """What is known of the module with these `training` flags."""
+        key = tree.key()
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Known()
+        return known
+
+    def refusal_of(self, message: str) -> RecomputeRefusedError:
+        """The error that says why the module cannot be run again; noted for whoever plans."""
+        self.refusal = message
+        return RecomputeRefusedError(message, self.path(), can_stay=self.is_planned)
+
+    def __str__(self) -> str:
+        """The module in words: its path in the model, and its class."""
+        path = self.path()
+        return f"'{path}' ({type(self.module).__name__})" if path else type(self.module).__name__
+
+    def path(self) -> str:
+        return next((name for name, module in self.model.named_modules() if module is self.module), "")
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Where a tensor is, from the module on."""
+        for name, module in self.module.named_modules():
+            held = chain(*(vars(module)[table].items() for table in MODULE_TABLES[:2]), vars(module).items())
+            for key, value in held:
+                if value is tensor:
+                    return f"{name}.{key}".lstrip(".")
+        return f"of shape {list(tensor.shape)}"
+
+
+class Known:
+    """What the runs of a module under some `training` flags have shown."""
+
+    __slots__ = ("is_settled", "moving", "num_learned", "num_paths", "path", "read", "records", "written")
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        """A whole run brought nothing new."""
+        self.num_learned = 0
+        self.num_paths = 0
+        self.path: Path | None = None
+        """What a run saves, if that is the same in each."""
+        self.records: list[Any] = []
+        """Containers, objects, closures and generators that move."""
+        self.moving: set[int] = set()
+        """Identities of tensors of the modules' own that a run writes to."""
+        self.written: list[tuple[StorageWeakRef, ref[torch.Tensor]]] = []
+        """Other tensors that it writes to."""
+        self.read: list[ref[torch.Tensor]] = []
+        """Other tensors that it reads."""
+
+    def others(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (weak() for weak in self.read) if tensor is not None]
+
+
+class Tree:
+    """A module and those inside of it: the objects that they hold, compared by identity."""
+
+    __slots__ = (
+        "_dicts",
+        "_hooks",
+        "_own",
+        "_tables",
+        "_then",
+        "_values",
+        "addressed",
+        "has_compiled",
+        "is_light",
+        "small",
+        "tensors",
+    )
+
+    def __init__(self, module: nn.Module, *, has_shards: bool) -> None:
+        modules = modules_of(module)
+        self._own = [vars(each) for each in modules]
+        tables = MODULE_TABLES[1:] if has_shards else MODULE_TABLES
+        self._tables = [own[name] for own in self._own for name in tables]
+        self._hooks = [own[name] for own in self._own for name in (*FORWARD_HOOKS, *FORWARD_HOOK_FLAGS)]
+        self._hooks += GLOBAL_FORWARD_HOOKS
+        self._dicts = [*self._own, *self._tables, *self._hooks]
+        self._values = self._now()
+        self._then = _copies(self._dicts)
+        held = chain.from_iterable(each.values() for each in (*self._own, *self._tables))
+        tensors = {id(value): value for value in held if isinstance(value, torch.Tensor)}
+        # Inference tensors have no version, and nobody can write to them outside of inference mode.
+        self.tensors = [each for each in tensors.values() if not each.is_inference()]
+        if has_shards:
+            self.tensors = [each for each in self.tensors if not isinstance(each, nn.Parameter)]
+        self.addressed = [is_plain(each) for each in self.tensors]
+        self.has_compiled = has_compiled(module)
+        sizes = [_bytes_to_copy(each) for each in self.tensors]
+        self.small = [index for index, size in enumerate(sizes) if 0 < size <= _SMALL_BYTES]
+        buffers = {id(each) for own in self._own for each in own[MODULE_TABLES[1]].values()}
+        # What lives as long as the module anyway, or is small.
+        self.is_light = all(
+            each.grad_fn is None and (size <= _SMALL_BYTES or id(each) in buffers)
+            for each, size in zip(self.tensors, sizes, strict=True)
+        )
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._dicts))]
+
+    def key(self) -> tuple[bool, ...]:
+        return tuple([own["training"] for own in self._own])
+
+    def is_still(self) -> bool:
+        """Whether all attributes, tables and hooks hold the very objects that they held."""
+        now = self._now()
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, all is held that was held; afterwards all is as it is now."""
+        is_still = self.is_still()
+        now = self._then if is_still else _copies(self._dicts)
+        if not is_still:
+            self._put(self._then)
+        try:
+            yield
+        finally:
+            if not (is_still and self.is_still()):
+                self._put(now)
+
+    def _put(self, then: list[dict]) -> None:
+        num_hooks = len(self._hooks)
+        for index, (value, wanted) in enumerate(zip(self._dicts, then, strict=True)):
+            _fill(value, wanted, are_hooks=index >= len(self._dicts) - num_hooks)
+
+
+def _copies(dicts: list[dict]) -> list[dict]:
+    return [dict(value.items()) if value else {} for value in dicts]
+
+
+def _fill(value: dict, then: dict, *, are_hooks: bool) -> None:
+    """Give a dictionary the items `then`, but for what lowtide itself has put there: wrappers, and hooks that come and
+    go in any thread."""
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict
+    is_ours = _is_our_hook if are_hooks else _is_our_wrapper
+    ours = {key: one for key, one in [*kind.items(value)] if is_ours(key, one)}
+    wanted = {key: one for key, one in then.items() if not is_ours(key, one)} | ours
+    now = dict(kind.items(value))
+    if [*now] == [*wanted] and all(map(is_, now.values(), wanted.values())):
+        return
+    if now.keys() != wanted.keys() or (are_hooks and [*now] != [*wanted]):
+        kind.clear(value)
+    for key, one in wanted.items():
+        kind.__setitem__(value, key, one)
+
+
+def _is_our_wrapper(key: Any, _value: Any) -> bool:
+    return key in WRAPPED
+
+
+def _is_our_hook(_key: Any, value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("lowtide.")
+
+
+def _bytes_to_copy(tensor: torch.Tensor) -> int:
+    """Parameters are never copied, nor what torch cannot copy; a module that writes to those of its own is refused."""
+    if isinstance(tensor, nn.Parameter) or not is_plain(tensor) or not can_be_cloned(tensor):
+        return 0
+    return tensor.untyped_storage().nbytes()
+
+
+class Before:
+    """What a module read before a run, for the second run."""
+
+    __slots__ = (
+        "_addressed",
+        "_copies",
+        "_flags",
+        "_given",
+        "_marks",
+        "_modes",
+        "_parameters",
+        "_random",
+        "_records",
+        "_tensors",
+        "_tree",
+        "_walked",
+        "flow",
+        "is_whole",
+        "known",
+        "path",
+        "watch",
+    )
+
+    def __init__(self, watch: Watch, call: Call, *, is_first: bool) -> None:
+        """`is_first`: each tensor that the run saves is looked at. Raises RecomputeRefusedError for what cannot be
+        wound back."""
+        self.watch = watch
+        self._modes = Modes()
+        self._tree = tree = watch.tree()
+        self.known = known = watch.known(tree)
+        self._tensors = [*tree.tensors, *known.others()] if known.read else tree.tensors
+        self._addressed = [is_plain(tensor) for tensor in self._tensors] if known.read else tree.addressed
+        self._marks = _marks_of(self._tensors, self._addressed)
+        self._flags = [tensor.requires_grad for tensor in tree.tensors]
+        self._random = watch.draws.now()
+        self._parameters = LentParameters(watch.module) if watch.has_shards else None
+        self._records = [record.again() for record in known.records]
+        given = call.objects()
+        self._given = self._walk(given) if given else []
+        self._walked: list[Any] | None = None
+        self.flow: Flow | None = None
+        if not known.is_settled and known.num_learned < _MAX_LEARNED:
+            self._walked = self._walk([watch.module, call.own_forward()])
+        self.path = None if is_first else known.path
+        is_open = known.path is None and known.num_paths < _MAX_LEARNED
+        if is_open and not is_forward_mode() and not tree.has_compiled:
+            self.flow = Flow(call.tensors, is_sharded=watch.has_shards)
+        self.is_whole = self._walked is not None or watch.num_runs % _WHOLE == 0
+        """Its second run goes to its end, and what it gives is compared."""
+        watch.num_runs += 1
+        for tensor, mark in zip(self._tensors, self._marks, strict=False):
+            if watch.marks.get(id(tensor), mark) != mark and not isinstance(tensor, nn.Parameter):
+                known.moving.add(id(tensor))  # somebody else writes to it
+        views = {
+            id(tensor): tensor.untyped_storage()
+            for index, tensor in enumerate(tree.tensors)
+            if index in tree.small or (id(tensor) in known.moving and _bytes_to_copy(tensor))
+        }
+        for weak, found in known.written:
+            storage = storage_at(weak.cdata)
+            if storage is not None:
+                views[_key_of(found(), weak)] = storage
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of tensors, by identity: the bytes of their storage, and what they were."""
+        if views:
+            with disable_current_modes():
+                self._copies = {key: (view := byte_view(storage), view.clone()) for key, storage in views.items()}
+
+    def _walk(self, roots: list[Any]) -> list[Any]:
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        beside = [root for root in roots if root is not None and not isinstance(root, nn.Module)]
+        records = take(*modules, beside=beside or None, code=True, process=False).records
+        iterator = reached_iterator(records)
+        if iterator:
+            raise self.watch.refusal_of(
+                f"lowtide: the recomputed {self.watch} can reach an iterator, '{iterator}', and an iterator cannot be "
+                "wound back to run the module again. Give it the fate keep or swap, or keep the position as a number."
+            )
+        return [record for record in records if not _is_of_a_module(record)]
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether the module has compiled parts."""
+        return self._tree.has_compiled
+
+    def keep_path(self, path: Path | None) -> bool:
+        """The run has followed or shown a path; None if it left the known one, or went off any. Returns whether its
+        second run is to go to its end."""
+        known = self.known
+        if path is not None:
+            if path is not known.path:
+                known.path, known.num_paths = path, known.num_paths + 1
+        elif self.path is not None:
+            known.path, self.is_whole = None, True
+        return self.is_whole
+
+    def settle(self) -> None:
+        """The first run is over: learn what it moved, and let go of the copies that are not needed. Raises
+        RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
+        known, watch, is_new = self.known, self.watch, self._walked is not None
+        if self._walked is not None:
+            moved = [one for record in self._walked for one in _moved(record)]
+            self._records += moved
+            known.records += moved
+            known.num_learned += 1
+            known.is_settled = not moved and self._tree.is_still()
+            self._walked = None
+        if self.flow is not None:
+            self._learn(self.flow)
+        elif known.path is None:
+            with disable_current_modes():
+                known.moving |= {key for key, (view, then) in self._copies.items() if not same_bytes(view, then)}
+        marks = _marks_of(self._tensors, self._addressed)
+        for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True):
+            if then != now and id(tensor) not in self._copies:
+                raise self.watch.refusal_of(
+                    f"lowtide: the recomputed {self.watch} wrote to its {_kind(tensor)} '{self.watch.name_of(tensor)}' "
+                    "in its own forward, and there is no copy of it to run it again from. Give it the fate keep or "
+                    "swap."
+                )
+        written = {
+            id(tensor) for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True) if then != now
+        }
+        known.moving |= written
+        watch.marks = {
+            id(tensor): mark
+            for tensor, mark in zip(self._tensors, marks, strict=True)
+            if type(tensor) is not nn.Parameter
+        }
+        if not is_new:
+            needed = known.moving | {_key_of(found(), weak) for weak, found in known.written}
+            self._copies = {key: copy for key, copy in self._copies.items() if key in needed}
+
+    def _learn(self, flow: Flow) -> None:
+        """What the operators of a run read and wrote to outside of it."""
+        known, own = self.known, {id(tensor) for tensor in self._tree.tensors}
+        small = {id(self._tree.tensors[index]) for index in self._tree.small}
+        for entry in flow.written.values():
+            storage, key = storage_at(entry.weak.cdata), _key_of(entry.tensor(), entry.weak)
+            if storage is None:
+                continue
+            with disable_current_modes():
+                view = byte_view(storage)
+                if same_bytes(view, entry.before):
+                    continue
+            self._copies[key] = (view, entry.before)
+            if key in small:
+                known.moving.add(key)
+            else:
+                known.written.append((entry.weak, entry.tensor))
+        seen = {id(weak()) for weak in known.read} | own
+        for weak in flow.read.values():
+            other = weak()
+            # What is no leaf, or has no name of its own, is another one in the next step.
+            if other is not None and id(other) not in seen and other.is_leaf and not other.is_inference():
+                known.read.append(weak)
+
+    @contextlib.contextmanager
+    def replayed(self, raise_plain: Callable[[], None]) -> Iterator[None]:
+        """Inside, all is as it was before the first run. `raise_plain` raises the error that plain autograd has for a
+        tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
+        self._refuse_written(raise_plain)
+        with contextlib.ExitStack() as undo:
+            now = self.watch.draws.now()
+            undo.enter_context(self._modes.again(self.watch.draws.settings()))
+            undo.enter_context(self._random.again(now))
+            undo.callback(self._settle_down, [version_of(tensor) for tensor in self._tensors])
+            undo.enter_context(self._tree.replayed())
+            if self._parameters is not None:
+                undo.enter_context(self._parameters.replayed())
+            records = (*self._records, *self._given)
+            if records:
+                now = [one for record in records for one in _again(record)]
+                undo.callback(_restore, [*(record for record in records if isinstance(record, Empty)), *now])
+                _restore(records)
+            for tensor, flag in zip(self._tree.tensors, self._flags, strict=True):
+                if tensor.requires_grad != flag and tensor.is_leaf:
+                    tensor.requires_grad_(flag)
+                    undo.callback(tensor.requires_grad_, not flag)
+            for view, then in self._copies.values():
+                undo.enter_context(_written_back(view, then))
+            yield
+
+    def _refuse_written(self, raise_plain: Callable[[], None]) -> None:
+        marks = _marks_of(self._tensors, self._addressed)
+        if marks == self._marks:
+            return
+        for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True):
+            if now == then or id(tensor) in self._copies:
+                continue
+            raise_plain()
+            path = ".".join(filter(None, (self.watch.path(), self.watch.name_of(tensor))))
+            how = f"is at version {now[0]}, was at {then[0]}" if now[0] != then[0] else "its data was exchanged"
+            raise self.watch.refusal_of(
+                f"lowtide: the {_kind(tensor)} '{path}' was written to between the forward pass of the recomputed "
+                f"{self.watch} and its backward ({how}). Run again, it would give other gradients. Write to it after "
+                "the backward pass (an optimizer's step, a copy_), or give this module the fate keep or swap."
+            )
+
+    def _settle_down(self, versions: list[int]) -> None:
+        """No version tells of what the second run wrote, since it was put back."""
+        for tensor, version in zip(self._tensors, versions, strict=True):
+            if version_of(tensor) == version:
+                continue
+            if id(tensor) not in self._copies:
+                raise self.watch.refusal_of(
+                    f"lowtide: the recomputed {self.watch} wrote to its {_kind(tensor)} '{self.watch.name_of(tensor)}' "
+                    "when it was run again for its backward pass, and not in its forward. Give it the fate keep or "
+                    "swap."
+                )
+            set_versions((tensor,), (version,))
+
+
+def _is_of_a_module(record: Any) -> bool:
+    """Whether a `Tree` has it: the attributes, tables and hooks of a module."""
+    if not isinstance(record, Attributes):
+        return False
+    return record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES)
+
+
+def _moved(record: Any) -> list[Any]:
+    """Records of what moved since a record was made, as it was then."""
+    if isinstance(record, State | Array):
+        return [record] if record.has_moved() else []
+    if not isinstance(record, Empty):
+        return [record] if next(record.changed(), None) is not None else []
+    record.found = [one for one in record.found if one[2] not in _OF_MODULES]
+    found = record.again()
+    for one in found:
+        one.then = type(one.then)()
+    return found
+
+
+def _key_of(tensor: torch.Tensor | None, weak: StorageWeakRef) -> int:
+    """Of a tensor that was written to, or of its storage, if only an alias of it was seen."""
+    return -weak.cdata if tensor is None else id(tensor)
+
+
+def _again(record: Any) -> list[Any]:
+    found = record.again()
+    return found if isinstance(found, list) else [found]
+
+
+def _restore(records: Any) -> None:
+    for record in records:
+        record.restore()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
+
+
+def _marks_of(tensors: list[torch.Tensor], addressed: list[bool]) -> list[tuple[int, int]]:
+    """What changes when somebody writes to a tensor, or exchanges its data. `addressed`: which of them have an address."""
+    return [
+        (version_of(tensor), tensor.data_ptr() if has_address else 0)
+        for tensor, has_address in zip(tensors, addressed, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _written_back(view: torch.Tensor, then: torch.Tensor) -> Iterator[None]:
+    """Inside, a storage holds the bytes of `then`; what is written to it is forgotten."""
+    with disable_current_modes(), torch.no_grad():
+        now = view.clone()
+        view.copy_(then)
+    try:
+        yield
+    finally:
+        with disable_current_modes(), torch.no_grad():
+            view.copy_(now)
+
+
+class LentParameters:
+    """The tensors that played the parameters of a module of an FSDP2 model: it gathers them, and gives them back."""
+
+    __slots__ = ("_then",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._then = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in own_parameters(owner).items()
+            if parameter is not None
+        ]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the parameters are the tensors of the first run."""
+        lent = [entry for entry in self._then if own_parameters(entry[0]).get(entry[1]) is not entry[2]]
+        # A sharded parameter is gathered, and given back, by its owner, not by us.
+        lent = [entry for entry in lent if not _is_emptied(inside(entry[2]))]
+        lent = [(owner, name, then) for owner, name, then in lent if not _is_gathered_now(owner, name, then)]
+        current = [(owner, name, own_parameters(owner)[name]) for owner, name, _ in lent]
+        for owner, name, parameter in lent:
+            own_parameters(owner)[name] = parameter
+        try:
+            yield
+        finally:
+            for owner, name, now in current:
+                own_parameters(owner)[name] = now
+
+
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and not tensor.untyped_storage().nbytes()
+
+
+def _is_gathered_now(owner: nn.Module, name: str, then: torch.Tensor) -> bool:
+    now = own_parameters(owner)[name]
+    return now is not None and is_gathered_of(now, then)
