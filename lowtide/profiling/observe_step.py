@@ -29,6 +29,7 @@ from lowtide.core.recipe import Recipe
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
+from lowtide.profiling.ends import Ends
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.op_memory import OpMemory
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
@@ -50,6 +51,7 @@ from lowtide.tensors.private import (
     num_compiled_graphs,
     parametrized_weights,
     tree_leaves,
+    tree_map_only,
 )
 from lowtide.tensors.snapshot import Snapshot, take
 
@@ -107,13 +109,16 @@ def observe(
             memory=OpMemory(device) if is_accelerator else None,
         )
         try:
-            step = (model, batch, recorder, loss)
             with untouched(model, (batch, loss), device, tell or _warn) as before, at_rest(model) as gathered:
                 recorder.about_to_write = before.about_to_write
+                ends = Ends(before)
+                given = tree_map_only(torch.Tensor, ends.cut, batch)
                 for name, parameter in gathered.items():
                     recorder.storages.enroll_gathered(parameter, name)
-                return record_step(*step, needs_scalar=needs_scalar, accumulates=accumulates), recorder.batch
+                how: Any = {"needs_scalar": needs_scalar, "accumulates": accumulates, "ends": ends.tensors}
+                return record_step(model, given, recorder, loss, **how), recorder.batch
         finally:
+            recorder.leaves.clear()
             recorder.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection
             stash.close()
 
@@ -194,8 +199,10 @@ def record_step(
     *,
     needs_scalar: bool,
     accumulates: bool = False,
+    ends: Sequence[torch.Tensor] = (),
 ) -> Trace:
-    """One forward and backward under `observer`. With `accumulates`, gradients go through `.grad`, set aside before."""
+    """One forward and backward under `recorder`. With `accumulates`, gradients go through `.grad`, set aside before.
+    `ends`: leaves where graphs were cut off, to which the backward pass comes too."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     shards = sharded_parameters(model)
     for name, parameter in model.named_parameters():
@@ -206,26 +213,36 @@ def record_step(
     for tensor in inputs:
         recorder.storages.enroll(tensor, "input", "input")
     trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
-    differentiated = [t for t in inputs if t.requires_grad and t.is_leaf]
-    trained += differentiated
-    if not trained:
-        raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+    num_trained = len(trained)
+
+    def look_at_inputs() -> None:
+        known = {id(tensor) for tensor in trained}
+        leaves = [t for t in [*inputs, *recorder.leaves] if t.requires_grad and t.is_leaf]
+        trained.extend({id(t): t for t in [*leaves, *ends] if id(t) not in known}.values())
+        if not trained:
+            raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+
     with recorder.following(model), recorder, torch.enable_grad():
         with recorder.saves.hooks():
-            roots = _forward(model, batch, loss, needs_scalar)
+            roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
         recorder.begin_backward(roots, model)
         with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
-            made = grads[: len(trained) - len(differentiated)]
+            made = grads[:num_trained]
             return recorder.finish([None if grad is None else local_part(grad) for grad in made])
 
 
 def _forward(
-    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, needs_scalar: bool
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any], torch.Tensor] | None,
+    needs_scalar: bool,
+    look_at_inputs: Callable[[], None],
 ) -> list[torch.Tensor]:
     output = batch() if callable(batch) and not isinstance(batch, Mapping | tuple) else _call(model, batch)
+    look_at_inputs()
     if needs_scalar:
         return [_scalar(output, loss)]
     picked = output if loss is None else loss(output)

@@ -112,6 +112,8 @@ class StepRecorder(Recorder):
         """The call of a compiled part that is under way."""
         self.temporary: list[tuple[int, int]] = []
         """(operator, bytes), as in `Trace`."""
+        self.leaves: list[torch.Tensor] = []
+        """Of what the model was called with."""
         self.batch = ""
         """Shapes and dtypes of what the model was called with."""
 
@@ -418,6 +420,7 @@ class StepRecorder(Recorder):
             return
         self.is_inside = True
         self.batch = describe(args, kwargs)
+        self.leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
         # The runtime's recorder starts here: what came before has no name that a plan could use.
         self.named.clear()
         self._counts.clear()

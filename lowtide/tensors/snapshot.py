@@ -67,6 +67,8 @@ from lowtide.tensors.private import (
     is_compiled_function,
     original_of_compiled,
     storage_key,
+    tree_leaves,
+    tree_map_only,
 )
 from lowtide.tensors.remembered import (
     PLAIN,
@@ -168,6 +170,34 @@ class Snapshot:
         return [
             str(state.name) for state in self._tensors if id(state.tensor) not in but and state.is_lost(self._written)
         ]
+
+    def exchange(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put `other(tensor)` in the place of each tensor that was found, until `restore`. Not in sets."""
+
+        def put(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return other(value)
+            is_tuple = isinstance(value, tuple) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+            return tree_map_only(torch.Tensor, other, value) if is_tuple else value
+
+        pairs: Iterable[tuple[Any, Any]]
+        write: Callable[[Any, Any], Any]
+        for record in self._records:
+            if isinstance(record, Attributes):
+                pairs, write = record.then.items(), functools.partial(record.kind.__setitem__, record.value)
+            elif isinstance(record, Items) and not isinstance(record.then, set):
+                pairs, write = enumerate(record.then), record.value.__setitem__
+            elif isinstance(record, Slots):
+                pairs, write = record.then.items(), functools.partial(object.__setattr__, record.value)
+            elif isinstance(record, Cell):
+                pairs, write = [("cell_contents", record.then)], functools.partial(setattr, record.cell)
+            elif isinstance(record, Global):
+                pairs, write = [(record.key, record.then)], functools.partial(dict.__setitem__, record.namespace)
+            else:
+                continue
+            for key, value in pairs:
+                if isinstance(value, torch.Tensor | tuple) and (now := put(value)) is not value:
+                    write(key, now)
 
     def moved(self) -> list[str]:
         """Names of what has moved on since, and cannot be wound back."""

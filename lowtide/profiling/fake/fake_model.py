@@ -54,7 +54,7 @@ def mode_of(model: nn.Module) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor of the same shape on the host."""
     if isinstance(tensor, FakeTensor):
         return tensor
@@ -79,7 +79,7 @@ def without_numbers(batch: Any, mode: FakeTensorMode) -> Any:
             is_fake = isinstance(tensor, FakeTensor) or tensor.is_meta or not is_plain(tensor)
             with unset_fake_temporarily():
                 real = None if is_fake else tensor.to("cpu")
-            made[id(tensor)] = _fake(tensor, mode) if real is None or not is_control(real) else real
+            made[id(tensor)] = fake_of(tensor, mode) if real is None or not is_control(real) else real
         return made[id(tensor)]
 
     return tree_map_only(torch.Tensor, convert, batch)
@@ -94,7 +94,7 @@ def lend(model: nn.Module, mode: FakeTensorMode) -> None:
             for name, tensor in table.items():
                 if tensor is not None:
                     if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake(tensor, mode)
+                        fakes[id(tensor)] = fake_of(tensor, mode)
                     table[name] = fakes[id(tensor)]  # type: ignore[assignment]
         if isinstance(module, nn.RNNBase):
             set_flat_weights(module, [fakes.get(id(weight), weight) for weight in flat])

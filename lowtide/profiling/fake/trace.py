@@ -32,9 +32,11 @@ from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
+from lowtide.profiling.ends import Ends
 from lowtide.profiling.fake.attention import fused_attention as fused
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
+    fake_of,
     fakes_alive,
     fakes_left,
     grouped_experts,
@@ -63,6 +65,7 @@ from lowtide.tensors.private import (
     UnsupportedOperatorException,
     grouped_mm,
     tree_leaves,
+    tree_map_only,
     unset_fake_temporarily,
 )
 from lowtide.timeline.hardware import Hardware
@@ -219,7 +222,9 @@ def _trace(
     )
     recorder.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
+        before = stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
+        ends = Ends(before, lambda tensor: fake_of(tensor.detach(), mode))
+        batch = tree_map_only(torch.Tensor, ends.cut, batch)
         stack.enter_context(quietly())
         stack.enter_context(grouped_experts(model))
         lend(model, mode)
@@ -236,6 +241,7 @@ def _trace(
                 loss,
                 needs_scalar=setting.needs_scalar,
                 accumulates=setting.accumulates,
+                ends=ends.tensors,
             )
         except _LOOKS_AT_VALUES as error:
             raise _depends_on_data(recorder, error) from error
