@@ -178,18 +178,23 @@ def optimize(
     engine: Engine | str | None = None,
     group: Any = None,
     say: Callable[[str], None] | None = None,
+    strict: bool | None = None,
 ) -> Autopilot:
     """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
     the `with` block.
 
     lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
-    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs get new plans. With
-    several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line when a plan is made.
-    Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
+    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs, or a model that has
+    changed, get new plans. With several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line
+    when a plan is made. Where no plan fits, the one with the smallest peak is used, with a warning that says by how
+    much it is over. `strict` (also in `memory`): that is a `BudgetError`, as it is where the device has no room for
+    that plan. Without `optimizer`, the one that steps the model's parameters is found, and its state counted from then
+    on. Raises `ConfigError` at once for mistakes.
     """
     from lowtide.runtime.autopilot.optimize import optimize as optimize_model
 
-    return optimize_model(model, budget=budget, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
+    how: Any = {"engine": engine, "group": group, "say": say, "strict": strict}
+    return optimize_model(model, budget=budget, memory=memory, optimizer=optimizer, **how)
 
 
 def current(model: torch.nn.Module) -> Tide | Autopilot | None:

@@ -40,6 +40,7 @@ from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
 from lowtide.tensors.interrupts import to_the_end
+from lowtide.tensors.kinds import ACCUMULATOR
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
@@ -204,18 +205,20 @@ def record_step(
         recorder.storages.enroll(tensor, "input", "input")
     trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     differentiated = [t for t in inputs if t.requires_grad and t.is_leaf]
+    num_parameters = len(trained)
     trained += differentiated
     if not trained:
         raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
     with recorder.following(model), recorder, torch.enable_grad():
         with recorder.saves.hooks():
             roots = _forward(model, batch, loss, needs_scalar)
+        trained += _leaves_inside(roots, trained)
         recorder.begin_backward(roots, model)
         with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
-            made = grads[: len(trained) - len(differentiated)]
+            made = grads[:num_parameters]
             return recorder.finish([None if grad is None else local_part(grad) for grad in made])
 
 
@@ -278,6 +281,24 @@ def _pick(output: Any) -> Any:
         return output["loss"]
     found = getattr(output, "loss", None)
     return output if found is None else found
+
+
+def _leaves_inside(roots: list[torch.Tensor], known: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves that the forward pass itself has made (`detach().requires_grad_()`): their gradients stay as well."""
+    seen = {root.grad_fn for root in roots}
+    waiting = list(seen)
+    found = {id(tensor): tensor for tensor in known}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == ACCUMULATOR:
+            leaf: torch.Tensor = getattr(node, "variable")  # noqa: B009
+            found.setdefault(id(leaf), leaf)
+        below = {each for each, _ in node.next_functions} - seen
+        seen |= below
+        waiting += below
+    return list(found.values())[len({id(tensor) for tensor in known}) :]
 
 
 def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulates: bool) -> Sequence:
