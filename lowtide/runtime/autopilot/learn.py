@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -40,17 +40,15 @@ from lowtide.tensors.ranks import gather, has_company
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
 
-if TYPE_CHECKING:
-    from lowtide.runtime.autopilot.machine import Machine
-
 
 class Learning:
     """The shapes of one model on autopilot."""
 
-    def __init__(self, in_force: Machine, planning: Planning, placed: PlacedState, unplanned: Unplanned) -> None:
-        """`unplanned` hears of steps that could not be observed, and says how the loop is to know."""
-        self._in_force = in_force
-        self._model = in_force.model
+    def __init__(self, machine: Any, planning: Planning, placed: PlacedState, unplanned: Unplanned) -> None:
+        """`machine` keeps the plan in force (machine.py). `unplanned` hears of steps that could not be observed, and
+        says how the loop is to know."""
+        self._in_force = machine
+        self._model = machine.model
         self._planning = planning
         self._placed = placed
         self._unplanned = unplanned
@@ -61,7 +59,7 @@ class Learning:
         self._has_collectives = False
         """In the model's own forward pass: then no rank may observe a step alone."""
         self._has_warned = False
-        self._num_structures = in_force.model_state.num_structures
+        self._num_structures = machine.model_state.num_structures
         """Of the model that is planned for."""
 
     def serving(self, shape: ShapeBucket) -> ShapeBucket | None:

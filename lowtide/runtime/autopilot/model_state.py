@@ -19,6 +19,7 @@ whose own settings move all the time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
@@ -118,7 +119,7 @@ class ModelState:
     def _found(self) -> tuple[Any, ...]:
         parameters = chain.from_iterable(map(dict.values, self._parameters))
         trained = [(p.requires_grad, p.dtype) for p in parameters if p is not None]
-        hooks = [(number, *map(_code, found.values())) for number, found in enumerate(self._hooks) if found]
+        hooks = [(number, *codes) for number, found in enumerate(self._hooks) if found and (codes := _codes(found))]
         return self.num_structures, trained, hooks, self._settings(), _attention()
 
     def _settings(self) -> list[Any]:
@@ -163,9 +164,11 @@ class ModelState:
         return next(f"{name} is {new}, not {old}" for name, old, new in pairs if old != new)
 
 
-def _code(hook: Any) -> Any:
-    """The same for a hook that is made anew by the same code."""
-    return getattr(hook, "__code__", None) or getattr(getattr(hook, "__func__", None), "__code__", None) or type(hook)
+def _codes(hooks: dict[int, Any]) -> list[Any]:
+    """Of hooks, the same for one that is made anew by the same code. lowtide's own (an audit's) are none."""
+    inner = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks.values()]
+    others = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
+    return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in others]
 
 
 def _attention() -> tuple[bool, ...]:

@@ -90,7 +90,7 @@ def counting(model: nn.Module, share: float, more_bytes: int = 0) -> Iterator[tu
             return buffer
 
         engine.new_buffer = new_buffer  # type: ignore[method-assign]
-        with lowtide.optimize(model, budget=budget, memory=memory, engine=engine) as tide:
+        with lowtide.optimize(model, budget=budget, memory=memory, engine=engine, strict=True) as tide:
             yield tide, counter, budget
 
 

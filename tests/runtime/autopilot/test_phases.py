@@ -109,7 +109,7 @@ def start(budget_bytes: int | None = None, engine: Any = "virtual:1") -> tuple[N
     torch.manual_seed(0)
     model = Net()
     budget = budget_bytes or budget_of(model)
-    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine=engine)
+    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine=engine, strict=True)
 
 
 def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
