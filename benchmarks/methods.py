@@ -275,7 +275,8 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) 
     assert budget_bytes is not None
     memory: dict[str, Any] = {"min_bytes": subject.min_bytes}
     memory |= {} if subject.optimizer is None else {"optimizer": "auto"}
-    tide = lowtide.optimize(subject.model, budget=budget_bytes, memory=memory, optimizer=subject.optimizer)
+    how: Any = {"optimizer": subject.optimizer, "strict": True}
+    tide = lowtide.optimize(subject.model, budget=budget_bytes, memory=memory, **how)
 
     def facts() -> dict[str, Any]:
         predicted = tide.plan.predicted if tide.plan is not None else None

@@ -257,7 +257,7 @@ def test_the_first_step_after_each_correction_keeps_the_budget(name: str, monkey
         )
         return next(wrong, Correction(why="stalls: injected", link=slower))
 
-    monkeypatch.setattr(counted.tide._review, "_correction", correction)
+    monkeypatch.setattr(counted.tide._machine, "_correction", correction)
     torch.manual_seed(1)
     assert_kept(name, counted, budget, [tokens()] * 4)
     events = [(event.why, event.budget_bytes) for event in counted.tide.events]

@@ -262,7 +262,11 @@ def _steps(
     """Losses and gradients of some steps; `change(model, step, where)` is called before and in the middle of each."""
     model, x = NoisyStack(), torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
     memory = {**MEMORY, **memory}
-    tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1")
+    tide = (
+        None
+        if budget is None
+        else lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1", strict=True)
+    )
     found = []
     torch.manual_seed(5)
     for step in range(num_steps):
@@ -372,7 +376,11 @@ def test_a_layer_that_refused_is_kept_by_the_plans_of_other_shapes_too() -> None
     def steps(budget: int | None) -> list[torch.Tensor]:
         model = NoisyStack()
         model.layers[1].kind = "helper"
-        tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1")
+        tide = (
+            None
+            if budget is None
+            else lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1", strict=True)
+        )
         torch.manual_seed(5)
         found = []
         for number, changes in ((0, False), (1, False), (1, True), (0, True), (1, False)):
@@ -389,7 +397,7 @@ def test_a_layer_that_refused_is_kept_by_the_plans_of_other_shapes_too() -> None
             found += [loss, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
             model.zero_grad()
             if tide is not None and len(found) == 2 * NUM_FOUND:
-                assert all("layers.1" in layers_again(shape.plan) for shape in tide._in_force.shapes)
+                assert all("layers.1" in layers_again(shape.plan) for shape in tide._machine.shapes)
         FLAG["is_deep"] = False
         if tide is not None:
             assert [event.why for event in tide.events].count("layers cannot run again") == 1

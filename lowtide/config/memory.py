@@ -98,6 +98,9 @@ class MemoryConfig:
     """How recipes are proven. full: in every forward pass, by all operators that ran, at a price that the solver knows.
     sampled: so in the first forward pass and in every 64th; between them by what autograd's graph shows and by
     fingerprints, which do not see frozen weights and numbers that change few values."""
+    strict: bool = False
+    """Whether `optimize` raises a `BudgetError` for shapes that no plan fits. Else they run under the plan with the
+    smallest peak, with a warning that says by how much that is above the budget."""
     layers: tuple[str, ...] | None = None
     """Dotted names of the layers, in order of the forward pass, for models where they are not found by themselves."""
     locations: Locations = field(default_factory=lambda: Locations(prefix="memory"), compare=False, repr=False)
@@ -110,6 +113,8 @@ class MemoryConfig:
         for key in ("recompute", "swap"):
             if not self.has_budget and getattr(self, key) == "auto":
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
+        if self.strict and not self.has_budget:
+            raise FieldError("strict", "true needs a budget to plan for; write e.g. budget: 20GiB")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 

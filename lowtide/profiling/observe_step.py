@@ -42,6 +42,7 @@ from lowtide.profiling.step_recorder import StepRecorder, describe
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
 from lowtide.tensors.interrupts import to_the_end
+from lowtide.tensors.kinds import ACCUMULATOR
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
@@ -225,6 +226,7 @@ def record_step(
     with recorder.following(model), recorder, torch.enable_grad():
         with recorder.saves.hooks():
             roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
+        trained += _leaves_inside(roots, trained)
         recorder.begin_backward(roots, model)
         with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
             grads = _backward(roots, trained, accumulates)
@@ -309,6 +311,24 @@ def _pick(output: Any) -> Any:
         return output["loss"]
     found = getattr(output, "loss", None)
     return output if found is None else found
+
+
+def _leaves_inside(roots: list[torch.Tensor], known: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves that the forward pass itself has made (`detach().requires_grad_()`): their gradients stay as well."""
+    seen = {root.grad_fn for root in roots}
+    waiting = list(seen)
+    found = {id(tensor): tensor for tensor in known}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == ACCUMULATOR:
+            leaf: torch.Tensor = getattr(node, "variable")  # noqa: B009
+            found.setdefault(id(leaf), leaf)
+        below = {each for each, _ in node.next_functions} - seen
+        seen |= below
+        waiting += below
+    return list(found.values())[len({id(tensor) for tensor in known}) :]
 
 
 def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulates: bool) -> Sequence:

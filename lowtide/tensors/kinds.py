@@ -29,7 +29,7 @@ PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.
 _MAX_STEPS_TO_PARAMETER = 4
-_ACCUMULATOR = "torch::autograd::AccumulateGrad"
+ACCUMULATOR = "torch::autograd::AccumulateGrad"
 _VIEWS_AND_CASTS = (
     "TBackward",
     "ToCopyBackward",
@@ -71,7 +71,7 @@ def leads_to_parameter(tensor: torch.Tensor) -> bool:
         if node is None:
             return False
         name = node.name()
-        if name == _ACCUMULATOR:
+        if name == ACCUMULATOR:
             return isinstance(getattr(node, "variable", None), nn.Parameter)
         if not name.startswith(_VIEWS_AND_CASTS):
             return False

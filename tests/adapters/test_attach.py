@@ -33,7 +33,7 @@ def test_a_budget_in_the_memory_of_apply_is_planned_for(form: str, tmp_path: Pat
     tide.remove()
     with (
         pytest.raises(lowtide.BudgetError, match=r"^budget 0\.001 MiB: no plan fits"),
-        lowtide.apply(model, {"budget": "1KiB"}, engine="virtual:1"),
+        lowtide.apply(model, {"budget": "1KiB", "strict": True}, engine="virtual:1"),
     ):
         model(torch.ones(4, 8))
     assert patched_module(model) is None

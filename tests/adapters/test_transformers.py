@@ -253,7 +253,9 @@ def test_after_an_error_the_next_training_begins_anew(tmp_path: Path) -> None:
     plain = _trainer(tmp_path, None)
     torch.manual_seed(5)  # the order of the batches is drawn in `train()`
     plain.train()
-    callback = _callback("1KiB", {"min_bytes": 1 << 30})  # nothing can be moved: no way out is looked for
+    callback = _callback(
+        "1KiB", {"min_bytes": 1 << 30, "strict": True}
+    )  # nothing can be moved: no way out is looked for
     trainer = _trainer(tmp_path, callback)
     with pytest.raises(lowtide.BudgetError):
         trainer.train()

@@ -336,7 +336,7 @@ def _optimized(draw: Any, r: Random) -> Rig:
 
     def apply(budget: int) -> Callable[..., Any]:
         return lambda model, optimizer, engine, say: lowtide.optimize(
-            model, budget=budget, memory=limits, optimizer=optimizer, engine=engine, say=say
+            model, budget=budget, memory=limits, optimizer=optimizer, engine=engine, say=say, strict=True
         )
 
     budget = int(peak * share)

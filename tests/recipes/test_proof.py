@@ -165,7 +165,7 @@ def test_where_nothing_fits_without_a_recipe_every_forward_is_refused() -> None:
     with lowtide.optimize(model, budget="1MiB", memory=memory) as tide:
         small_loss(model, rows(512))
         needed_bytes = tide.plan.predicted.peak_bytes
-    with lowtide.optimize(_at_step(model, 0), budget=needed_bytes, memory=memory) as tide:
+    with lowtide.optimize(_at_step(model, 0), budget=needed_bytes, memory=memory, strict=True) as tide:
         small_loss(model, rows(512))
         small_loss(_at_step(model, 1), rows(512))  # finds that a recipe does not hold
         for _ in range(2):

@@ -48,8 +48,8 @@ def _train(name: str, is_packed: bool, memory: dict[str, Any] | None, budget: in
     tide: Any = None
     if budget is not None:
         tide = lowtide.optimize(
-            model, budget=budget, memory={"min_bytes": 0}, optimizer=optimizer, engine="virtual:1"
-        )  # fmt: skip
+            model, budget=budget, memory={"min_bytes": 0, "strict": True}, optimizer=optimizer, engine="virtual:1"
+        )
     elif memory is not None:
         tide = lowtide.apply(model, {"min_bytes": 0, **memory}, engine="virtual:1")
     found = []

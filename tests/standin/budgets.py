@@ -190,7 +190,7 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Auto
         warnings.simplefilter("always")
         model = training.model()
         optimizer = training.optimizer(model)
-        memory: dict[str, Any] = {"min_bytes": training.min_bytes}
+        memory: dict[str, Any] = {"min_bytes": training.min_bytes, "strict": True}
         with lowtide.optimize(
             model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
         ) as tide:

@@ -1,17 +1,14 @@
-"""The autopilot: observe, plan, apply, compare, correct.
+"""The autopilot: a model that stays within a budget. Here is the handle that the user has.
 
 What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
 saved activations are stored off the device, and after which everything is as before (learn.py). A plan is made for the
-budget (planning.py), and this pass and all later ones run under a plan (in_force.py). After each of the first two
-planned steps the measured stalls and, on an accelerator, the measured peak are compared with the predicted ones. If
-they are off by more than 2 %, the bytes, the times of operators or the speed of the link are corrected, and a new plan
-is made (review.py). So the plan is stable after three planned steps. A plan is also
-made again where gradients stay, recipes do not hold, or the device runs out of memory all the same (again.py).
+budget (plan_source.py), and this pass and all later ones run under a plan. Which one, and when another is made, is the
+state machine's (machine.py): for other shapes, for a model that has changed, where a step was not as predicted, where
+gradients stay, where several forward passes come before a backward pass, where recipes do not hold, and where the
+device runs out of memory all the same.
 
-How: here is what the user sees, and what happens in each forward pass: `_prepare` asks the parts above in turn whether
-the plan in force is the right one. Where it stands is a phase (phases.py). Plans come from a `PlanSource`
-(plan_source.py). A source may have no budget: then plans are carried out as they are, and nothing is compared or
-corrected.
+Plans come from a `PlanSource` (plan_source.py). A source may have no budget: then plans are carried out as they are,
+and nothing is compared or corrected.
 
 Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
 first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks.
@@ -41,17 +38,10 @@ from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
 from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.runtime.autopilot.again import Again
-from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.autopilot.in_force import PlanInForce
-from lowtide.runtime.autopilot.learn import Learning
+from lowtide.runtime.autopilot.machine import Machine
 from lowtide.runtime.autopilot.observe_call import is_training
 from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_cache import shape_bucket
-from lowtide.runtime.autopilot.plan_source import PlanSource
-from lowtide.runtime.autopilot.planning import Planning
-from lowtide.runtime.autopilot.review import Review
-from lowtide.runtime.autopilot.unplanned import Unplanned
+from lowtide.runtime.autopilot.plan_source import Planning, PlanSource
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
@@ -83,35 +73,22 @@ class Autopilot:
         placed: PlacedState,
         group: Any = None,
         say: Callable[[str], None] | None = None,
+        room: Callable[[], int] | None = None,
     ) -> None:
+        """`room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
         self.model = model
         self.engine = engine
         self.source = source
         """Where its plans come from."""
-        self._planning = Planning(source, group)
+        self._planning = Planning(source, group, room=room)
         self._optimizer = optimizer
         self._placed = placed
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._lock = threading.RLock()
         """Of whoever observes, plans or changes the plan."""
-        self._unplanned = Unplanned(model)
-        self._in_force = PlanInForce(
-            model,
-            engine,
-            self._planning,
-            placed,
-            around=self._around,
-            before=self._before,
-            handle=self,
-            owns_engine=owns_engine,
-            say=say or _say_nothing,
-        )
-        self.events = self._in_force.events
+        how: Any = {"around": self._around, "before": self._before, "handle": self, "owns_engine": owns_engine}
+        self._machine = Machine(model, engine, self._planning, placed, **how, say=say or _say_nothing)
+        self.events = self._machine.events
         """What the autopilot decided, and when."""
-        self._learning = Learning(self._in_force, self._planning, placed, self._unplanned)
-        self._first = FirstStep(engine, None if source.budget_bytes is None else model)
-        self._review = Review(self._in_force, self._planning, self._first, self._unplanned)
-        self._again = Again(self._in_force, self._planning)
         self._inside = threading.local()
         """Of each thread: whether it is in a forward pass of the model, which may call itself."""
         self._rollback = Rollback(
@@ -128,12 +105,13 @@ class Autopilot:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first step."""
-        return None if self.tide is None or self._in_force.state.key is None else self.tide.plan
+        return None if self.tide is None or self._machine.state.key is None else self.tide.plan
 
     @property
     def profile(self) -> Profile | None:
         """What was observed for the shapes in force; None before the first step."""
-        return self._in_force.shapes[self._in_force.state.key].profile if self._in_force.state.key is not None else None
+        key = self._machine.state.key
+        return None if key is None else self._planning.facts.known_to(self._machine.shapes[key].profile)
 
     @property
     def link(self) -> Link | None:
@@ -142,18 +120,18 @@ class Autopilot:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether plans count gradients of earlier micro-batches from the start of a pass."""
-        return self._planning.facts.has_gradients
+        """Whether plans count gradients of earlier passes from the start of a pass."""
+        return self._planning.facts.has_gradients or self._planning.facts.num_passes > 1
 
     @property
     def tide(self) -> Tide | None:
         """The tide in force; None before the first step."""
-        return self._in_force.state.tide
+        return self._machine.state.tide
 
     @property
     def phase(self) -> Phase:
         """Where it stands: waiting, observing, a plan in force, refused, removed."""
-        return self._in_force.state.phase
+        return self._machine.state.phase
 
     @property
     def optimizer_swap(self) -> OptimizerSwap | None:
@@ -178,9 +156,9 @@ class Autopilot:
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
         with self._lock:
-            if self._in_force.state.key is not None and self.tide is not None:
-                self._review.compare(self._in_force.state.key)
-                self._in_force.watch.restart_totals(self.tide)
+            if self._machine.state.key is not None and self.tide is not None:
+                self._machine.compare(self._machine.state.key)
+                self._machine.watch.restart_totals(self.tide)
 
     def audit(self) -> Audit:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
@@ -199,19 +177,19 @@ class Autopilot:
 
         def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
             with self._lock:
-                if self.tide is not None and peak_bytes is not None and self._in_force.num_forwards != before:
+                if self.tide is not None and peak_bytes is not None and self._machine.num_forwards != before:
                     self.tide.audited_peak_bytes, self.tide.audited_curve = peak_bytes, curve
                 if self.tide is not None and self.phase is Phase.COMPARED:
                     # The next comparison is of steps that nobody watched.
-                    self._in_force.watch.restart_totals(self.tide)
-                    self._in_force.watch.clock.seconds.clear()
+                    self._machine.watch.restart_totals(self.tide)
+                    self._machine.watch.clock.seconds.clear()
 
-        if self._in_force.is_audited:
+        if self._machine.is_audited:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
-        before = self._in_force.num_forwards
+        before = self._machine.num_forwards
         of = (self.model, self._optimizer, self.engine.device_type)
         audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
-        self._in_force.audit = audit
+        self._machine.audit = audit
         return audit
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
@@ -228,8 +206,8 @@ class Autopilot:
 
         Where there is no memory for the optimizer's state, the model is restored all the same; call it again.
         """
-        self._unplanned.close()
-        self._in_force.remove()
+        self._machine.unplanned.close()
+        self._machine.remove()
 
     def __enter__(self) -> Autopilot:
         return self
@@ -248,24 +226,24 @@ class Autopilot:
     # -- each forward ----------------------------------------------------------------------------------------------
 
     def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        in_force = self._in_force
+        machine = self._machine
         if not is_training():
-            in_force.unseen.was_aside = True
+            machine.unseen.was_aside = True
             return forward(*args, **kwargs)
         if getattr(self._inside, "is_on", False):  # a model that calls itself: a part of the pass that is under way
-            return in_force.patch.original(*args, **kwargs)
+            return machine.patch.original(*args, **kwargs)
         refuse_capture(self.model, self.engine)
         with self._lock:
-            if in_force.state.phase in _PLAIN:
+            if machine.state.phase in _PLAIN:
                 return forward(*args, **kwargs)
-            in_force.unseen.end()
-            if in_force.is_inside:
-                self._prepare(args, kwargs)
-            in_force.num_forwards += 1
+            machine.unseen.end()
+            if machine.is_inside:
+                machine.prepare(args, kwargs)
+            machine.num_forwards += 1
             # Taken first: where this forward fails, the next one may have other inputs.
-            witness, self._learning.witness = self._learning.witness, None
-            planned, tide = in_force.patch.original, in_force.state.tide
-        self._first.begin()
+            witness, machine.learning.witness = machine.learning.witness, None
+            planned, tide = machine.patch.original, machine.state.tide
+        machine.first.begin()
         self._inside.is_on = True
         try:
             output = planned(*args, **kwargs)
@@ -276,13 +254,16 @@ class Autopilot:
         finally:
             self._inside.is_on = False
         if tide is None:  # the step could not be observed, or the user was done meanwhile
-            self._unplanned.follow(output)
+            machine.unplanned.follow(output)
             return output
-        self._first.follow(output)
+        machine.first.follow(output)
         if witness is not None:
             witness.compare(output)
-        if in_force.state.phase is Phase.COMPARED:
-            in_force.watch.follow(output, tide)
+        if self._planning.has_budget:
+            with self._lock:
+                machine.follow(output)
+        if machine.state.phase is Phase.COMPARED:
+            machine.watch.follow(output, tide)
         return output
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -291,36 +272,14 @@ class Autopilot:
             return
         with self._lock:
             if self.phase not in _PLAIN:
-                self._prepare(args, kwargs)
-
-    def _prepare(self, args: tuple, kwargs: dict) -> None:
-        """See that a plan for these inputs is in force."""
-        self._unplanned.tell_interrupt()
-        if self._planning.has_budget:
-            self._review.note_loop()
-            if not self.has_gradients and any(parameter.grad is not None for parameter in self._trained):
-                self._again.with_gradients()
-            self._again.without_unsteady()
-        in_force = self._in_force
-        shape = shape_bucket(args, kwargs)
-        key = self._learning.serving(shape)
-        if key is None and self._learning.may_observe(shape):
-            self._learning.observe(shape, args, kwargs)
-            return
-        if key is None:
-            key = self._learning.largest_for(shape)
-        if in_force.state.key is not None and not in_force.is_audited:
-            self._review.compare(in_force.state.key)  # also where shapes take turns, and none comes twice in a row
-        if key != in_force.state.key:
-            in_force.use(key)
-        in_force.watch.was_smaller |= key != shape
+                self._machine.prepare(args, kwargs)
 
     # -- out of memory ---------------------------------------------------------------------------------------------
 
     def tighten(self) -> None:
         """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
         with self._lock:
-            self._again.for_less()
+            self._machine.for_less()
 
     def _tighten(self, error: BaseException, num_tried: int) -> str | None:
         """After an out-of-memory error, between two attempts: what was done about it, or None."""
@@ -329,8 +288,8 @@ class Autopilot:
         tide = self.tide
         if tide is None:
             # Observing failed, where nothing is kept on the device: no plan would help.
-            self._in_force.patch.undo()
-            self._in_force.wrap()
+            self._machine.patch.undo()
+            self._machine.wrap()
             return None
         if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
             return tide._tighten(error, num_tried)

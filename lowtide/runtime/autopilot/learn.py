@@ -22,17 +22,16 @@ import time
 import warnings
 from typing import Any
 
+from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.others import other_bytes
-from lowtide.runtime.autopilot.events import FIRST_STEP, NEW_SHAPE, VARIES
-from lowtide.runtime.autopilot.in_force import PlanInForce
 from lowtide.runtime.autopilot.observe_call import Witness, observe_call
-from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_cache import ShapeBucket
-from lowtide.runtime.autopilot.planning import Planning
+from lowtide.runtime.autopilot.phases import CHANGED, FIRST_STEP, NEW_SHAPE, VARIES, Phase
+from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket
+from lowtide.runtime.autopilot.plan_source import Planning, is_within
 from lowtide.runtime.autopilot.unplanned import Unplanned
 from lowtide.runtime.session.forward_patch import patched_part
 from lowtide.runtime.session.optimizer_state import PlacedState
@@ -45,10 +44,11 @@ from lowtide.units import format_bytes
 class Learning:
     """The shapes of one model on autopilot."""
 
-    def __init__(self, in_force: PlanInForce, planning: Planning, placed: PlacedState, unplanned: Unplanned) -> None:
-        """`unplanned` hears of steps that could not be observed, and says how the loop is to know."""
-        self._in_force = in_force
-        self._model = in_force.model
+    def __init__(self, machine: Any, planning: Planning, placed: PlacedState, unplanned: Unplanned) -> None:
+        """`machine` keeps the plan in force (machine.py). `unplanned` hears of steps that could not be observed, and
+        says how the loop is to know."""
+        self._in_force = machine
+        self._model = machine.model
         self._planning = planning
         self._placed = placed
         self._unplanned = unplanned
@@ -59,17 +59,22 @@ class Learning:
         self._has_collectives = False
         """In the model's own forward pass: then no rank may observe a step alone."""
         self._has_warned = False
+        self._num_structures = machine.model_state.num_structures
+        """Of the model that is planned for."""
 
     def serving(self, shape: ShapeBucket) -> ShapeBucket | None:
         """The known shape bucket whose plan is the one for these inputs; None if they need one of their own."""
         key = self._in_force.shapes.cover(shape)
-        return key if key is None or key == shape or self._let_serve_smaller(key) else None
+        if key is None or key == shape:
+            return key
+        return key if self._keeps_budget(self._in_force.shapes[key].plan) and self._let_serve_smaller(key) else None
 
     def may_observe(self, shape: ShapeBucket) -> bool:
         """An observed step runs the model's collectives once more: then all ranks have to be there."""
         if not self._in_force.shapes:
             return True
-        return self._in_force.decide(f"shape {shape.shapes}") or not self._has_collectives
+        what = f"shape {shape.shapes} {shape.numbers} {shape.model}"
+        return self._in_force.decide(what) or not self._has_collectives
 
     def largest_for(self, shape: ShapeBucket) -> ShapeBucket:
         """The plan for inputs that no plan was made for, and that cannot be observed."""
@@ -94,6 +99,8 @@ class Learning:
         in_force, shapes = self._in_force, self._in_force.shapes
         self._placed.settle()  # what is written to parameters in an observed step is put back
         why = NEW_SHAPE if shapes else FIRST_STEP
+        if shapes and all(known.model != key.model for known, _ in shapes.items()):
+            why = f"{CHANGED}{in_force.model_state.why}"
         in_force.say(f"lowtide: observing one step ({why})")
         self._begin()
         profile = None
@@ -103,6 +110,7 @@ class Learning:
                 self._planning.know(link=self._measured_link())
             if not shapes:
                 self._meet_first(key, profile)
+            key = self._without_idle_numbers(key, profile, args, kwargs)
             is_joint = not shapes or self._planning.consensus.is_together
             shape = self._planning.first(profile, shapes, is_joint=is_joint)
         except BaseException as error:
@@ -115,6 +123,23 @@ class Learning:
             return
         shapes.add(key, shape)
         in_force.use(key, why=why, seconds=time.perf_counter() - start)
+        if self._planning.needs_more_room(shape):
+            in_force.with_passes()
+
+    def _without_idle_numbers(self, key: ShapeBucket, profile: Profile, args: tuple, kwargs: dict) -> ShapeBucket:
+        """The same key, unless a step that differs in numbers alone has done the same: they are left out then."""
+        in_force = self._in_force
+        for known, shape in in_force.shapes.items():
+            if (known.shapes, known.kinds) != (key.shapes, key.kinds) or not _does_the_same(profile, shape.profile):
+                continue
+            in_force.ignored_numbers |= {place for place, _ in set(known.numbers) ^ set(key.numbers)}
+            in_force.model_state.ignore(known.model, key.model)
+            how: Any = {"model": in_force.model_state.look(), "ignored": in_force.ignored_numbers}
+            return shape_bucket(args, kwargs, **how)
+        return key
+
+    def _keeps_budget(self, plan: Plan) -> bool:
+        return not self._planning.has_budget or is_within(plan, self._planning.budget_bytes)
 
     # -- the observed step -----------------------------------------------------------------------------------------
 
@@ -130,6 +155,9 @@ class Learning:
             in_force.take_off()
             in_force.wrap()  # other threads wait in it until this is over
         in_force.enter(Phase.OBSERVING)
+        if in_force.model_state.num_structures != self._num_structures:
+            self._num_structures = in_force.model_state.num_structures
+            in_force.shapes.clear()
 
     def _observed(self, args: tuple, kwargs: dict) -> Profile:
         self.witness = Witness(type(self._model).__name__)
@@ -218,8 +246,16 @@ class Learning:
                 plan = self._planning.again(shape, is_joint=self._in_force.decide("vary"), profile=free)
             except BudgetError:
                 return False
+            if not self._keeps_budget(plan):
+                return False
             self._in_force.replace(shape, plan)
             self._in_force.use(key, why=VARIES, seconds=time.perf_counter() - start)
         shape.profile = free
         shape.serves_smaller = True
         return True
+
+
+def _does_the_same(one: Profile, other: Profile) -> bool:
+    """Whether two observed steps ran the same operators, and saved the same."""
+    sites = ([(site.name, site.nbytes) for site in profile.sites] for profile in (one, other))
+    return one.op_names == other.op_names and next(sites) == next(sites)

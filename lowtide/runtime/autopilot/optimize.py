@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.autopilot.plan_source import BudgetSource
+from lowtide.runtime.session.checks import refuse_foreign
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.compiled import refuse_compiled
@@ -34,14 +36,18 @@ def optimize(
     engine: Engine | str | None = None,
     group: Any = None,
     say: Callable[[str], None] | None = None,
+    strict: bool | None = None,
 ) -> Autopilot:
     """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
     the `with` block.
 
     lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
-    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs get new plans. With
-    several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line when a plan is made.
-    Raises `ConfigError` at once for mistakes, `BudgetError` in the first forward when no plan fits.
+    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs, or a model that has
+    changed, get new plans. With several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line
+    when a plan is made. Where no plan fits, the one with the smallest peak is used, with a warning that says by how
+    much it is over. `strict` (also in `memory`): that is a `BudgetError`, as it is where the device has no room for
+    that plan. Without `optimizer`, the one that steps the model's parameters is found, and its state counted from then
+    on. Raises `ConfigError` at once for mistakes.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
@@ -52,6 +58,7 @@ def optimize(
     if patched_module(model) is not None:
         raise ConfigError("lowtide.optimize: this model is already under a lowtide plan; call remove() on it first")
     refuse_compiled(model, "lowtide.optimize")
+    refuse_foreign(model, optimizer, "lowtide.optimize")
     settled = wanted.settled(lambda: memory_of_model(model, optimizer))
     config = settled.config
     if settled.line and say is not None:
@@ -65,7 +72,12 @@ def optimize(
         if optimizer is not None and say is not None:
             say(f"lowtide: the optimizer's state stays on the device: {refusal}")
         config = dataclasses.replace(config, optimizer="keep")
+    room = None if (config.strict if strict is None else strict) else functools.partial(_room, model, optimizer)
     source = BudgetSource(model, config, chosen, preset=settled.preset, say=say)
-    return Autopilot(
-        model, source, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, group=group, say=say
-    )
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say, "room": room}
+    return Autopilot(model, source, optimizer, chosen, **how)
+
+
+def _room(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """The most that this rank can have on the device, with what it has already."""
+    return memory_of_model(model, optimizer).free_bytes

@@ -1,7 +1,8 @@
-"""Where an autopilot stands, and what may come next.
+"""Where an autopilot stands, what may come next, and what it has decided.
 
 What: `Phase` names each place, `ARROWS` is the whole table of ways from one to another, and `State` is the phase with
-what belongs to it: whose plan is in force, and the tide that carries it out.
+what belongs to it: whose plan is in force, and the tide that carries it out. A `PlanEvent` is noted for each plan that
+is made or corrected.
 
     WAITING ---> OBSERVING ---> CHANGING ---> COMPARED ---> SETTLED
        ^             |          |  ^  ^  ^       |             |
@@ -10,7 +11,7 @@ what belongs to it: whose plan is in force, and the tide that carries it out.
                      |             +--- from WAITING, where the batch is of a shape that has a plan
                      +---> REFUSED                    (from all but CHANGING: REMOVED)
 
-Cost: nothing. Not covered: why a plan is made again; learn.py, review.py and again.py know, and each event says it.
+Cost: nothing. Not covered: when a plan is made again (machine.py), and what was measured (corrections.py).
 """
 
 from __future__ import annotations
@@ -86,3 +87,41 @@ class State:
         """The state after this one. The one place where phases change; asserts that the table has the arrow."""
         assert (self.phase, phase) in ARROWS, f"no way from {self.phase.value} to {phase.value}"
         return State(phase, key, tide)
+
+
+FIRST_STEP = "first step"
+NEW_SHAPE = "new shape"
+CHANGED = "the model changed: "
+"""How the event of a plan for another state of the model begins."""
+ACCUMULATES = "gradients stay"
+SEVERAL_PASSES = "several forward passes before a backward pass"
+OPTIMIZER = "an optimizer was found"
+VARIES = "shapes vary"
+UNSTEADY = "recipes do not hold"
+REFUSED = "layers cannot run again"
+OUT_OF_MEMORY = "out of memory"
+_NOT_CORRECTIONS = (
+    FIRST_STEP, NEW_SHAPE, CHANGED, ACCUMULATES, SEVERAL_PASSES, OPTIMIZER, VARIES, UNSTEADY, REFUSED,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEvent:
+    """One time that the autopilot made, corrected or changed its plan."""
+
+    forward: int
+    """How many planned forward passes had run."""
+    why: str
+    """'first step', 'new shape', 'the model changed: ...', 'several forward passes before a backward pass', 'an
+    optimizer was found', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
+    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory'."""
+    budget_bytes: int | None
+    """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
+    digest: str
+    seconds: float
+    """Time that observing and planning took."""
+
+    @property
+    def is_correction(self) -> bool:
+        """Whether the plan was made again because a step was not as predicted."""
+        return not self.why.startswith(_NOT_CORRECTIONS)

@@ -1,4 +1,4 @@
-"""The plans that an autopilot has made, by the shapes that they were made for.
+"""The plans that an autopilot has made, by what they were made for.
 
 What: `CachedPlan` is one of them: what was observed, the plan, and the tide that carries it out, in force or not.
 `PlanCache` holds the last sixteen that were used, and says which of them can be used for a batch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,15 @@ class PlanCache:
             _, oldest = self._plans.popitem(last=False)
             oldest.retire()
 
+    def items(self) -> Iterable[tuple[ShapeBucket, CachedPlan]]:
+        return self._plans.items()
+
+    def clear(self) -> None:
+        """None is used again: the model is another one."""
+        for known in self._plans.values():
+            known.retire()
+        self._plans.clear()
+
     def use(self, key: ShapeBucket) -> CachedPlan:
         """The one of `key`, which is the last to go now."""
         self._plans.move_to_end(key)
@@ -100,21 +109,30 @@ class PlanCache:
 
     def largest_for(self, shape: ShapeBucket) -> ShapeBucket:
         """The class of the most elements, of the same kinds if there is one."""
-        return max(self._plans, key=lambda known: (known.kinds == shape.kinds, known.num_elements))
+        return max(self._plans, key=lambda known: (known.is_alike(shape), known.num_elements))
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeBucket:
-    """The shapes of a batch, and what else decides which operators run."""
+    """What a plan was made for: the shapes of a batch, and what else decides which operators run."""
 
     shapes: tuple[tuple[int, ...], ...]
     """Sizes of every tensor in the inputs, in the order of `torch.utils._pytree`."""
     kinds: tuple[Any, ...]
-    """Their dtypes, and which autocasts are on, to which dtype."""
+    """Names of keyword inputs; dtypes, and which tensors need gradients; flags and words, or types of what else there
+    is; and which autocasts are on, to which dtype."""
+    numbers: tuple[tuple[int, float], ...] = ()
+    """Numbers among the inputs, by their place."""
+    model: int = 0
+    """The state of the model (model_state.py)."""
+
+    def is_alike(self, other: ShapeBucket) -> bool:
+        """Whether they may differ in shapes alone."""
+        return (self.kinds, self.numbers, self.model) == (other.kinds, other.numbers, other.model)
 
     def covers(self, other: ShapeBucket) -> bool:
         """Whether a batch of `other` is like one of this, and nowhere larger."""
-        if self.kinds != other.kinds:
+        if not self.is_alike(other):
             return False
         pairs = zip(self.shapes, other.shapes, strict=True)
         return all(len(own) == len(their) and all(map(int.__ge__, own, their)) for own, their in pairs)
@@ -130,10 +148,24 @@ class ShapeBucket:
         return sum(map(math.prod, self.shapes))
 
 
-def shape_bucket(args: tuple, kwargs: dict) -> ShapeBucket:
-    """The class of a model's inputs."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return ShapeBucket(tuple(tuple(t.shape) for t in tensors), (*(t.dtype for t in tensors), *_autocasts()))
+def shape_bucket(args: tuple, kwargs: dict, *, model: int = 0, ignored: Collection[int] = ()) -> ShapeBucket:
+    """What a plan for a model's inputs is made for. Numbers at the places `ignored` decide nothing."""
+    shapes: list[tuple[int, ...]] = []
+    kinds: list[Any] = []
+    numbers: list[tuple[int, float]] = []
+    for place, leaf in enumerate(tree_leaves((args, kwargs))):
+        if isinstance(leaf, torch.Tensor):
+            values = leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf
+            shapes.append(tuple(values.shape))
+            kinds.append((leaf.dtype, True) if leaf.requires_grad else leaf.dtype)
+        elif isinstance(leaf, bool | str) or leaf is None:
+            kinds.append(leaf)
+        elif isinstance(leaf, int | float):
+            if place not in ignored:
+                numbers.append((place, leaf))
+        else:
+            kinds.append(type(leaf))
+    return ShapeBucket(tuple(shapes), (*kinds, *kwargs, *_autocasts()), tuple(numbers), model)
 
 
 def _autocasts() -> Iterator[tuple[str, torch.dtype]]:

@@ -1,19 +1,25 @@
 """Where an autopilot's plans come from: a budget, for which each is solved; or whatever else keeps the protocol.
 
-What: `PlanSource` is the protocol. `BudgetSource` measures the link once, and gives profile, link and budget to the
-solver. With each plan it sets the limit of the guard (runtime/offload/spill.py): the most that the plan holds in
-forward, and what it leaves of the budget. A step as planned never reaches the limit; in a step that saves more, the
-guard swaps activations before the budget is passed. Files of MindSpore Transformers are another source
-(mindformers/follow.py).
-Cost: measuring the link takes a second, once for a machine; the solver takes another for each plan.
-Not covered: when a plan is made, and that ranks agree on it; that is the autopilot's own.
+What: `Planning` makes the plans of an autopilot from what is known by now (`Facts`), for the budget of all ranks,
+agreed among them. Where no plan fits the budget, the one with the smallest peak is taken, unless the budget is strict
+or the device has no room for that one. `PlanSource` is the protocol of whoever makes one rank's plans.
+`BudgetSource` measures the link once, and gives profile, link and budget to the solver. With each plan it sets the
+limit of the guard (runtime/offload/spill.py): the most that the plan holds in forward, and what it leaves of the
+budget. A step as planned never reaches the limit; in a step that saves more, the guard swaps activations before the
+budget is passed. Files of MindSpore Transformers are another source (mindformers/follow.py).
+
+Several forward passes before one backward pass: at the worst moment all of them hold what they saved. A plan is made
+for one of them, with room for what the others hold and for all gradients; how much that is is found by halving.
+Cost: measuring the link takes a second, once for a machine; the solver takes another for each plan, and some eight
+times that where a step has several forward passes; ranks that agree exchange the plan's text once.
+Not covered: when a plan is made, and putting it on the model (machine.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +28,7 @@ from torch import nn
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError
@@ -30,13 +36,19 @@ from lowtide.loss.attach import attach_where
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
+from lowtide.planner.problem import state_bytes
 from lowtide.planner.smaller import form_of
+from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed
 from lowtide.runtime.autopilot.plan_cache import CachedPlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.timeline.step import Link
 
 # The guard begins to spill a fiftieth below its limit (spill.py).
 _GUARD_HEADROOM = 49
+_NUM_HALVINGS = 6
+"""A sixty-fourth of what the other forward passes hold may be left free."""
+_MOST_FLOORS = 4
+"""A floor that has no plan after all is raised by a hundredth, so often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,21 @@ class Facts:
     resident_state_bytes: int | None = None
     """What stays of the optimizer's state, of which some is elsewhere between steps by now, whatever the shape. None as
     long as all of it stays."""
+    num_passes: int = 1
+    """Forward passes before a backward pass."""
+    beside_bytes: int = 0
+    """What the other forward passes of a step hold while one of them is at its worst."""
+    optimizer: StateBytes | None = None
+    """The state of an optimizer that was found, of which profiles do not know; only its fields about that."""
+
+    def known_to(self, profile: Profile) -> Profile:
+        """The profile with the bytes that are known beside it."""
+        state = profile.state
+        if self.optimizer is not None:
+            names = [field.name for field in dataclasses.fields(state) if field.name.startswith("optimizer")]
+            state = dataclasses.replace(state, **{name: getattr(self.optimizer, name) for name in names})
+        others = state.others + self.beside_bytes
+        return dataclasses.replace(profile, state=dataclasses.replace(state, others=others))
 
 
 class PlanSource(Protocol):
@@ -85,6 +112,130 @@ class PlanSource(Protocol):
 
     def close(self) -> None:
         """Undo what the source itself has changed about the model. Idempotent."""
+
+
+class Planning:
+    """Where the plans of an autopilot are made. Made on all ranks of `group` at once."""
+
+    def __init__(self, source: PlanSource, group: Any, *, room: Callable[[], int] | None = None) -> None:
+        """`room`: the bytes that the device has. Absent: a plan above the budget is a BudgetError."""
+        self.source = source
+        self.group = group
+        self.consensus = PlanConsensus(group, source.budget_bytes)
+        self.facts = Facts()
+        """Replaced whenever a step shows something new; plans that are made from then on know it."""
+        self._room = room
+
+    def know(self, **facts: Any) -> None:
+        """More is known, or other, of these fields of `Facts`."""
+        self.facts = dataclasses.replace(self.facts, **facts)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether some rank has one."""
+        return self.consensus.budget_bytes is not None
+
+    @property
+    def budget_bytes(self) -> int:
+        """That of all ranks. Only where there is one."""
+        assert self.consensus.budget_bytes is not None
+        return self.consensus.budget_bytes
+
+    def budget_for(self, shape: CachedPlan) -> int | None:
+        """The budget, less what measurements of these shapes showed beyond the prediction."""
+        return self.budget_bytes - shape.unforeseen_bytes if self.has_budget else None
+
+    def make(self, profile: Profile, budget_bytes: int | None) -> Plan:
+        """This rank's own. Raises BudgetError where none fits."""
+        return self.source.make_plan(profile, self.facts, budget_bytes)
+
+    def nearest(self, profile: Profile, budget_bytes: int | None) -> Plan:
+        """This rank's own; where none fits, the one with the smallest peak. Raises BudgetError where that is too much
+        for the device, or not asked for."""
+        try:
+            return self.make(profile, budget_bytes)
+        except BudgetError as refusal:
+            if self._room is None:
+                raise
+            floor_bytes, room_bytes = refusal.floor_bytes, self._room()
+            error = refusal.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
+        for _ in range(_MOST_FLOORS):
+            if floor_bytes > room_bytes:
+                break
+            with contextlib.suppress(BudgetError):
+                return self.make(profile, floor_bytes)
+            floor_bytes += max(1, floor_bytes // 100)
+        raise error
+
+    def agreed(self, profile: Profile, budget_bytes: int | None, *, is_joint: bool) -> Plan:
+        """The plan of all ranks if `is_joint`: all of them are making this call. BudgetErrors are shared as well."""
+        if not is_joint:
+            return self.source.localized(self.nearest(profile, budget_bytes), profile)
+        error: BudgetError | None = None
+        plan: Plan | None = None
+        try:
+            plan = self.nearest(profile, budget_bytes)
+        except BudgetError as found:
+            error = found.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
+        common = agreed(plan, error, self.group)
+        # With other shapes the first rank's plan is not one for this rank.
+        return self.source.localized(common if plan is None or self.consensus.is_together else plan, profile)
+
+    def again(self, shape: CachedPlan, *, is_joint: bool, profile: Profile | None = None) -> Plan:
+        """Another plan for the same shapes, with what is known by now. Raises BudgetError where none will do."""
+        return self.agreed(profile or shape.profile, self.budget_for(shape), is_joint=is_joint)
+
+    def first(self, profile: Profile, known: Iterable[CachedPlan], *, is_joint: bool) -> CachedPlan:
+        """A plan for what was just observed; one that serves smaller shapes too, if some of the `known` do already.
+
+        Raises BudgetError where none will do.
+        """
+        known = list(known)
+        if any(shape.serves_smaller for shape in known):
+            free = profile.without_sizes(is_proven=all(shape.plan.check == "full" for shape in known))
+            with contextlib.suppress(BudgetError):
+                plan = self.agreed(free, self.consensus.budget_bytes, is_joint=is_joint)
+                if is_within(plan, self.budget_bytes):
+                    return CachedPlan(profile=free, plan=plan, serves_smaller=True)
+        return CachedPlan(profile=profile, plan=self.agreed(profile, self.consensus.budget_bytes, is_joint=is_joint))
+
+    def make_room(self, shapes: Iterable[CachedPlan], output_bytes: int) -> None:
+        """Find out what the other forward passes of a step hold: the least for which that is true of the plans that
+        are made with so much less. `output_bytes`: what a forward pass gives to the loop."""
+        shapes = list(shapes)
+        others = self.facts.num_passes - 1
+
+        def held_bytes(beside_bytes: int) -> int:
+            """By the others, under plans with so much room for them."""
+            self.know(beside_bytes=beside_bytes)
+            plans = [self.nearest(shape.profile, self.budget_for(shape)) for shape in shapes]
+            held = [self._own_bytes(plan, shape.profile) for plan, shape in zip(plans, shapes, strict=True)]
+            # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
+            gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
+            return others * (max(held) + output_bytes) + gradients
+
+        low, high = 0, held_bytes(0)
+        for _ in range(_NUM_HALVINGS):
+            middle = (low + high) // 2
+            low, high = (low, middle) if held_bytes(middle) <= middle else (middle, high)
+        # Where nothing fits, the plans are the smallest that there are, and what they hold is what it is.
+        self.know(beside_bytes=max(high, held_bytes(high)))
+
+    def needs_more_room(self, shape: CachedPlan) -> bool:
+        """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
+        others = self.facts.num_passes - 1
+        return others > 0 and others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
+
+    def _own_bytes(self, plan: Plan, profile: Profile) -> int:
+        """What a forward pass holds of its own when it is over."""
+        assert plan.predicted is not None
+        there = state_bytes(self.facts.known_to(profile), has_gradients=True)
+        return max(0, plan.predicted.forward_held_bytes - there)
+
+
+def is_within(plan: Plan, budget_bytes: int) -> bool:
+    """Whether it keeps this budget by its own account."""
+    return plan.predicted is None or plan.predicted.peak_bytes <= budget_bytes
 
 
 class BudgetSource:
@@ -122,8 +273,9 @@ class BudgetSource:
         Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
         """
         assert facts.link is not None
-        how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": facts.has_gradients}
-        steady = _steady(profile, facts)
+        has_gradients = facts.has_gradients or facts.num_passes > 1
+        how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": has_gradients}
+        steady = _steady(facts.known_to(profile), facts)
 
         def make(**limits: Any) -> Plan:
             return self._plan(steady, facts, self._config, costs=HOST_COSTS, **{**how, **limits})

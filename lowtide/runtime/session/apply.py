@@ -18,6 +18,7 @@ from lowtide.runtime.session.checks import (
     agree_across_ranks,
     check_patterns,
     plan_of,
+    refuse_foreign,
     refuse_unsuitable,
     warn_about_checkpointing,
     warn_about_parts_of_compiled_modules,
@@ -45,6 +46,7 @@ def apply(
     refuse_unsuitable(model)
     plan = plan_of(model, memory)
     optimizer = optimizer_of(optimizer, "lowtide.apply")
+    refuse_foreign(model, optimizer, "lowtide.apply")
     check_patterns(model, plan)
     agree_across_ranks(plan, group)
     warn_about_checkpointing(model)

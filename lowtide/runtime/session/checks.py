@@ -44,6 +44,19 @@ def refuse_unsuitable(model: nn.Module) -> None:
     refuse_compiled(model, "lowtide.apply")
 
 
+def refuse_foreign(model: nn.Module, optimizer: Any, call: str) -> None:
+    """Raise ConfigError for an optimizer that has none of the model's parameters."""
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if parameters and not any(id(parameter) in own for parameter in parameters):
+        raise ConfigError(
+            f"{call}: this {type(optimizer).__name__} has none of the parameters of {type(model).__name__}: it steps "
+            f"{len(parameters)} others. Give the optimizer that trains the model, made from model.parameters()"
+        )
+
+
 def plan_of(model: nn.Module, memory: Any) -> Plan:
     """The plan that `memory` asks for on this model. Raises ConfigError where it does not fit."""
     if isinstance(memory, Plan):

@@ -87,7 +87,7 @@ def budget_of(model: nn.Module, batch: Any, share: float = 0.5, optimizer: Any =
 
 def optimize(model: nn.Module, budget: int, **more: Any) -> Autopilot:
     memory = {"min_bytes": MIN_BYTES}
-    return lowtide.optimize(model, budget=budget, memory=memory, **{"engine": "virtual:1", **more})
+    return lowtide.optimize(model, budget=budget, memory=memory, **{"engine": "virtual:1", "strict": True, **more})
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

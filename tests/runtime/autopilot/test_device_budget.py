@@ -86,7 +86,7 @@ def test_bits_and_later_batches(memory: dict[str, Any]) -> None:
 
 def test_a_device_that_is_too_small_is_refused_as_a_budget_is(device: Callable[[int], None]) -> None:
     device(1 << 10)
-    tide = lowtide.optimize(Net(), memory={"preset": "smallest"}, engine=VirtualEngine(0))
+    tide = lowtide.optimize(Net(), memory={"preset": "smallest", "strict": True}, engine=VirtualEngine(0))
     with pytest.raises(lowtide.BudgetError, match="no plan fits"):
         tide.model(batch(8))
     tide.remove()

@@ -90,7 +90,7 @@ def counting(model: nn.Module, share: float, more_bytes: int = 0) -> Iterator[tu
             return buffer
 
         engine.new_buffer = new_buffer  # type: ignore[method-assign]
-        with lowtide.optimize(model, budget=budget, memory=memory, engine=engine) as tide:
+        with lowtide.optimize(model, budget=budget, memory=memory, engine=engine, strict=True) as tide:
             yield tide, counter, budget
 
 
@@ -157,7 +157,7 @@ def test_a_review_that_finds_no_plan_keeps_the_old_one_and_says_so() -> None:
         assert text.startswith("lowtide: a planned step was not as predicted (peak: ")
         assert "; the plan in force stays, and steps may need more than the budget. Raise it to " in text
         assert [event.digest for event in tide.events] == [digest]
-        assert [shape.unforeseen_bytes for shape in tide._in_force.shapes] == [0]
+        assert [shape.unforeseen_bytes for shape in tide._machine.shapes] == [0]
     step(truth, 3)
     pairs = zip(model.parameters(), truth.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def start(budget_bytes: int | None = None, engine: Any = "virtual:1") -> tuple[N
     torch.manual_seed(0)
     model = Net()
     budget = budget_bytes or budget_of(model)
-    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine=engine)
+    return model, lowtide.optimize(model, budget=budget, memory=MEMORY, engine=engine, strict=True)
 
 
 def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
@@ -290,11 +290,11 @@ def test_a_plan_for_less_that_does_not_exist_leaves_the_budget_as_it_is() -> Non
     model, tide = start_at_the_floor()
     with tide:
         step(model)
-        before = [shape.unforeseen_bytes for shape in tide._in_force.shapes]
+        before = [shape.unforeseen_bytes for shape in tide._machine.shapes]
         for _ in range(2):
             with pytest.raises(lowtide.BudgetError):
                 tide.tighten()
-        assert [shape.unforeseen_bytes for shape in tide._in_force.shapes] == before
+        assert [shape.unforeseen_bytes for shape in tide._machine.shapes] == before
 
 
 def test_a_batch_that_fails_after_it_was_observed_is_not_compared_with_the_next(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide.engines.virtual import VirtualEngine
-from lowtide.runtime.autopilot.plan_watch import PlanWatch
+from lowtide.runtime.autopilot.peaks import PlanWatch
 
 
 class Totals:

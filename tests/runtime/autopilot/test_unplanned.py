@@ -25,7 +25,7 @@ def _model() -> nn.Module:
 
 def _refused() -> tuple[nn.Module, lowtide.Autopilot]:
     model = _model()
-    tide = lowtide.optimize(model, budget=1000, memory={"min_bytes": 0}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget=1000, memory={"min_bytes": 0, "strict": True}, engine="virtual:1")
     try:
         model(torch.ones(4, 16))
     except ValueError:

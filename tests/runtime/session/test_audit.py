@@ -101,12 +101,12 @@ def test_an_audit_leaves_nothing_but_its_number() -> None:
         with lowtide.optimize(model, budget="3MiB", optimizer=steps.optimizer, engine="virtual:0") as tide:
             for number in range(8):
                 if has_audit and number in (1, 4):
-                    phase, num_reviews = tide.phase, [shape.num_reviews for shape in tide._in_force.shapes]
+                    phase, num_reviews = tide.phase, [shape.num_reviews for shape in tide._machine.shapes]
                     with tide.audit() as audit:
                         steps.run()
                         steps.model(**steps.batch)
                     # What takes longer because it is watched is not compared with what was predicted.
-                    assert (phase, num_reviews) == (tide.phase, [shape.num_reviews for shape in tide._in_force.shapes])
+                    assert (phase, num_reviews) == (tide.phase, [shape.num_reviews for shape in tide._machine.shapes])
                     assert audit.peak_bytes == tide.plan.audited_peak_bytes
                 else:
                     steps.run()

@@ -146,7 +146,9 @@ def test_the_least_that_is_named_holds_the_step_of_the_optimizer_too(optimizer_s
     memory = {"min_bytes": 0, "optimizer": optimizer_state}
 
     def optimize(budget: int) -> Any:
-        return lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1")
+        return lowtide.optimize(
+            model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1", strict=True
+        )
 
     with optimize(1024) as refused, pytest.raises(lowtide.BudgetError) as caught:
         refused.model(rows(0, 4))

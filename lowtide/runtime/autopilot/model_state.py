@@ -1,0 +1,182 @@
+"""What a plan was made for, beside the shapes of a batch: the state of the model, compared before each forward pass.
+
+What: `ModelState.look` reads flat lists that were made once (submodules, parameters, hooks, settings) and gives the
+number of the state that it finds: the same number for an equal state. A state is
+
+- which submodules there are. Where they are others, all lists are made anew, and no older state comes back;
+- of each parameter, whether it is trained, and its dtype;
+- the code of forward and backward hooks of modules. A hook that is put on anew for each step is the same hook;
+- settings: what modules have under a public name that is a flag, a number or a word (`training`, `p`), and the fields
+  of their `config`;
+- the switches of scaled dot product attention (`torch.nn.attention.sdpa_kernel`).
+
+Why numbers may be left out: a counter that the forward pass moves is no reason for another plan, nor is a number that
+the loop moves where an observed step has shown that it changes nothing (`ignore`).
+Cost: some tens of microseconds for a model of a hundred modules, twice a forward pass.
+Not covered: what a model reads elsewhere (lists, dictionaries, closures, globals); the wrappers of `torch.distributed`,
+whose own settings move all the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS
+
+_PLAIN = (bool, int, float, str, type(None))
+_NUMBERS = (int, float)
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed")
+
+
+class ModelState:
+    """The states of one model, by number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.num_structures = 0
+        """How often submodules were others than before."""
+        self.why = ""
+        """In which way the last state is another one than that before it, in words."""
+        self._num_states = 0
+        self._ignored: set[tuple[int, str]] = set()
+        """Settings that decide nothing: whose, and which."""
+        self._number_of: dict[tuple, int] = {}
+        self._settings_of: dict[int, list[Any]] = {}
+        self._read()
+        self._now = self._found()
+        self._number = self._note()
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Parameters that get gradients now."""
+        return [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None and p.requires_grad]
+
+    def look(self) -> int:
+        """The number of the state that the model is in."""
+        below = [*chain.from_iterable(map(dict.values, self._children))]
+        if len(below) != len(self._below) or not all(map(is_, below, self._below)):
+            self._read()
+            self.num_structures += 1
+        now = self._found()
+        if now != self._now:
+            self.why = self._difference(self._now, now)
+            self._now = now
+            self._number = self._note()
+        return self._number
+
+    def leave_out_moved(self) -> None:
+        """A forward pass is over: what it has moved of the settings is the model's own business."""
+        settings = self._settings()
+        before = self._now[3]
+        if settings != before and len(settings) == len(before):
+            self._leave_out([i for i, (new, old) in enumerate(zip(settings, before, strict=True)) if new != old])
+
+    def ignore(self, one: int, other: int) -> None:
+        """Steps in these two states save the same: the numbers in which their settings differ decide nothing."""
+        first, second = self._settings_of.get(one), self._settings_of.get(other)
+        if first is None or second is None or len(first) != len(second):
+            return
+        pairs = enumerate(zip(first, second, strict=True))
+        self._leave_out([i for i, (a, b) in pairs if a != b and type(a) in _NUMBERS and type(b) in _NUMBERS])
+
+    # -- how it works ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Make the flat lists."""
+        modules = [module for module in self._model.modules() if isinstance(module._modules, dict)]
+        self._children = [module._modules for module in modules]
+        self._below = [*chain.from_iterable(map(dict.values, self._children))]
+        # FSDP2 puts other tensors in the place of its parameters while it has them gathered.
+        self._parameters = [] if fsdp_modules(self._model) else [module._parameters for module in modules]
+        self._hooks = [vars(module)[name] for module in modules for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)]
+        self._owners: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        seen: set[int] = set()
+        for module in modules:
+            if not type(module).__module__.startswith(_WRAPPERS):
+                self._add_settings(vars(module), lambda name: not name.startswith("_"))
+            config = vars(module).get("config")
+            if hasattr(config, "__dict__") and id(config) not in seen:
+                seen.add(id(config))
+                self._add_settings(vars(config), lambda name: True)
+        self._number_of.clear()
+        self._settings_of.clear()
+
+    def _add_settings(self, owner: dict[str, Any], wants: Callable[[str], bool]) -> None:
+        names = [name for name, value in owner.items() if type(value) in _PLAIN and wants(name)]
+        names = [name for name in names if (id(owner), name) not in self._ignored]
+        self._owners += [owner] * len(names)
+        self._names += names
+
+    def _found(self) -> tuple[Any, ...]:
+        parameters = chain.from_iterable(map(dict.values, self._parameters))
+        trained = [(p.requires_grad, p.dtype) for p in parameters if p is not None]
+        hooks = [(number, *codes) for number, found in enumerate(self._hooks) if found and (codes := _codes(found))]
+        return self.num_structures, trained, hooks, self._settings(), _attention()
+
+    def _settings(self) -> list[Any]:
+        return list(map(dict.get, self._owners, self._names))
+
+    def _note(self) -> int:
+        """The number of the state that was just found; a new one if it is new."""
+        structures, trained, hooks, settings, attention = self._now
+        plain = (value if type(value) in _PLAIN else type(value) for value in settings)
+        key = (structures, tuple(trained), tuple(hooks), tuple(plain), attention)
+        if key not in self._number_of:
+            self._num_states += 1
+            self._number_of[key] = self._num_states
+            self._settings_of[self._num_states] = settings
+        return self._number_of[key]
+
+    def _leave_out(self, places: Iterable[int]) -> None:
+        """These settings decide nothing from now on. The state stays the one that it is; older ones are forgotten."""
+        left_out = set(places)
+        if not left_out:
+            return
+        self._ignored |= {(id(self._owners[i]), self._names[i]) for i in left_out}
+        stays = [i for i in range(len(self._names)) if i not in left_out]
+        self._owners, self._names = [self._owners[i] for i in stays], [self._names[i] for i in stays]
+        structures, trained, hooks, settings, attention = self._now
+        self._now = (structures, trained, hooks, [settings[i] for i in stays], attention)
+        self._number_of.clear()
+        self._settings_of = {n: [old[i] for i in stays] for n, old in self._settings_of.items()}
+        key = (structures, tuple(trained), tuple(hooks), tuple(self._now[3]), attention)
+        self._number_of[key] = self._number
+
+    def _difference(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+        if now[0] != before[0]:
+            return "other submodules"
+        if now[1] != before[1]:
+            return f"{sum(t for t, _ in now[1])} parameters are trained, not {sum(t for t, _ in before[1])}"
+        if now[2] != before[2]:
+            return "other hooks"
+        if now[4] != before[4]:
+            return "another attention backend"
+        pairs = zip(self._names, before[3], now[3], strict=True)
+        return next(f"{name} is {new}, not {old}" for name, old, new in pairs if old != new)
+
+
+def _codes(hooks: dict[int, Any]) -> list[Any]:
+    """Of hooks, the same for one that is made anew by the same code. lowtide's own (an audit's) are none."""
+    inner = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks.values()]
+    others = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
+    return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in others]
+
+
+def _attention() -> tuple[bool, ...]:
+    """Which kernels scaled dot product attention may use. The switches are the process's, whatever the device."""
+    found = torch.backends.cuda
+    return (
+        found.flash_sdp_enabled(),
+        found.mem_efficient_sdp_enabled(),
+        found.math_sdp_enabled(),
+        found.cudnn_sdp_enabled(),
+    )
