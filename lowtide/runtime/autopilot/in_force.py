@@ -168,6 +168,7 @@ class PlanInForce:
             )
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
+            shape.tide.expect_no_forward()  # a graph of the plan before may be waiting for its backward pass
             self._planning.source.equip(shape.tide, shape, self._planning.consensus.budget_bytes)
         else:
             self._placed.expect_regions(shape.plan)

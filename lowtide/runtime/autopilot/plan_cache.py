@@ -157,7 +157,15 @@ class ShapeBucket:
 def shape_bucket(args: tuple, kwargs: dict) -> ShapeBucket:
     """The class of a model's inputs."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return ShapeBucket(tuple(tuple(t.shape) for t in tensors), (*(t.dtype for t in tensors), *_autocasts()))
+    return ShapeBucket(tuple(_sizes(t) for t in tensors), (*(t.dtype for t in tensors), *_autocasts()))
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor, whose own sizes are no numbers: how many parts it has, and the sizes of all together."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    is_jagged = tensor.layout is torch.jagged
+    return (tensor.size(0), *(tensor.values().shape if is_jagged else (tensor.numel(),)))
 
 
 def _autocasts() -> Iterator[tuple[str, torch.dtype]]:
