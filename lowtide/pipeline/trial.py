@@ -26,7 +26,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.pipeline import stage_call
 from lowtide.pipeline.schedule import Schedule
-from lowtide.profiling.fake.fake_model import grouped_experts, lent, mode_of, without_numbers
+from lowtide.profiling.fake.fake_model import grouped_experts, lend, mode_of, without_numbers
 from lowtide.profiling.fake.trace import quietly
 from lowtide.profiling.observe_step import device_of, untouched
 from lowtide.profiling.step_recorder import COLLECTIVES
@@ -96,14 +96,13 @@ def _without_bytes(module: nn.Module, given: Any) -> Passed | None:
     try:
         with (
             untouched(module, (), device_of(module)),
-            lent(module, mode),
             grouped_experts(module),
             quietly(),
             torch.no_grad(),
-            mode,
-            _NoCollectives(),
         ):
-            return Passed(_shapes_of(stage_call.call(module, without_numbers(given, mode))))
+            lend(module, mode)
+            with mode, _NoCollectives():
+                return Passed(_shapes_of(stage_call.call(module, without_numbers(given, mode))))
     except _NotShown:
         return Passed(is_known=False)
     except Exception:

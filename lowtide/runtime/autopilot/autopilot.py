@@ -24,6 +24,7 @@ while a new shape is observed, its gradients may be lost.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -246,7 +247,8 @@ class Autopilot:
         machine.first.begin()
         self._inside.is_on = True
         try:
-            output = planned(*args, **kwargs)
+            with contextlib.nullcontext() if witness is None else witness.watching(self.model):
+                output = planned(*args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error) and not self._rollback.is_running:
                 error.add_note(f"lowtide: out of memory in a forward pass. {self._describe_floor()}")

@@ -260,6 +260,7 @@ class Machine:
             self.planning.know(resident_state_bytes=self._placed.resident_bytes)
             shape.tide = apply(self.model, shape.plan, **how, moves_state=False)
             shape.tide.outlive(self._lease)
+            shape.tide.expect_no_forward()  # a graph of the plan before may be waiting for its backward pass
             self.planning.source.equip(shape.tide, shape, self.planning.consensus.budget_bytes)
         else:
             shape.tide.resume()

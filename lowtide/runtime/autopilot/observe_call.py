@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from lowtide.core.profile import Profile
 from lowtide.profiling.observe_step import observe, refuse_iterators
+from lowtide.tensors.compiled import compiled_parts, lies_in
 from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
@@ -38,6 +39,8 @@ from lowtide.tensors.private import (
 
 _NUM_RUNS = 16
 _RUN = 64
+_FEW = 2
+"""Runs that are remembered of what a module inside gives."""
 _HOOKS = frozenset({*FORWARD_HOOKS, *BACKWARD_HOOKS})
 
 
@@ -88,6 +91,7 @@ def observe_call(
         _input_gradients_set_aside((args, kwargs)),
         _autocast_cache_left_alone(),
         _own_hooks_aside(model) if is_inside else contextlib.nullcontext(),
+        contextlib.nullcontext() if witness is None else witness.watching(model),
     ):
         return observe(
             model,
@@ -112,13 +116,17 @@ class Witness:
     """What came out of the observed forward; what comes out of the first real one must be the same to the bit.
 
     Both start from the same inputs and, as far as lowtide can put it back, the same state. If they differ, there is
-    more state than that. Some thousand elements of each tensor are compared, once. They are remembered on the host: a
-    budget has no room for them on the device.
+    more state than that. Some thousand elements of each tensor of the output are compared, once, and some of what each
+    module gives, so that the first one that differs can be named. They are remembered on the host: a budget has no room
+    for them on the device.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._then: list[torch.Tensor] | None = None
+        self._modules: list[_Given] = []
+        """What the modules inside gave in the observed forward, in order."""
+        self._now: list[_Given] = []
         self._is_told = False
         self.error: Exception | None = None
         """What the observed forward raised."""
@@ -127,6 +135,26 @@ class Witness:
     def is_over(self) -> bool:
         """Whether the observed forward gave something."""
         return self._then is not None
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, note what the modules of `model` give. What is compiled is one module."""
+        self._modules, self._now = self._now, []
+        compiled = compiled_parts(model)
+        inside = [
+            module.register_forward_hook(functools.partial(self._note_module, name), always_call=False)
+            for name, module in model.named_modules()
+            if name and lies_in(name, compiled) is None and name not in compiled
+        ]
+        try:
+            yield
+        finally:
+            for hook in inside:
+                hook.remove()
+
+    def _note_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if current_graph_task_id() == -1:  # not where it runs again
+            self._now.append((name, type(module).__name__, _samples(output, _FEW)))
 
     def tell(self, line: str) -> None:
         """Warn of what the observed step moved on, once: that the output is another one then says no more."""
@@ -139,32 +167,43 @@ class Witness:
 
     def compare(self, output: Any) -> None:
         """Warn if this one is another."""
-        if self._then is None or self._is_told:
+        if self._then is None or self._is_told or _are_same(_samples(output), self._then):
             return
-        now = _samples(output)
-        if len(now) == len(self._then) and all(map(_is_same, now, self._then)):
-            return
+        first = next((now for then, now in zip(self._modules, self._now) if not _is_same_call(then, now)), None)
+        where = "" if first is None else f", first '{first[0]}' ({first[1]})"
         warnings.warn(
-            f"lowtide: from the same inputs, {self._model} gave another output than in the observed step: it reads "
-            "state that lowtide cannot put back (an iterator, a file, what functions that it calls keep to "
-            "themselves), or it does not repeat itself. The observed step has moved such state on by one step.",
+            f"lowtide: from the same inputs, {self._model} gave another output than in the observed step{where}: it "
+            "reads state that lowtide cannot put back, or it does not repeat itself. The observed step has moved such "
+            "state on by one step.",
             stacklevel=2,
         )
 
 
-def _samples(output: Any) -> list[torch.Tensor]:
+_Given = tuple[str, str, list[torch.Tensor]]
+"""The name of a module, its class, and some elements of what it gave."""
+
+
+def _is_same_call(one: _Given, other: _Given) -> bool:
+    return one[0] == other[0] and _are_same(one[2], other[2])
+
+
+def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(_is_same, some, others))
+
+
+def _samples(output: Any, num_runs: int = _NUM_RUNS) -> list[torch.Tensor]:
     with disable_current_modes(), torch.no_grad():
         leaves = [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         dense = [leaf.view(-1) for leaf in leaves if leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()]
-        return [torch.cat([run.to("cpu", copy=True) for run in _runs(flat)]) for flat in dense]
+        return [torch.cat([run.to("cpu", copy=True) for run in _runs(flat, num_runs)]) for flat in dense]
 
 
-def _runs(flat: torch.Tensor) -> list[torch.Tensor]:
+def _runs(flat: torch.Tensor, num_runs: int) -> list[torch.Tensor]:
     """Stretches of a tensor, from its beginning to its end: what is strided would be copied on the device first."""
     length = flat.numel()
-    if length <= _NUM_RUNS * _RUN:
+    if length <= num_runs * _RUN:
         return [flat]
-    starts = [number * (length - _RUN) // (_NUM_RUNS - 1) for number in range(_NUM_RUNS)]
+    starts = [number * (length - _RUN) // (num_runs - 1) for number in range(num_runs)]
     return [flat[start : start + _RUN] for start in starts]
 
 

@@ -155,8 +155,7 @@ def shape_bucket(args: tuple, kwargs: dict, *, model: int = 0, ignored: Collecti
     numbers: list[tuple[int, float]] = []
     for place, leaf in enumerate(tree_leaves((args, kwargs))):
         if isinstance(leaf, torch.Tensor):
-            values = leaf.values() if leaf.is_nested and leaf.layout is torch.jagged else leaf
-            shapes.append(tuple(values.shape))
+            shapes.append(_sizes(leaf))
             kinds.append((leaf.dtype, True) if leaf.requires_grad else leaf.dtype)
         elif isinstance(leaf, bool | str) or leaf is None:
             kinds.append(leaf)
@@ -166,6 +165,14 @@ def shape_bucket(args: tuple, kwargs: dict, *, model: int = 0, ignored: Collecti
         else:
             kinds.append(type(leaf))
     return ShapeBucket(tuple(shapes), (*kinds, *kwargs, *_autocasts()), tuple(numbers), model)
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor, whose own sizes are no numbers: how many parts it has, and the sizes of all together."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    is_jagged = tensor.layout is torch.jagged
+    return (tensor.size(0), *(tensor.values().shape if is_jagged else (tensor.numel(),)))
 
 
 def _autocasts() -> Iterator[tuple[str, torch.dtype]]:

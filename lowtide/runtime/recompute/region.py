@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from lowtide.runtime.recompute.call import Call
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
@@ -146,8 +146,9 @@ class RegionRun:
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
         self.inputs = [_Constant(tensor) if tensor.is_inference() else pack(tensor) for tensor in tensors]
         try:
-            # No early stop of checkpoint's: `_stopping_after` does that.
-            output = checkpoint(self._body, *markers, use_reentrant=False, early_stop=False)
+            # No early stop of checkpoint's, whatever the caller has set: `_stopping_after` does that.
+            with set_checkpoint_early_stop(False):
+                output = checkpoint(self._body, *markers, use_reentrant=False)
             self.state.settle()
             for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
                 if _version(tensor) != version:

@@ -236,6 +236,10 @@ class Tide:
         """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
         self._scheduler.settle()
 
+    def expect_no_forward(self) -> None:
+        """Gradients may arrive before its first forward pass: say nothing then."""
+        self._unseen.end()
+
     def suspend(self) -> None:
         """Leave the model as it was until `resume()`, and keep what was learned about it. Idempotent."""
         self._forwards.take_off()

@@ -9,6 +9,7 @@ import copy
 import gc
 import itertools
 import random
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -298,6 +299,31 @@ def test_state_that_cannot_be_put_back_is_said() -> None:
         "lowtide: the step that lowtide looked at moved 'numbers' (itertools.count) on, which cannot be wound back, so "
         "training goes on from there; keep the position as a number if that matters."
     ]
+
+
+class _Foreign(nn.Module):
+    """Reads what nobody can put back and nobody can see: a number of the interpreter's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + 1e-3 * (time.perf_counter_ns() % 1000))
+
+
+def test_the_first_module_that_gives_something_else_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(_Foreign(), nn.Tanh()), _Foreign())
+    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+    assert [str(warning.message) for warning in caught] == [
+        "lowtide: from the same inputs, Sequential gave another output than in the observed step, first '1.0' "
+        "(_Foreign): it reads state that lowtide cannot put back, or it does not repeat itself. The observed step has "
+        "moved such state on by one step."
+    ]
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_lazy_module_is_refused_by_name() -> None:
