@@ -24,8 +24,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
-from examples.train.data import NUM_BYTE_TOKENS, Sampler, open_corpus, standard_library
+from examples.train.data import Sampler, open_corpus, standard_library
 from examples.train.progress import resident_bytes
+from lowtide.config.run import NUM_BYTE_TOKENS
 from lowtide.engines.tiers.host_buffers import configure_malloc
 
 

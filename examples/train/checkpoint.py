@@ -181,7 +181,9 @@ def to_resume(run: RunConfig) -> Path | None:
     chosen = None
     if wanted != "never":
         path = Path(os.path.expanduser(wanted))  # noqa: PTH111 -- does not raise
-        below = [path] if _NAME.fullmatch(path.name) and path.is_dir() else find(path)
+        below: list[Path] = []
+        with contextlib.suppress(OSError):  # a name that no file system takes
+            below = [path] if _NAME.fullmatch(path.name) and path.is_dir() else find(path)
         if not below:
             run.fail(
                 "train.resume",

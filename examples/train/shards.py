@@ -214,15 +214,3 @@ def _check_heads(model: Any, size: int, fail: Callable[[str], NoReturn]) -> None
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that ranks have parts of; any other tensor itself. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Give each rank its part of `whole`, which all of them have. No communication."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(whole)
-        return
-    local = tensor.to_local()
-    (part,) = tensor.__create_chunk_list__()
-    place = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
-    assert local.shape == whole[place].shape, "torch places this part elsewhere"
-    local.copy_(whole[place])

@@ -1,7 +1,8 @@
 """The stages of a run that is trained as a pipeline: which layers a rank has, and how they take a step.
 
-What: `RankStages` cuts the model into the stages of the run's schedule and leaves this rank those that are its own; the
-model keeps its names, so that a checkpoint says `model.layers.5...` whoever has written it. A step is
+What: `layers_of_run` deals the layers: equally many to each stage, balanced by their time in a trace (a number that
+every rank and every resumed run finds again), as written, or by upstream's offset. `RankStages` cuts the model into the
+stages of the run's schedule and leaves this rank those that are its own; the model keeps its names. A step is
 `pipeline.micro_batches` micro-batches of `train.batch_size` sequences, gradients added raw and divided last.
 Every rank reads the same text; only the first and the last stage look at it.
 Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage: rank r has place r // E
@@ -17,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,24 +28,30 @@ import lowtide
 from examples.train.experts import named, split_for
 from examples.train.progress import PlanRecord, resident_bytes
 from examples.train.ranks import Ranks
-from examples.train.stage_layers import layers_of_run, sections_of_stages
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
+from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow
+from lowtide.mindformers.stages import layers_by_offset, sections_of_stages
 from lowtide.pipeline.budget import StagePlans, fit_stages
+from lowtide.pipeline.cluster.split import split_layers
 from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
+from lowtide.pipeline.schedule import Schedule, layers_of_stages
 from lowtide.pipeline.step_log import StepLog, shifted
+from lowtide.profiling.fake.trace import trace
 from lowtide.report.rank_step import RankStep
+from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.ranks import ALONE, gather
+from lowtide.timeline.hardware import load_hardware
 
 
 def check_stages(run: RunConfig, ranks: Ranks) -> None:
@@ -161,7 +169,7 @@ class RankStages:
 
     def _follow(self, run: RunConfig, memory: MemoryConfig | None, say: Callable[[str], None]) -> None:
         """Files of MindSpore Transformers: each stage by the numbers that its layers have in the whole model."""
-        sections = sections_of_stages(run, self._schedule, self._num_layers)
+        sections = sections_of_stages(run.sections, self._schedule, self._num_layers)
         for stage, module in self.stages.items():
             how: Any = {"memory": memory, "engine": run.train.engine, "group": ALONE, "say": say}
             self._tides.append(follow(module, sections, first_layer=self._layers[stage][0], **how))
@@ -273,6 +281,67 @@ class RankStages:
         if self._run.train.precision == "bf16_autocast" and self._pipeline is not None:
             for stage in self.stages.values():
                 del stage.forward
+
+
+def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> tuple[range, ...]:
+    """The layers of each stage, in the order of the model. Raises `ConfigError` with its place."""
+    assert run.pipeline is not None
+    num_layers, wanted = len(model.model.layers), run.pipeline.layers
+    if run.sections is not None and run.sections.newer is None and run.sections.offset not in (0, None):
+        if wanted != "even":
+            run.fail("pipeline.layers", "'pipeline.layers' says what 'offset' says already; leave one of them out")
+        return _ranges(layers_by_offset(run.sections, schedule, num_layers))
+    if wanted == "even":
+        try:
+            return layers_of_stages(num_layers, schedule.num_stages)
+        except ConfigError as error:
+            run.fail("pipeline", f"{error}; or write 'pipeline.layers: balanced'")
+    if isinstance(wanted, tuple):
+        if (len(wanted), sum(wanted)) != (schedule.num_stages, num_layers):
+            run.fail(
+                "pipeline.layers",
+                f"'pipeline.layers' has {len(wanted)} numbers that add up to {sum(wanted)}; '{schedule.name}' has "
+                f"{schedule.num_stages} stages here, and the model {num_layers} layers",
+            )
+        return _ranges(wanted)
+    if num_layers < schedule.num_stages:
+        run.fail("pipeline", f"pipeline: {num_layers} layers are too few for {schedule.num_stages} stages")
+    return _ranges(_balanced(run, schedule.num_stages, model, device))
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
+    ends = list(accumulate(sizes))
+    return tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _balanced(run: RunConfig, num_stages: int, model: Any, device: torch.device) -> list[int]:
+    """Sizes of stages, of which none is empty, so that the slowest is as fast as can be."""
+    tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
+    hardware = load_hardware(hardware_of_device(device))
+    profile = trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware)
+    layers, first, last = _seconds_of_parts(profile, "model.layers", len(model.model.layers))
+    sizes = list(split_layers(layers, num_stages, first=first, last=last))
+    # The split of a cluster may leave the two ends without a layer; here each stage is a module with some.
+    for empty, beside in ((0, 1), (num_stages - 1, num_stages - 2)):
+        if not sizes[empty]:
+            giver = max(range(num_stages), key=sizes.__getitem__) if sizes[beside] == 1 else beside
+            sizes[giver] -= 1
+            sizes[empty] += 1
+    return sizes
+
+
+def _seconds_of_parts(profile: Profile, container: str, num_layers: int) -> tuple[list[float], float, float]:
+    """Forward and backward of each layer of `container`; what stands before them, and after."""
+    layers, ends = [0.0] * num_layers, [0.0, 0.0]
+    is_before = True
+    for name, seconds in zip(profile.op_names, profile.op_seconds, strict=True):
+        number = name.removeprefix(f"{container}.").partition(".")[0] if name.startswith(f"{container}.") else ""
+        if number.isdecimal():
+            layers[int(number)] += seconds
+            is_before = False
+        else:
+            ends[0 if is_before or "embed" in name else 1] += seconds
+    return layers, ends[0], ends[1]
 
 
 def _named(layers: range) -> str:

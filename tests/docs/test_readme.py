@@ -106,11 +106,12 @@ def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> No
     commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {words[1] for words in commands if words and words[0] == "make"} <= set(targets)
-    plan, train, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
+    plan, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
+    (train,) = [words[2:] for words in commands if words[:2] == ["python", "-m"]]
     monkeypatch.chdir(ROOT)
     assert main(plan) == 0
     run = load_run(train[1])
-    assert (train[0], report[0], Path(report[1])) == ("train", "report", run.output_dir)
+    assert (train[0], report[0], Path(report[1])) == ("examples.train", "report", run.output_dir)
     assert run.memory is not None and run.memory.has_budget
 
 
