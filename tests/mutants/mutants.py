@@ -46,23 +46,24 @@ class Mutant:
         return self.where.partition(":")[2]
 
 
-_RETRY = ("runtime/session/test_retry.py",)
+_RETRY = ("runtime/session/test_retry_properties.py", "runtime/session/test_retry.py")
 _TIDE = ("runtime/session/test_tide.py",)
-_WRAP = ("runtime/session/test_tide.py", "runtime/test_contract.py")
+_WRAP = ("runtime/session/test_threads.py",)
 _CONTRACT = ("runtime/test_contract.py",)
+_TABLES = ("runtime/hooks/test_tables.py",)
 _SCHEDULER = ("runtime/offload/test_scheduler.py",)
 _SPILL = ("runtime/offload/test_spill.py",)
 _STREAMS = ("engines/test_compute_streams.py", "engines/test_virtual.py")
-_ACCELERATOR = ("engines/test_accelerator.py", "engines/test_accelerator_order.py", "engines/test_every_order.py")
+_ACCELERATOR = ("engines/test_pieces.py", "engines/test_accelerator_order.py")
 _OPTIMIZER = (
+    "optimizer/test_odd_state.py",
     "optimizer/test_swap.py",
     "optimizer/test_step.py",
     "optimizer/test_what_goes_wrong.py",
     "optimizer/test_cuts.py",
     "optimizer/test_in_backward.py",
-    "optimizer/test_residency.py",
 )
-_LOSS = ("loss",)
+_LOSS = ("loss/test_dtypes.py", "loss/test_cross_entropy.py", "loss/test_parallel.py")
 _VERIFY = ("pipeline/test_verify.py", "pipeline/test_schedule.py", "pipeline/test_torch_schedules.py")
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
 
@@ -290,28 +291,28 @@ ENGINES = [
         "chunk-used-too-early",
         "engines.staging:Staging.read_in",
         drops("settle"),
-        (f"{_ACCELERATOR[1]}::test_disk_and_mixed_swaps_are_right",),
+        ("engines/test_accelerator_order.py::test_disk_and_mixed_swaps_are_right",),
         "a pinned chunk is filled from the disk while the device still reads what was in it",
     ),
     Mutant(
         "chunk-written-before-it-arrived",
         "engines.staging:Staging._write_oldest",
         drops("settle"),
-        (f"{_ACCELERATOR[1]}::test_disk_and_mixed_swaps_are_right",),
+        ("engines/test_accelerator_order.py::test_disk_and_mixed_swaps_are_right",),
         "the disk gets what was in a pinned chunk before",
     ),
     Mutant(
         "started-jobs-cancelled",
         "engines.staging:LaneWorker.cancel",
         never("is_started"),
-        (f"{_ACCELERATOR[1]}::test_cancel_drops_what_has_not_started_and_only_that",),
+        ("engines/test_accelerator_order.py::test_cancel_drops_what_has_not_started_and_only_that",),
         "a slot is given away while the disk is still writing it",
     ),
     Mutant(
         "copies-overtake-jobs",
         "engines.accelerator:AcceleratorEngine._copy",
         always("open_job"),
-        (f"{_ACCELERATOR[1]}::test_disk_and_mixed_swaps_are_right",),
+        ("engines/test_accelerator_order.py::test_disk_and_mixed_swaps_are_right",),
         "a lane is out of order: an event counts as complete while a copy before it is under way",
     ),
     Mutant(
@@ -332,14 +333,14 @@ ENGINES = [
         "unsettled-is-complete",
         "engines.accelerator:Mark.is_complete",
         never("settled"),
-        (f"{_ACCELERATOR[1]}::test_an_event_behind_a_disk_write_covers_it_and_what_follows",),
+        ("engines/test_accelerator_order.py::test_an_event_behind_a_disk_write_covers_it_and_what_follows",),
         "a write to the disk that has not begun counts as complete, and its source is dropped",
     ),
     Mutant(
         "close-while-copies-run",
         "engines.accelerator:AcceleratorEngine.close",
         drops("synchronize"),
-        (f"{_ACCELERATOR[1]}::test_closing_waits_for_copies_that_are_under_way",),
+        ("engines/test_accelerator_order.py::test_closing_waits_for_copies_that_are_under_way",),
         "pinned memory goes back to the system while the device still writes to it",
     ),
     Mutant(
@@ -565,14 +566,14 @@ THREADS = [
         "layers-that-diverge-are-never-learned-again",
         "runtime.hooks.forward_pass:ForwardPass._compare",
         drops("entry", "clear"),
-        ("runtime/hooks", *_CONTRACT),
+        _TABLES,
         "after a change of shape or mode the names of the new sites are those of the old ones",
     ),
     Mutant(
         "fewer-saved-tensors-go-unsaid",
         "runtime.hooks.forward_pass:ForwardPass._compare",
         never("position"),
-        ("runtime/hooks", *_CONTRACT),
+        _TABLES,
         "a layer that saves less than its table is not counted as a divergence, and never learned again",
     ),
     Mutant(
@@ -596,7 +597,7 @@ COPIES = [
         "reads-of-another-backward",
         "runtime.offload.scheduler:OffloadScheduler._enter_task",
         drops("num_reads"),
-        (*_SCHEDULER, *_CONTRACT),
+        (*_TABLES, *_SCHEDULER),
         "in a second backward each buffer is released after its first reader and fetched once for each other one",
     ),
     Mutant(
@@ -631,7 +632,7 @@ COPIES = [
         "fetched-ahead-with-old-reads",
         "runtime.offload.prefetch:Prefetch._start",
         drops("num_reads"),
-        (*_SCHEDULER, *_CONTRACT),
+        (*_TABLES, *_SCHEDULER),
         "with retain_graph the second backward releases what it fetched ahead after the first reader",
     ),
     Mutant(
@@ -687,7 +688,7 @@ COPIES = [
         "parts-of-a-slot-begin-at-its-start",
         "engines.accelerator:AcceleratorEngine.part_of",
         puts("slot.place + start_bytes", "slot.place"),
-        (*_ACCELERATOR, "optimizer/test_cuts.py", "standin"),
+        (*_ACCELERATOR, "optimizer/test_cuts.py"),
         "on a device each stretch of a large parameter's state is written to the same place of the disk",
     ),
 ]

@@ -44,7 +44,7 @@ from lowtide.errors import RecomputeRefusedError
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.private import gradient_hooks, version_of
+from lowtide.tensors.private import disable_current_modes, gradient_hooks, version_of
 from lowtide.tensors.snapshot import take
 
 MAX_ATTEMPTS = 3
@@ -141,6 +141,9 @@ class Rollback:
         for error in _chain(failure):
             # The frames hold the graph. Clearing them is not enough: sources of nested functions would survive.
             error.__traceback__ = None
+        with disable_current_modes(), torch.enable_grad():
+            # What a failed backward had ready waits in a queue of torch's, with its graph, until another one begins.
+            torch.zeros((), requires_grad=True).backward()
         gc.collect()  # graphs in reference cycles
         self._settle()
         for device_type in {parameter.device.type for parameter in self._model.parameters()} - {"cpu", "meta"}:
