@@ -82,7 +82,7 @@ WORDS = (
 
 
 def find(name: str) -> Word:
-    """The entry of a word. Raises `ConfigError` for one that there is none of."""
+    """The entry of a word. Raises `ConfigError` for an unknown word."""
     wanted = " ".join(name.casefold().replace("_", " ").split())
     for word in WORDS:
         if wanted in [own.replace("_", " ") for own in (word.name, *word.also)]:

@@ -1,6 +1,6 @@
 """Sizes of a model that cannot be: widths below 1, heads that do not divide, more experts for a token than there are.
 
-Why: the model library builds most of them without a word, and a plan for a model that nobody can train is a wrong
+Why: the model library builds most of them without a word, and a plan for a model that cannot be trained is a wrong
 answer. Not covered: what the library refuses itself; how a width fits the device.
 """
 

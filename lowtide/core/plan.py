@@ -53,9 +53,9 @@ class Plan:
     loss: str = "plain"
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     optimizer: OptimizerPlacement | None = None
-    """Where the optimizer's state is between steps; None: nobody asked, and it stays."""
+    """Where the optimizer's state is between steps; None: it stays where it is."""
     raced: str = ""
-    """What it was tried beside on real steps, and how long those took; empty where it was not."""
+    """The plans that were tried beside it on real steps, with their times; empty where none was."""
     audited_peak_bytes: int | None = None
     """The peak of steps in which every live byte was counted (`tide.audit()`), to stand beside the predicted one."""
 
