@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a user asked of an adapter. `budget` and `memory` are those of `lowtide.optimize` and `lowtide.apply`."""
+    """The settings of an adapter. `budget` and `memory` are those of `lowtide.optimize` and `lowtide.apply`."""
 
     budget: int | str | None = None
     memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None
@@ -149,9 +149,9 @@ SCALARS = (
     "stall_seconds",
     "num_divergences",
 )
-"""Of `Tide.stats`. Peak: the highest so far; all others: totals since training began or the plan changed. Beside them
-`scalars` has what the plan predicts: the peak, and the time of forward and backward of one micro-batch; and the mean
-time of the steps since the last log, by the host's clock, with all micro-batches and the optimizer's step."""
+"""The figures of `Tide.stats` that an adapter logs: the highest peak so far, and totals since training began or the
+plan changed. `scalars` adds the predicted peak, the predicted time of forward and backward of one micro-batch, and the
+mean time of the steps since the last log by the host's clock, with all micro-batches and the optimizer's step."""
 
 
 def wish_of(where: str, **given: Any) -> Wish:

@@ -70,7 +70,7 @@ class TideInPlace:
         return self
 
     def apply(self, model: nn.Module) -> None:
-        """In torchtitan's words: apply activation checkpointing. lowtide comes later, when there is an optimizer."""
+        """torchtitan's call to apply activation checkpointing. lowtide is applied later, when there is an optimizer."""
         self._reminder = model.register_forward_pre_hook(_never_attached)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -102,7 +102,7 @@ class AttachAfter:
     def __call__(
         self, optimizers: Iterable[torch.optim.Optimizer], model_parts: Sequence[nn.Module], dims: Any
     ) -> None:
-        """In torchtitan's words. Raises ConfigError for what is not covered."""
+        """torchtitan's arguments. Raises ConfigError for a setting that is not covered."""
         if self.before is not None:
             self.before(optimizers, model_parts, dims)
         if getattr(dims, "pp_enabled", False) or len(model_parts) != 1:

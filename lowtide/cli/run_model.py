@@ -24,6 +24,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from lowtide.config.model_sizes import size_mistake
 from lowtide.config.run import NUM_BYTE_TOKENS, RunConfig
 from lowtide.engines.tiers.host_limit import host_limit
 from lowtide.errors import ConfigError, did_you_mean
@@ -49,6 +50,8 @@ def model_config(run: RunConfig) -> PretrainedConfig:
     else:
         assert run.model.model_type is not None
         config = _config_from_fields(run, run.model.model_type)
+    if (mistake := size_mistake({**config.get_text_config().to_dict(), **run.model.fields})) is not None:
+        run.fail(f"model.{mistake[0]}", f"'model.{mistake[0]}' {mistake[1]}")
     _check_text_fits(run, config)
     config.use_cache = False  # a cache of keys and values is for generating; in training it only costs memory
     return config

@@ -331,7 +331,7 @@ class _Builder:
 
 
 def _parser_of(want: Any) -> Callable[[int | str], Budget] | None:
-    """Of a type that is written as an amount of bytes."""
+    """The parser of a type that is written as an amount of bytes; None for any other type."""
     marks = getattr(want, "__metadata__", ())
     return next((parse for mark, parse in _PARSERS.items() if mark in marks), None)
 
@@ -343,7 +343,7 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def _keys(cls: Any) -> list[str]:
-    """That the mapping of a dataclass may have."""
+    """The keys that the mapping of a dataclass may have."""
     return [name for name, want in _field_types(cls).items() if want is not Locations]
 
 

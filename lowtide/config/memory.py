@@ -43,7 +43,7 @@ PRESET_BESIDE_BUDGET = "chooses a budget by itself; leave the preset or the budg
 PRESET_OF_STAGES = "cannot be {} beside a pipeline yet; write preset: fastest, or a budget such as 20GiB or 90%"
 _ELSEWHERE = OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
 _RUN_SECTIONS = {"model", "data", "train", "parallel", "pipeline"}
-"""That stand beside `memory` in a run file."""
+"""Sections that stand beside `memory` in a run file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class MemoryConfig:
 
     @property
     def least_bytes(self) -> int:
-        """`min_bytes`, or what it is where nobody looks at the model."""
+        """`min_bytes`, or 1 MiB where it is absent."""
         return MIB if self.min_bytes is None else self.min_bytes
 
     @property
@@ -129,8 +129,8 @@ class MemoryConfig:
         return self.budget is not None or self.preset is not None
 
     def settled(self, memory: Callable[[], DeviceMemory]) -> Settled:
-        """With a budget in bytes, on a device with that `memory`, which is asked for only if needed. There must be a
-        budget or a preset. Raises `ConfigError` where a budget comes to nothing."""
+        """The same section with its budget in bytes, for a device with that `memory`. `memory` is called only if the
+        budget is a share or `auto`. There must be a budget or a preset. Raises `ConfigError` for one of no bytes."""
         assert self.has_budget
         if isinstance(self.budget, int):
             return Settled(config=self, budget_bytes=self.budget)

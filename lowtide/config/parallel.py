@@ -45,21 +45,21 @@ class ParallelConfig:
     """Parameters and gradients are dealt to the data ranks as well, as by `fully_shard`. `fsdp2`: to all of them;
     `hsdp`: to those of one replica. `lowtide train` trains so, and `lowtide plan` plans one rank."""
     replicas: int | None = None
-    """With `hsdp`: how often the data ranks have all parameters between them."""
+    """With `hsdp`: the number of groups of data ranks that hold all parameters together."""
     schedule: ScheduleName = "auto"
     devices: int | None = None
-    """Of the whole cluster; `--devices` instead of it."""
+    """Number of devices of the whole cluster; `--devices` overrides it."""
     global_batch: int | None = None
     """Sequences of one optimizer step, over all devices. Left out: `train.batch_size` x `train.grad_accumulation` for
     each of the data ranks."""
     layers: Literal["balanced", "even"] | tuple[int, ...] = "balanced"
     """How layers are dealt to stages: balanced by their time, equally many, or so many to each stage."""
     sequence_parallel: bool = True
-    """With tensor ranks: norms and the residual stream are split over them too, along the sequence."""
+    """Whether norms and the residual stream are split over the tensor ranks too, along the sequence."""
     precision: Literal["bf16", "fp8"] = "bf16"
-    """Of the linear layers' products. `fp8`: their saved inputs are bytes as well."""
+    """Number format of the linear layers' products. `fp8`: their saved inputs have one byte an element as well."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Of the optimizer. Master weights and gradients are float32."""
+    """Dtype of the optimizer's moments. Master weights and gradients are float32."""
     cluster: str | None = None
     """What connects the devices: `h800`, `ideal` (communication is left out), or the path of a TOML file. Left out:
     that of the device's own name."""

@@ -30,7 +30,7 @@ MOST_VALUES = 10_000
 MOST_DEPTH = 64
 MOST_KEY_CHARACTERS = 1_000
 MOST_DIGITS = 18
-"""Of an integer: every number of as many digits fits into 64 bits."""
+"""The most digits of an integer: every such number fits into 64 bits."""
 _MOST_SHOWN = 80
 _DIGITS = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _LOOKS_TYPED = re.compile(r"[-+.0-9][-+.0-9eE_]*|true|false")

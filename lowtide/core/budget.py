@@ -24,7 +24,7 @@ from lowtide.units import format_bytes, parse_bytes
 
 Preset = Literal["fastest", "balanced", "smallest"]
 HEADROOM = Fraction(1, 20)
-"""Of the memory of the device, what `auto` leaves free."""
+"""The share of the device's memory that `auto` leaves free."""
 
 _SHARE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%", re.ASCII)
 _MOST_CHARACTERS = 40
@@ -65,12 +65,12 @@ def parse_budget(value: int | str) -> Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What one rank finds."""
+    """The memory of a device as one rank sees it."""
 
     total_bytes: int
-    """What the device has, of which this rank may be given a share."""
+    """Memory of the device; a share such as 90% is a share of it."""
     free_bytes: int
-    """What this rank can have of it now: what is free, and what is its own already."""
+    """The part that this rank can use now: free memory and what it holds already."""
     where: str
     """`of a h100`, `of main memory (cgroup /job)`."""
 

@@ -17,7 +17,7 @@ class Codec:
     kind: str
     """One of `tensors.codecs.KINDS`."""
     nbytes: int
-    """Of the smaller form, of the whole storage."""
+    """Bytes of the smaller form of the whole storage."""
     work_bytes: int
     """Most bytes that encoding or decoding needs beside the storage and its smaller form."""
     seconds: float

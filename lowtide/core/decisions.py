@@ -59,7 +59,7 @@ class OptimizerPlacement:
     """Where an optimizer's state is between its steps, and when it travels. Seconds are of one step of it."""
 
     moved_bytes: int | None
-    """State that is on `tier` between steps; 0: all of it stays. None: all that can move, where nobody has looked."""
+    """State that is on `tier` between steps; 0: all of it stays. None: all that can move, not counted yet."""
     resident_bytes: int = 0
     """State that could move and stays on the device: whole buckets."""
     tier: Tier = Tier.HOST
@@ -97,11 +97,11 @@ class Prediction:
     """Forward and backward, with this micro-batch's share of what the optimizer's state costs on its way."""
     stall_seconds: float
     recompute_seconds: float
-    """Of recipes and of layers that run again; codecs apart."""
+    """Time of recipes and of layers that run again, without codecs."""
     gap: float
     """No schedule of the same model can be faster than `step_seconds` by more than this share of it."""
     plain_peak_bytes: int
-    """With everything kept."""
+    """Peak of the same step with everything kept."""
     plain_seconds: float
     floor_bytes: int
     """The smallest peak that the solver can reach."""

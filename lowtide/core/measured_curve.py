@@ -28,6 +28,6 @@ class MeasuredCurve:
     """When each operator was over, since the first one was. Counting makes steps longer: compare shares, not times."""
     nbytes: tuple[int, ...]
     num_forward: int
-    """So many of them belong to the forward pass and the loss; the others to the backward pass. Both at least 1."""
+    """Number of samples of the forward pass and the loss; the rest are of the backward pass. Both are at least 1."""
     layers: tuple[LayerTimes, ...] = ()
-    """Of those that were called once, in order. They say which part of the curve is whose."""
+    """Layers that were called once, in order: they say which part of the curve belongs to which layer."""

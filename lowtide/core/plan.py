@@ -53,7 +53,7 @@ class Plan:
     loss: str = "plain"
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     optimizer: OptimizerPlacement | None = None
-    """Where the optimizer's state is between steps; None: nobody asked, and it stays."""
+    """Where the optimizer's state is between steps; None: it stays where it is."""
     audited_peak_bytes: int | None = None
     """The peak of steps in which every live byte was counted (`tide.audit()`), to stand beside the predicted one."""
 

@@ -60,20 +60,20 @@ class Site:
     why_no_recipe: str = ""
     """'random', 'collective', 'unknown producer', 'mutated', 'input' or another short phrase; empty with a recipe."""
     collective_recipe: Recipe | None = None
-    """How all ranks together make it again, where no rank can alone ('collective'). Only for who asks for it by name: a
-    `recipe` is free to use, this is not."""
+    """A recipe with collectives, for a node that no rank can recompute alone. All ranks must run it together, so it is
+    used only where a rule names the node."""
     codec: Codec | None = None
     """The smallest form that held it in this step; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What is on the device whatever the fates. Bytes of unique storages."""
+    """Bytes that are on the device under every plan, counted by unique storage."""
 
     parameters: int = 0
     buffers: int = 0
     gradients: int = 0
-    """Of the trained parameters, once they all exist."""
+    """Gradients of the trained parameters, once they all exist."""
     optimizer: int = 0
     """State between steps."""
     optimizer_movable: int = 0
@@ -169,7 +169,7 @@ class Profile:
     hidden: tuple[HiddenBytes, ...] = ()
     """What lives from forward to backward although no hook saw it."""
     calls: tuple[LayerCall, ...] = ()
-    """Of the layers, in order."""
+    """Calls of the layers, in order."""
     num_collectives: int = 0
     """Calls in the forward pass that wait for other ranks."""
     loss: str = "plain"

@@ -283,6 +283,10 @@ GENERATORS = {
 }
 
 
+MOST_FORWARDS = 2**18
+"""Of all ranks together in one step. A schedule of so many is made in seconds; each takes about a kilobyte."""
+
+
 def make_schedule(name: str, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
     """The schedule of this name. `stages_per_rank` can be chosen for interleaved schedules only; absent, it is 2."""
     if name not in GENERATORS:
@@ -293,6 +297,12 @@ def make_schedule(name: str, *, num_ranks: int, num_micro_batches: int, stages_p
         if number < 1:
             raise ConfigError(f"pipeline: the number of {what} must be at least 1, not {number}")
     generator = GENERATORS[name]
+    num_stages = num_ranks * (stages_per_rank or generator.stages_per_rank or 2)
+    if num_stages * num_micro_batches > MOST_FORWARDS:
+        raise ConfigError(
+            f"pipeline: {num_stages} stages x {num_micro_batches} micro-batches are {num_stages * num_micro_batches} "
+            f"forward passes in one schedule, of at most {MOST_FORWARDS}; take fewer of one of them"
+        )
     if stages_per_rank is None:
         return generator.make(num_ranks, num_micro_batches)
     if generator.stages_per_rank is None:

@@ -56,7 +56,7 @@ from lowtide.tensors.private import (
 )
 from lowtide.tensors.snapshot import Snapshot, take
 
-_DID_NOT_FIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+_DID_NOT_FIT = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 _TRANSFORMED = "don't yet support saved tensor hooks"
 _OUT_OF_MEMORY = "can't allocate memory"
 

@@ -2,7 +2,7 @@
 
 What: `export` finds the nearest setting that a framework has, and writes it as that framework reads it, after what it
 cannot say, in words and bytes. A `Setting` is what a framework can be told: layers that run again, activations that are
-elsewhere or made again meanwhile. `settings_for` lists those of a framework; `play_setting` plays each on the timeline
+elsewhere or recomputed meanwhile. `settings_for` lists those of a framework; `play_setting` plays each on the timeline
 of the plan's own profile. The nearest is the fastest of those that fit the plan's budget; where none fits, the one with
 the smallest peak, and the text says so.
 Why a profile: a plan says what it does, and only the step that it was made for says what something else would do.
@@ -45,7 +45,7 @@ class Setting:
     swapped: tuple[str, ...] = ()
     """These activations are elsewhere between forward and backward."""
     made: tuple[str, ...] = ()
-    """These activations are dropped and made again, one by one."""
+    """Activations that are dropped and recomputed one by one."""
     copies_block: bool = False
     """Compute waits for each copy."""
 

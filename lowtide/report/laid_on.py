@@ -4,7 +4,7 @@ What: both curves have the moments at which each layer begins in the forward pas
 `laid_on` stretches each part between two such moments to the planned time; `most_apart` compares the highest byte of
 each part, which needs no clock.
 Why: an audited step is slower, and not evenly so. Stretched as a whole, a curve that is right to the byte seemed to be
-wrong by a tenth of the peak (decision 79).
+wrong by a tenth of the peak.
 Cost: linear in samples. Not covered: times within a part; layers that are called twice have one part.
 """
 

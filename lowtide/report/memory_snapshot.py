@@ -46,7 +46,7 @@ class _Device:
         self._room = _Room()
         self._events: list[dict[str, Any]] = []
         self._live: dict[int, tuple[int, Frames]] = {}
-        """By address: bytes, and whose they are."""
+        """Address -> bytes and their owner."""
         self._unnamed: list[tuple[int, int]] = []
         """Addresses and bytes of what has no name, the newest last."""
         self._play(played)
@@ -184,7 +184,7 @@ def _others(played: Played, named: Sequence[int]) -> list[int]:
 
 
 def _frames(name: str, tick: int, num_forward_ticks: int, what: str = "") -> Frames:
-    """In place of a stack: which operator was running, whose bytes these are, and what the plan does with them."""
+    """Lines in place of a stack: the operator that was running, the owner of the bytes, and what the plan does."""
     is_forward = tick < num_forward_ticks
     file = "forward" if is_forward else "backward"
     line = tick if is_forward else tick - num_forward_ticks

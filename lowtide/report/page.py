@@ -23,7 +23,6 @@ from lowtide.report.pictures import (
     memory_picture,
     sweep_picture,
 )
-from lowtide.report.rank_pictures import rank_memory_picture, ranks_picture
 from lowtide.report.report import Report
 from lowtide.units import format_bytes
 from lowtide.version import __version__
@@ -68,7 +67,7 @@ def page(report: Report) -> str:
     pictures = [history_picture(report.history, report.plan, theme) for theme in (LIGHT, DARK)]
     parts += _section("The run", _of_run(report), pictures)
     if report.ranks:
-        parts += _ranks(report)
+        parts.append(_ranks(report))
     if report.played is not None:
         parts += _section(
             "Memory over one step",
@@ -157,26 +156,13 @@ def _measured_line(report: Report) -> str:
     )
 
 
-def _ranks(report: Report) -> list[str]:
-    """Ranks x time, and memory by rank."""
+def _ranks(report: Report) -> str:
+    """Where the lanes of the ranks can be seen."""
     first = report.ranks[0]
-    steps = sorted({each.step for each in report.ranks})
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, of each rank its last"
-    kinds = ", ".join(dict.fromkeys(each.memory_is for each in report.ranks if each.memory))
-    return [
-        *_section(
-            "What each rank did",
-            f"Measured: {which}, schedule {first.schedule}. 1F2 is the forward of stage 1 with micro-batch 2, B "
-            "the backward, I and W its two parts. Thin bars are messages on their way, beside compute. Ranks stand "
-            "below each other by the moment at which all met after their passes.",
-            [ranks_picture(report.ranks, theme) for theme in (LIGHT, DARK)],
-        ),
-        *_section(
-            "Memory by rank",
-            f"Measured after each action of the same step: {kinds}.",
-            [rank_memory_picture(report.ranks, theme) for theme in (LIGHT, DARK)],
-        ),
-    ]
+    return (
+        f'<p class="soft">Step {first.step}, schedule {escape(first.schedule)}: what each rank did when, and its '
+        "memory after each action, is in the trace. Write a report that ends in .trace.json, for Perfetto.</p>"
+    )
 
 
 def _tiles(report: Report) -> str:

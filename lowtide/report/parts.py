@@ -31,7 +31,7 @@ class Measured:
 
     peak_bytes: int | None = None
     is_without_temporaries: bool = False
-    """Nobody counted what lives for a few operators, so the peak is no measure of the prediction."""
+    """Whether temporaries are missing from `peak_bytes`; such a peak cannot be compared with the predicted one."""
     step_seconds: float | None = None
     """Forward and backward of one micro-batch."""
     stall_seconds: float | None = None

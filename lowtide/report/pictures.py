@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _MOST_POINTS = 600
 _MOST_BARS = 400
-"""Of a lane: neighbours are drawn as one bar beyond that."""
+"""Most bars of a lane; beyond it neighbours are drawn as one bar."""
 _FAR = 2.5
 """A line so many times above all else is not drawn."""
 _LANES = ("compute", "stall", "out", "in")

@@ -1,6 +1,6 @@
 """What two plans do otherwise: promises, settings, rules, and the fate of each activation.
 
-Why: a plan is made again when a budget, a batch or a machine changes; a user wants to see what that changed, and a
+Why: a new plan is made when a budget, a batch or a machine changes; a user wants to see what that changed, and a
 reviewer what a saved plan in a repository will do differently.
 Sites are told by name. A site that only one of the plans has (an anchor, or a step that saved other tensors) is absent
 from the other. Cost: one pass over both. Not covered: recipes that differ, and when swapped sites travel.
@@ -46,7 +46,7 @@ class Change:
     """`layers 0-3: mlp.act_fn.silu`, or the whole name outside of layers."""
     num_sites: int
     nbytes: int
-    """Of all of them, in the second plan; of those that it lacks, in the first."""
+    """Bytes of all of them in the second plan; of activations that it lacks, in the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

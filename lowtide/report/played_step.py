@@ -85,7 +85,7 @@ class Played:
     """In the order of `OWNERS`, one entry a tick; together the planned curve."""
     step_seconds: float
     events: tuple[Event, ...]
-    """Of lanes 'compute', 'out', 'in' and 'stall', by start."""
+    """Events on the lanes 'compute', 'out', 'in' and 'stall', by start."""
     blocks: tuple[Block, ...] = ()
     """Activations, anchors and travelling optimizer state: twice where something leaves and comes back. What else is on
     the device has no blocks."""

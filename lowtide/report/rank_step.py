@@ -24,7 +24,7 @@ LANES = (*COMPUTE, "wait", *MESSAGES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """Of one rank."""
+    """The last step of one rank."""
 
     rank: int
     step: int
@@ -33,13 +33,13 @@ class RankStep:
     holds: str
     """Which part of the model."""
     spans: tuple[Event, ...]
-    """Of `LANES`, by start."""
+    """Spans on `LANES`, by start."""
     memory: tuple[tuple[float, int], ...]
     """Seconds and bytes, after each action."""
     memory_is: str
     """Whose count that is."""
     peaks: tuple[tuple[int, int], ...]
-    """Step and peak bytes, as the trainer counts them; empty where nobody does."""
+    """Step and peak bytes, as the trainer counts them; empty where it counts none."""
     predicted_bytes: int | None
     budget_bytes: int | None
 
@@ -101,7 +101,7 @@ def rank_table(ranks: tuple[RankStep, ...], *, is_without_temporaries: bool = Fa
     last = max(each.step for each in ranks)
     caption = f"Times are of the passes of step {last}; peaks are the highest of all steps."
     if is_without_temporaries:
-        caption += " Predicted peaks have temporaries, measured ones do not: on the CPU nobody counts them."
+        caption += " Predicted peaks have temporaries, measured ones do not: on the CPU they are not counted."
     return Table(title="Ranks", caption=caption, rows=tuple(rows))
 
 

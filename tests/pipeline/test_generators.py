@@ -159,3 +159,9 @@ def test_mistakes_are_named(name: str, numbers: dict[str, int], text: str) -> No
     with pytest.raises(ConfigError) as caught:
         make_schedule(name, **{"num_ranks": 4, "num_micro_batches": 8, **numbers})
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_schedule_that_nobody_can_hold_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match="forward passes in one schedule, of at most 262144; take fewer of one of"):
+        make_schedule(name, num_ranks=512, num_micro_batches=65_536)

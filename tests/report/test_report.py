@@ -27,7 +27,7 @@ from lowtide.report.of_handle import report_of_handle
 from lowtide.report.page import _sweep_caption, page
 from lowtide.report.played_step import play
 from lowtide.report.report import Report, document, report_of_plan
-from lowtide.report.trace import trace
+from lowtide.report.write import trace
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes

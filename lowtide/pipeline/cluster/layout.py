@@ -23,7 +23,7 @@ import numpy as np
 from lowtide.config.parallel import AXES, ParallelConfig
 from lowtide.errors import ConfigError
 from lowtide.pipeline.cluster.shape import ModelShape
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule
 from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
 
 _LEAST_TOKENS = 2048
@@ -199,6 +199,14 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
     num_micro_batches = batch.num_micro_batches(layout)
     if num_micro_batches < 1:
         return Fault("global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch")
+    ranks = layout.schedule_ranks
+    num_played = layout.interleave * ranks * min(num_micro_batches, _MOST_ROUNDS * ranks)
+    if num_played > MOST_FORWARDS:
+        return Fault(
+            "pipeline",
+            f"{ranks} pipeline ranks with {layout.interleave} stages each are {num_played} forward passes in a "
+            f"schedule, of at most {MOST_FORWARDS}; lower it",
+        )
     if _has_no_schedule(layout, num_micro_batches):
         try:
             _made(layout.played_name, layout.schedule_ranks, layout.interleave, num_micro_batches, 0)

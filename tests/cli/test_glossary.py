@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.cli.glossary import WORDS, find, page
 from lowtide.cli.main import main
-from lowtide.core.glossary import WORDS, find, page
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 
@@ -30,7 +30,7 @@ def test_what_is_printed_is_explained(word: str) -> None:
 
 
 def test_rows_of_the_account_are_words_of_it() -> None:
-    golden = (Path(__file__).parent / "golden/solved_plan.json").read_text(encoding="utf-8")
+    golden = (ROOT / "tests/core/golden/solved_plan.json").read_text(encoding="utf-8")
     for line in Plan.from_json(golden).account:
         find(line.what)
 
