@@ -72,7 +72,6 @@ WORDS = (
     Word("link", "The connection between the device and main memory (or a disk), over which copies go."),
     Word("prefetch", "Fetching a swapped activation before it is needed."),
     Word("tier", "Where a swapped activation goes: host (main memory) or disk."),
-    Word("race", "The first real steps try a few plans, and the fastest stays. All give the same bits."),
     Word("digest", "Twelve characters that are the same for plans that do the same."),
     Word("spill", "A swap of an activation that the plan keeps, because a step saved more than planned.", ("spills",)),
     Word("headroom", "Memory that a budget of auto leaves free: the driver, libraries and blocks that do not fit need "
