@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from lowtide.timeline.hardware import load_hardware
 
     plan = read_plan(args.plan)
-    profile = Profile.from_json(read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: "))
+    try:
+        profile = Profile.from_json(read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES))
+    except ConfigError as error:
+        raise ConfigError(f"--profile: {args.profile}: {str(error).removeprefix(f'{args.profile}: ')}") from None
     if args.hardware is None and not profile.is_fake:
         raise ConfigError(
             f"--hardware: the profile was observed on {profile.device}, and says nothing of the link of that machine; "

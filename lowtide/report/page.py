@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lowtide.core.plan_table import percent, plan_table
-from lowtide.report.laid_on import most_apart
+from lowtide.report.compared_curves import largest_difference
 from lowtide.report.pictures import (
     DARK,
     LIGHT,
@@ -149,7 +149,7 @@ def _measured_line(report: Report) -> str:
         "or to the right of the prediction."
     )
     assert report.played is not None
-    apart, num_parts = most_apart(report.measured.curve, report.played)
+    apart, num_parts = largest_difference(report.measured.curve, report.played)
     return said + (
         f" From layer to layer the step has {num_parts} parts; their highest bytes, measured and predicted, are at "
         f"most {format_bytes(apart)} apart."

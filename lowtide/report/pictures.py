@@ -20,7 +20,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.laid_on import laid_on
+from lowtide.report.compared_curves import compared_seconds
 from lowtide.report.parts import NOTHING, Measured, StepRow
 from lowtide.report.played_step import OWNERS, Played
 from lowtide.units import GIB, MIB, format_bytes
@@ -99,7 +99,7 @@ def memory_picture(played: Played, theme: Theme, measured: Measured = NOTHING) -
         turn = played.starts[played.curve.num_forward_ticks] * times
         if measured.curve is not None:
             shown = _fullest(np.array(measured.curve.nbytes), _thinned_starts(len(measured.curve.nbytes)))
-            at, counted = laid_on(measured.curve, played)[shown], np.array(measured.curve.nbytes)[shown]
+            at, counted = compared_seconds(measured.curve, played)[shown], np.array(measured.curve.nbytes)[shown]
             panel.plot(
                 at * times, counted / scale, color=theme.ink, linewidth=1.2, drawstyle="steps-pre", label="measured"
             )

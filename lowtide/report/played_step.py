@@ -90,7 +90,7 @@ class Played:
     """Activations, anchors and travelling optimizer state: twice where something leaves and comes back. What else is on
     the device has no blocks."""
     layers: tuple[LayerTimes, ...] = ()
-    """When each layer's forward pass begins and its backward pass ends: by them laid_on.py works."""
+    """When each layer's forward pass begins and its backward pass ends: compared_curves.py uses them."""
 
 
 def played_to_json(played: Played) -> str:

@@ -45,7 +45,7 @@ def test_a_method_gives_plains_gradients(name: str, method: str) -> None:
         subject.step()
     assert compare(reference, take_gradients(subject, subject.step())) == {"is_equal": True, "difference": 0.0}
     peak = peak_bytes(subject, running)
-    # Predicted peaks of small models are off by up to 2.6 % (docs/LOG.md).
+    # Predicted peaks of small models are off by up to 2.6 % (docs/history/LOG.md).
     assert peak <= 1.026 * (budget or plain_bytes)
     if "checkpointing" in method or "selective" in method:
         assert peak < plain_bytes

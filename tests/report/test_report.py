@@ -22,7 +22,7 @@ from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
-from lowtide.report.laid_on import laid_on, most_apart
+from lowtide.report.compared_curves import compared_seconds, largest_difference
 from lowtide.report.of_handle import report_of_handle
 from lowtide.report.page import _sweep_caption, page
 from lowtide.report.played_step import play
@@ -162,7 +162,7 @@ def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: 
         assert max(curve["nbytes"]) == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
         played = report_of_handle(tide).played
         assert played is not None and tide.tide is not None and tide.tide.audited_curve is not None
-        apart, num_parts = most_apart(tide.tide.audited_curve, played)
+        apart, num_parts = largest_difference(tide.tide.audited_curve, played)
         assert apart <= 256 and num_parts == 8  # of 290,000; each layer's forward and backward
         assert "the step has 8 parts; their highest bytes, measured and predicted, are at most <0.001 MiB apart." in (
             unescape(after)
@@ -191,13 +191,13 @@ def test_each_layer_of_a_measured_curve_is_stretched_on_its_own(profile: Profile
         layers=(LayerTimes(name="0", begins=10.0, ends=60.0), LayerTimes(name="1", begins=20.0, ends=40.0)),
     )
     bare = MeasuredCurve(seconds=(0.0, 1.0, 2.0, 4.0, 10.0), nbytes=(1, 2, 3, 2, 1), num_forward=3)
-    assert laid_on(bare, played).tolist() == [0, 15, 30, 40, 70]  # forward and backward, each on its own
+    assert compared_seconds(bare, played).tolist() == [0, 15, 30, 40, 70]  # forward and backward, each on its own
     own = (LayerTimes(name="0", begins=1.0, ends=8.0), LayerTimes(name="other", begins=1.5, ends=3.0))
-    assert laid_on(replace(bare, layers=own), played).tolist() == [0, 10, 30, 40, 70]
-    assert most_apart(bare, played) == (0, 2)
-    assert most_apart(replace(bare, nbytes=(1, 2, 3, 7, 1)), played) == (5, 2)
+    assert compared_seconds(replace(bare, layers=own), played).tolist() == [0, 10, 30, 40, 70]
+    assert largest_difference(bare, played) == (0, 2)
+    assert largest_difference(replace(bare, nbytes=(1, 2, 3, 7, 1)), played) == (5, 2)
     instant = MeasuredCurve(seconds=(0.0, 0.0), nbytes=(1, 2), num_forward=1)
-    assert laid_on(instant, played).tolist() in ([0, 0], [70, 70])
+    assert compared_seconds(instant, played).tolist() in ([0, 0], [70, 70])
 
 
 def test_a_run_by_rules(tmp_path: Path) -> None:

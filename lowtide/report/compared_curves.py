@@ -1,9 +1,9 @@
-"""An audited step laid on the planned one, part by part.
+"""The measured curve of an audited step, compared with the planned one layer by layer.
 
-What: both curves have the moments at which each layer begins in the forward pass and is left in the backward pass.
-`laid_on` stretches each part between two such moments to the planned time; `most_apart` compares the highest byte of
-each part, which needs no clock.
-Why: an audited step is slower, and not evenly so. Stretched as a whole, a curve that is right to the byte seemed to be
+What: both curves know when each layer begins in the forward pass and ends in the backward pass. `compared_seconds`
+stretches each part between two such moments to the planned time; `largest_difference` compares the highest byte of each
+part, which needs no clock.
+Why: an audited step is slower, and not evenly so. Stretched as a whole, a curve that is right to the byte would seem
 wrong by a tenth of the peak.
 Cost: linear in samples. Not covered: times within a part; layers that are called twice have one part.
 """
@@ -16,13 +16,13 @@ from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
 from lowtide.report.played_step import Played
 
 
-def laid_on(curve: MeasuredCurve, played: Played) -> np.ndarray:
+def compared_seconds(curve: MeasuredCurve, played: Played) -> np.ndarray:
     """Seconds on the clock of the planned step at which each sample of `curve` stands."""
     counted, planned = _moments(curve, played)
     return np.interp(curve.seconds, counted, planned)
 
 
-def most_apart(curve: MeasuredCurve, played: Played) -> tuple[int, int]:
+def largest_difference(curve: MeasuredCurve, played: Played) -> tuple[int, int]:
     """The most bytes by which the highest byte of a part of the step is off the predicted one, and the number of parts.
     The optimizer's step is no part."""
     counted, planned = _moments(curve, played)
