@@ -48,7 +48,7 @@ class Plan:
     is_solved: bool = False
     """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
     check: str = "full"
-    """How recipes are proven in planned steps: 'full' (every forward pass) or 'sampled' (some)."""
+    """How recipes are proven in planned steps: 'full' (every forward pass), 'sampled' (some) or 'deep' (every byte)."""
     budget_bytes: int | None = None
     predicted: Prediction | None = None
     account: tuple[AccountLine, ...] = ()

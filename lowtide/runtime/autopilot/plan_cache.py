@@ -67,7 +67,7 @@ class CachedPlan:
     def has_sizes(self) -> bool:
         """Whether a recipe of the plan, or of one that it races with, holds for these shapes only."""
         plans = [self.plan] if self.contest is None else [entrant.plan for entrant in self.contest.entrants]
-        recipes = ((site.recipe, plan.check == "full") for plan in plans for site in plan.sites)
+        recipes = ((site.recipe, plan.check != "sampled") for plan in plans for site in plan.sites)
         return any(recipe is not None and not recipe.serves_all(is_proven=full) for recipe, full in recipes)
 
     def retire(self) -> None:
