@@ -2,7 +2,7 @@
 
 `cost`: milliseconds of Python a recomputed decoder layer (13 modules, hidden 32, 16 tokens) beyond torch's own
 non-reentrant checkpoint, steps interleaved; the share of a step that fingerprints take, on Llama and GPT-2.
-`catch`: differences planted in one operator of a second run; of those that changed a saved tensor, how many are refused.
+`catch`: differences planted in one operator of a second run; how many of those that changed a saved tensor are refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _model(name: str, hidden: int, tokens: int, layers: int, dtype: torch.dtype)
 
 
 def _layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module).__name__ in ("LlamaDecoderLayer", "GPT2Block")]
+    return [
+        name for name, module in model.named_modules() if type(module).__name__ in ("LlamaDecoderLayer", "GPT2Block")
+    ]
 
 
 def _apply(model: nn.Module, check: str = "full") -> Any:
@@ -100,8 +102,8 @@ def _share(name: str, hidden: int, tokens: int) -> None:
         steps = sum(_step(model, ids) for _ in range(5))
         Fingerprints.of = of  # type: ignore[method-assign]
     each = spent[0] / 5 / 4 * 1e6
-    print(f"{name}, hidden {hidden}, {tokens} tokens: {spent[1] / 40:.0f} fingerprints a run of a layer, {each:.0f} us a "
-          f"layer and step, {spent[0] / steps:.2%} of a step")  # fmt: skip
+    print(f"{name}, hidden {hidden}, {tokens} tokens: {spent[1] / 40:.0f} fingerprints a run of a layer")
+    print(f"    {each:.0f} us a layer and step, {spent[0] / steps:.2%} of a step")
 
 
 class _Plant(TorchDispatchMode):
@@ -114,10 +116,63 @@ class _Plant(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         is_made = isinstance(out, Tensor) and out.is_floating_point() and out.dim() > 1 and out.is_contiguous()
-        if current_graph_task_id() != -1 and is_made and not any(out is a for a in args) and "view" not in str(func):
+        if (
+            current_graph_task_id() != -1
+            and torch.is_grad_enabled()
+            and is_made
+            and not any(out is a for a in args)
+            and "view" not in str(func)
+        ):
             if self.number == self.place:
                 before = out.clone()
                 self.change(out)
                 self.is_done = not torch.equal(before, out)
             self.number += 1
         return out
+
+
+def _is_caught(model: nn.Module, ids: Tensor, plant: _Plant) -> bool:
+    """Whether a step is refused in which `plant` changes something."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    try:
+        with plant:
+            loss.backward()
+    except RecomputeRefusedError:
+        return True
+    finally:
+        model.zero_grad()
+    return False
+
+
+def catch(plants: int) -> None:
+    for name in ("llama", "gpt2"):
+        for dtype in (torch.float32, torch.bfloat16):
+            models = [_model(name, 64, 32, 2, dtype) for _ in range(2)]
+            tides = [_apply(model, check) for (model, _), check in zip(models, ("full", "deep"), strict=True)]
+            for model, ids in models:
+                _step(model, ids)
+                _step(model, ids)
+            for kind, change in _PLANTS.items():
+                found = [0, 0, 0]
+                for number in range(plants):
+                    caught = []
+                    for tide, (model, ids) in zip(tides, models, strict=True):
+                        torch.manual_seed(number)
+                        plant = _Plant(number * 3, change)
+                        caught.append(_is_caught(model, ids, plant))
+                        for watch in tide._context.watches.values():
+                            watch.differs, watch.refusal = False, ""
+                    found[0] += plant.is_done
+                    found[1] += caught[1]
+                    found[2] += caught[0]
+                what = f"{name} {str(dtype)[6:]} {kind}: {found[0]} planted"
+                print(f"{what}, {found[1]} refused by check: deep, {found[2]} by sampling", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["cost", "catch"])
+    parser.add_argument("--number", type=int, default=40, help="rounds, or plants of a kind")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    {"cost": cost, "catch": catch}[asked.what](asked.number)

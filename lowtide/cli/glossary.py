@@ -57,7 +57,11 @@ WORDS = (
     Word("recipe", "The short list of operators that computes an activation again."),
     Word("anchor", "A tensor that PyTorch would free and that is kept because a recipe starts from it.", ("anchors",)),
     Word("codec", "A smaller form of an activation that gives back the same bits.", ("codecs",)),
-    Word("check", "How recipes are proven while you train. full: in every forward pass. sampled: in every 64th."),
+    Word(
+        "check",
+        "How what is recomputed is proven while you train. full: in every forward pass. sampled: in every 64th. "
+        "deep: in every one, and every byte of it.",
+    ),
     Word("min_bytes", "Activations smaller than this are kept. Left out, it fits the model."),
     Word("weights", "The parameters of the model."),
     Word("gradients", "One number for each trained parameter. They grow during the backward pass and are freed when "

@@ -45,8 +45,8 @@ class Plan:
     """In order of production; empty until a step was observed."""
     is_solved: bool = False
     """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
-    check: Literal["full", "sampled"] = "full"
-    """How recipes are proven in planned steps: 'full' (every forward pass) or 'sampled' (some)."""
+    check: Literal["full", "sampled", "deep"] = "full"
+    """How recipes are proven in planned steps: 'full' (every forward pass), 'sampled' (some) or 'deep' (every byte)."""
     budget_bytes: int | None = None
     predicted: Prediction | None = None
     account: tuple[AccountLine, ...] = ()

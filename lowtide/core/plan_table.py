@@ -134,7 +134,8 @@ def _check_line(plan: TabledPlan) -> str:
         return "check: sampled (recipes are proven in the first forward pass and in every 64th)"
     seconds = plan.predicted.check_seconds if plan.predicted is not None else 0.0
     price = f", {format_seconds(seconds)} a step" if seconds else ""
-    return f"check: full (recipes are proven in every forward pass{price})"
+    depth = ", every byte" if plan.check == "deep" else ""
+    return f"check: {plan.check} (recipes are proven in every forward pass{depth}{price})"
 
 
 def _codec_line(plan: TabledPlan) -> str:

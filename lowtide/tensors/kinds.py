@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.tensors.private import (
     FakeTensor,
+    OpOverload,
     base_of,
     is_transformed,
     is_view,
@@ -20,6 +21,7 @@ from lowtide.tensors.private import (
     own_buffers,
     own_modules,
     own_parameters,
+    schema_of,
     storage_key,
     tree_leaves,
 )
@@ -44,6 +46,16 @@ def is_plain_or_fake(tensor: torch.Tensor) -> bool:
     if is_plain(tensor):
         return True
     return type(tensor) is FakeTensor and tensor.layout is torch.strided
+
+
+def written_arguments(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments that it writes to. One of higher order has no schema that says so."""
+    if not isinstance(op, OpOverload) or not schema_of(op).is_mutable:
+        return []
+    arguments = schema_of(op).arguments
+    by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    is_written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for leaf in tree_leaves([by_name.get(name) for name in is_written]) if isinstance(leaf, torch.Tensor)]
 
 
 Part = tuple[int, torch.Size, tuple[int, ...]]

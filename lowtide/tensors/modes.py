@@ -5,12 +5,12 @@ What: attention backends, default dtype, precisions, determinism, number of thre
 runs again: what has changed since is set to what it was, and set back after it.
 Why not an error: all of these can be put back, and a backward outside of `with sdpa_kernel(...)` is the ordinary case.
 
-Cost: about 5 us to take, and as much to compare, 1 us for the next regions of a backward pass; nothing is written while all
-is as it was. Not covered: flags that
+Cost: about 5 us to take, and as much to compare, 1 us for the next regions of a backward pass; nothing is written while
+all is as it was. Not covered: flags that
 torch does not let one read (`set_flush_denormal`), the choice of BLAS and linear algebra libraries, environment
 variables; how many threads a new thread of the user's computes with before anybody has asked torch for that number in
 it: to look is to set it (call `torch.get_num_threads()` there first, also without lowtide, and both runs are alike).
-Autocast and random state are put back elsewhere (torch's checkpoint; tensors/run_state.py).
+Autocast and random state are put back elsewhere (torch's checkpoint; tensors/random_state.py).
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Modes:
     there."""
 
     __slots__ = ("_modes", "_quick", "_slow")
+    _slow: list[Any]
 
     def __init__(self, of_pass: Modes | None = None) -> None:
         self._quick = [read() for read in _READ_QUICK]

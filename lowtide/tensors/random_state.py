@@ -48,6 +48,7 @@ class HostRandom:
 
     __slots__ = ("_bytes", "_numpy", "_python", "_python_bytes")
     _numpy: Any
+    _python: Any
 
     def __init__(self, last: HostRandom | None, *, asks_numpy: bool = False) -> None:
         self._python_bytes = _bytes_of_python()
@@ -74,9 +75,10 @@ class HostRandom:
         is_same = self._python_bytes is not None and now._python_bytes == self._python_bytes
         if now._python is not self._python and not is_same:
             random.setstate(self._python)
-        if now._numpy is not self._numpy and self._numpy is not None:
-            if now._numpy is None or now._numpy["has_gauss"] or not self._is_still(now._bytes):
-                sys.modules["numpy.random"].set_state(self._numpy)
+        if self._numpy is None or now._numpy is self._numpy:
+            return
+        if now._numpy is None or now._numpy["has_gauss"] or not self._is_still(now._bytes):
+            sys.modules["numpy.random"].set_state(self._numpy)
 
     def _is_still(self, state: bytes) -> bool:
         """Whether numpy, which was in this state a moment ago and has these bytes now, has surely drawn nothing."""

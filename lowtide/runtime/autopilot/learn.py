@@ -235,7 +235,7 @@ class Learning:
     def _let_serve_smaller(self, key: ShapeBucket) -> bool:
         """Plan anew without recipes that hold for one shape only; False where that does not fit."""
         shape = self._in_force.shapes[key]
-        free = shape.profile.without_sizes(is_proven=shape.plan.check == "full")
+        free = shape.profile.without_sizes(is_proven=shape.plan.check != "sampled")
         if not self._planning.has_budget:
             return not shape.has_sizes  # no plan is changed for the sake of other shapes
         if shape.serves_smaller:

@@ -192,7 +192,7 @@ class Planning:
         """
         known = list(known)
         if any(shape.serves_smaller for shape in known):
-            free = profile.without_sizes(is_proven=all(shape.plan.check == "full" for shape in known))
+            free = profile.without_sizes(is_proven=all(shape.plan.check != "sampled" for shape in known))
             with contextlib.suppress(BudgetError):
                 plan = self.agreed(free, self.consensus.budget_bytes, is_joint=is_joint)
                 if is_within(plan, self.budget_bytes):

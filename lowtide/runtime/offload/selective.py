@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -39,7 +40,7 @@ from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
-from lowtide.tensors.kinds import is_plain, part_of
+from lowtide.tensors.kinds import is_plain, part_of, written_arguments
 from lowtide.tensors.private import (
     OpOverload,
     TorchDispatchMode,
@@ -53,7 +54,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.random_state import RandomState
-from lowtide.tensors.view import Shape, version_witness
+from lowtide.tensors.view import Shape, may_overlap, version_witness
 from lowtide.units import MIB
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -249,11 +250,13 @@ _GIVEN = object()
 class _Region:
     """One call of a checkpointed function: the outputs that its second run is given, by operator and number."""
 
-    __slots__ = ("numbers", "offload", "outputs", "queue", "start")
+    __slots__ = ("numbers", "offload", "outputs", "places", "queue", "start")
 
     def __init__(self, offload: SelectiveOffload) -> None:
         self.offload = offload
         self.outputs: dict[Any, list[Any]] = {}
+        self.places: dict[int, list[tuple[StorageWeakRef, Shape, _Witness, Any, int]]] = {}
+        """By storage: which part of it is held, and as the output of which operator, by number."""
         self.numbers: dict[Any, int] = {}
         self.queue: PrefetchQueue | None = None
         self.start = 0
@@ -273,12 +276,32 @@ class _Region:
         """Run `op`, and hold what the policy wants held."""
         before = _states((args, kwargs)) if _draws(op) else None
         output = op(*args, **kwargs)
+        if _writes(op):
+            self._forget_overwritten(op, args, kwargs)
         said = self.offload.decide(op, output, args, kwargs)
         held: _Output | None = _AGAIN
         if said in _SAVES or said in _OFFLOADS:
             held = self._hold(output, said, (args, kwargs), before)
-        self.outputs.setdefault(op, []).append(held)
+        outputs = self.outputs.setdefault(op, [])
+        if held is not _AGAIN:
+            for leaf, given in zip(held.leaves, tree_leaves(output), strict=True):
+                if isinstance(leaf, _Held | _Sent) and is_plain(given):
+                    storage = given.untyped_storage()
+                    place = (StorageWeakRef(storage), Shape.of(given), leaf.witness, op, len(outputs))
+                    self.places.setdefault(storage_key(storage), []).append(place)
+        outputs.append(held)
         return output
+
+    def _forget_overwritten(self, op: Any, args: tuple, kwargs: dict) -> None:
+        """An operator wrote to something: what it wrote to is not held, if no version counter tells of it. (Chunks of
+        the gates of a recurrent cell have counters of their own.) Its operator is run again."""
+        for tensor in written_arguments(op, args, kwargs):
+            if not is_plain(tensor):
+                continue
+            for weak, shape, witness, maker, number in self.places.get(storage_key(tensor.untyped_storage()), ()):
+                is_unseen = version_of(witness.counter) == witness.version
+                if is_unseen and not weak.expired() and may_overlap(shape, Shape.of(tensor)):
+                    self.outputs[maker][number] = _AGAIN
 
     def _hold(self, output: Any, said: CheckpointPolicy, given: Any, before: RandomState | None) -> _Output:
         leaves, tree = tree_flatten(output)

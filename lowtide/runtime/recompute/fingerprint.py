@@ -105,12 +105,13 @@ class Fingerprints:
 
     def __init__(self, on_mismatch: Callable[[str], None], *, is_deep: bool = False) -> None:
         self._on_mismatch = on_mismatch
-        self._is_deep = is_deep
+        self.is_deep = is_deep
+        """Every byte of everything is taken."""
         self._picks: dict[int, tuple[Callable[[int], Any], itemgetter]] = {}
         """On the host, by number of words: how to read an array of them at an address, and which of them to take."""
         self._readers: dict[Any, Callable[[int], int]] = {}
         """On the host, by layout of a tensor: what gives the hash of those of its bytes that are taken."""
-        self._places: dict[Any, torch.Tensor | None] = {}
+        self._places: dict[Any, torch.Tensor] = {}
         """On an accelerator, by number of words or layout: which of them. Not on the host: a budget would count it."""
         self._weights: dict[torch.device, torch.Tensor] = {}
         self._waiting: dict[int, list[_Flags]] = {}
@@ -127,7 +128,7 @@ class Fingerprints:
         each."""
         nbytes, address = storage.nbytes(), storage.data_ptr()
         num_words = nbytes // _WORD.itemsize
-        if num_words <= _NUM_WORDS or self._is_deep:
+        if num_words <= _NUM_WORDS or self.is_deep:
             return hash(ctypes.string_at(address, nbytes))
         pick = self._picks.get(num_words)
         if pick is None:
@@ -142,7 +143,7 @@ class Fingerprints:
             if num_words == 0:
                 return self._digest(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
             words = torch.empty(0, dtype=_WORD, device=storage.device).set_(storage, 0, (num_words,), (1,))
-            if num_words > _NUM_WORDS and not self._is_deep:
+            if num_words > _NUM_WORDS and not self.is_deep:
                 key = num_words, storage.device
                 if key not in self._places:
                     self._places[key] = torch.from_numpy(_places_of(num_words)).to(storage.device)
@@ -176,7 +177,7 @@ class Fingerprints:
             if read is None:
                 if len(self._readers) >= _MAX_LAYOUTS:
                     self._readers.clear()
-                read = self._readers[layout] = _reader_of(*layout, all_of_it=self._is_deep)
+                read = self._readers[layout] = _reader_of(*layout, all_of_it=self.is_deep)
             return read(local.data_ptr())
         with AutoDispatchBelowAutograd(), DisableTorchDispatch():
             return self._digest(self._elements(local))
@@ -189,7 +190,7 @@ class Fingerprints:
             return tensor.new_zeros(0, dtype=torch.int64)
         shape, stride = tensor.shape, tensor.stride()
         integers = torch.empty(0, dtype=_INTEGERS[tensor.element_size()], device=tensor.device)
-        found = sampled(shape, stride, all_of_it=self._is_deep)
+        found = sampled(shape, stride, all_of_it=self.is_deep)
         if isinstance(found, tuple):
             num, step = found
             return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), (num,), (step,))
@@ -270,12 +271,12 @@ def _reader_of(
     lies: with torch it would be five operators."""
     if not shape.numel():
         return lambda address: 0
-    word = np.dtype(f"V{dtype.itemsize}")
+    word: Any = np.dtype(f"V{dtype.itemsize}")
     found = sampled(shape, stride, all_of_it=all_of_it)
     if isinstance(found, tuple):
         num, step = found
         steps = (step * dtype.itemsize,)
-        memory = ctypes.c_char * (((num - 1) * step + 1) * dtype.itemsize)
+        memory: Any = ctypes.c_char * (((num - 1) * step + 1) * dtype.itemsize)
         return lambda address: hash(np.ndarray(num, word, memory.from_address(address), 0, steps).tobytes())
     span = int(found.max()) + 1
     memory = ctypes.c_char * (span * dtype.itemsize)

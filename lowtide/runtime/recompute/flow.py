@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.kinds import is_plain, written_arguments
 from lowtide.tensors.private import (
     OpOverload,
     TorchDispatchMode,
@@ -71,7 +71,8 @@ class Flow(TorchDispatchMode):
         """Workspaces of recurrent kernels, which are partly unwritten memory."""
         self._reached = 0
         self._num_saved = 0
-        self._own: list[int] = []
+        self.own: list[int] = []
+        """Numbers of the saved tensors that are no parameters and no inputs of the region."""
         self.read: dict[int, ref[torch.Tensor]] = {}
         """Tensors from outside that operators read, by storage."""
         self.written: dict[int, Written] = {}
@@ -85,7 +86,7 @@ class Flow(TorchDispatchMode):
         number, local = self._num_saved, inside(tensor)
         self._num_saved += 1
         if not is_plain(local):
-            self._own.append(number)
+            self.own.append(number)
             return
         key = storage_key(local.untyped_storage())
         if key in self._inputs:
@@ -97,13 +98,13 @@ class Flow(TorchDispatchMode):
         self._reached |= self._sources[key][1]
         shape, known = Shape.of(local), self._saved.setdefault(key, [])
         if all(shape != other for _, other in known):
-            self._own.append(number)
+            self.own.append(number)
         known.append((number, shape))
 
     @property
     def frontier(self) -> list[int]:
         """Numbers of the saved tensors from which no later one was computed."""
-        return [number for number in self._own if not self._reached >> number & 1]
+        return [number for number in self.own if not self._reached >> number & 1]
 
     def _knows(self, key: int) -> bool:
         found = self._sources.get(key)
@@ -129,7 +130,7 @@ class Flow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = kwargs or {}
         tensors = _plain((args, given))
-        written = {storage_key(tensor.untyped_storage()) for tensor in _plain(_written(func, args, given))}
+        written = {storage_key(tensor.untyped_storage()) for tensor in _plain(written_arguments(func, args, given))}
         name = _name(func)
         is_blind = name in _BLIND or name.endswith("_like") or name.startswith("new_")
         bits, is_floating, keys = 0, False, set()
@@ -177,15 +178,3 @@ def _plain(tree: Any) -> list[torch.Tensor]:
 
 def _name(func: Any) -> str:
     return schema_of(func).name.rpartition("::")[2] if isinstance(func, OpOverload) else ""
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments that an operator writes to. One of higher order has no schema of the kind."""
-    if not isinstance(func, OpOverload) or not schema_of(func).is_mutable:
-        return []
-    arguments = schema_of(func).arguments
-    names = [
-        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    by_name: dict[str, Any] = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
-    return [(by_name | kwargs).get(name) for name in names]

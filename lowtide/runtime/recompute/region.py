@@ -146,9 +146,9 @@ class RegionRun:
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
         self.inputs = [_Constant(tensor) if tensor.is_inference() else pack(tensor) for tensor in tensors]
         try:
-            # No early stop of checkpoint's, whatever the caller has set: `_stopping_after` does that.
+            # `SecondSaves` does what early stop and the look at shapes do, whatever the caller has set.
             with set_checkpoint_early_stop(False):
-                output = checkpoint(self._body, *markers, use_reentrant=False)
+                output = checkpoint(self._body, *markers, use_reentrant=False, determinism_check="none")
             self.state.settle()
             for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
                 if _version(tensor) != version:
@@ -242,7 +242,7 @@ class RegionRun:
         made = "" if producer is type(None) else f", made by {producer.__name__}"
         self._refuse_values(
             f"the first tensor that differs is number {number + 1} of the {len(dropped.marks)} that it saves, of shape "
-            f"{list(dropped.shapes[number])}{made}"
+            f"{list(dropped.kinds[number][0])}{made}"
         )
 
     def _refuse_output(self, index: int) -> NoReturn:

@@ -12,14 +12,16 @@ of the frontier (flow.py). Not covered: how they are compared (fingerprint.py, r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointError
 
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
 from lowtide.runtime.recompute.flow import Flow
@@ -27,33 +29,34 @@ from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import is_view, next_sequence_number, storage_key, top_saved_tensors_hooks, version_of
+from lowtide.tensors.private import (
+    base_of,
+    is_view,
+    next_sequence_number,
+    storage_key,
+    top_saved_tensors_hooks,
+    version_of,
+)
 from lowtide.tensors.view import modified_error, version_witness
 from lowtide.tensors.wrappers import inside
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """What a module saved in one run, in order."""
 
-    __slots__ = ("frontier", "is_counted", "is_filled_late", "marks", "num_saved", "saved_inputs")
-
-    def __init__(
-        self,
-        marks: list[tuple[int, type]],
-        frontier: list[int],
-        is_counted: list[bool],
-        saved_inputs: set[int],
-        *,
-        is_filled_late: bool,
-    ) -> None:
-        self.marks = marks
-        self.num_saved = len(marks)
-        """Of each saved tensor: how many autograd nodes the run had made before it, and the class of its own node."""
-        self.frontier = frozenset(frontier)
-        self.is_counted = is_counted
-        """Whether it is the first one of an activation's storage."""
-        self.saved_inputs = saved_inputs
-        self.is_filled_late = is_filled_late
+    marks: list[tuple[int, type]]
+    """Of each saved tensor: how many autograd nodes the run had made before it, and the class of its own node."""
+    num_saved: int
+    frontier: frozenset[int]
+    """Numbers of those that need a fingerprint."""
+    is_counted: list[bool]
+    """Whether it is the first one of an activation's storage."""
+    saved_inputs: set[int]
+    lasting: set[int]
+    """Numbers of parameters and views of them."""
+    origins: list[_Origin]
+    is_filled_late: bool
 
 
 class Dropped:
@@ -70,14 +73,15 @@ class Dropped:
         "has_results",
         "is_back",
         "is_filled_late",
+        "kinds",
         "ledger",
         "marks",
         "nbytes",
         "note",
+        "origins",
         "prints",
         "saved",
         "saved_inputs",
-        "shapes",
     )
 
     def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
@@ -101,7 +105,9 @@ class Dropped:
         """As those of a `Path`."""
         self.prints: dict[int, Print] = {}
         """Fingerprints, by number of the saved tensor."""
-        self.shapes: dict[int, torch.Size] = {}
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        """Shape and type of each saved tensor."""
+        self.origins: list[_Origin] = []
         self.is_filled_late = False
         """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
         self.saved: list[ref[_Saved]] = []
@@ -185,22 +191,29 @@ def _may_be_filled_late(tensor: torch.Tensor) -> bool:
 class _Saved:
     """A tensor that a region saved and `checkpoint` dropped: checkpoint's handle, and the witness of its version."""
 
-    __slots__ = ("__weakref__", "dropped", "holder", "is_view", "output_nr", "producer", "size", "version", "witness")
+    __slots__ = ("__weakref__", "dropped", "holder", "number", "version", "witness")
 
-    def __init__(self, holder: Any, tensor: torch.Tensor, producer: type, dropped: Dropped) -> None:
+    def __init__(self, holder: Any, number: int, version: int, witness: torch.Tensor, dropped: Dropped) -> None:
         self.holder = holder
+        self.number = number
+        self.version = version
+        self.witness = witness
         self.dropped = dropped
-        self.producer, self.output_nr, self.is_view = producer, tensor.output_nr, is_view(tensor)
-        self.size = tensor.size()
-        self.version = version_of(tensor)
-        if type(tensor) is nn.Parameter:
-            self.witness: torch.Tensor = tensor  # it stays anyway
-        else:
-            self.witness = version_witness(tensor) if tensor.layout is torch.strided else tensor.detach()
 
     def check(self) -> None:
-        if version_of(self.witness) != self.version:
-            raise modified_error(self.witness, self.size, version_of(self.witness), self.version, self)
+        now = version_of(self.witness)
+        if now != self.version:
+            dropped, number = self.dropped, self.number
+            size, origin = dropped.kinds[number][0], dropped.origins[number]
+            raise modified_error(self.witness, size, now, self.version, origin)
+
+
+class _Origin(NamedTuple):
+    """Where a saved tensor came from, for the words of an error."""
+
+    producer: type
+    output_nr: int
+    is_view: bool
 
 
 class _Prints:
@@ -233,7 +246,19 @@ class _Prints:
 class FirstSaves:
     """The saved-tensor hooks of a first run: a context."""
 
-    __slots__ = ("_dropped", "_flow", "_follows", "_hooks", "_is_counted", "_outer_pack", "_path", "_prints", "_start")
+    __slots__ = (
+        "_dropped",
+        "_flow",
+        "_follows",
+        "_hooks",
+        "_is_counted",
+        "_is_deep",
+        "_lasting",
+        "_outer_pack",
+        "_path",
+        "_prints",
+        "_start",
+    )
 
     def __init__(
         self,
@@ -251,8 +276,12 @@ class FirstSaves:
         self._path = self._follows = path
         self._flow = flow
         self._prints = _Prints(fingerprints)
+        self._is_deep = fingerprints.is_deep
         self._start = next_sequence_number()
         self._is_counted: list[bool] = []
+        self._lasting: set[int] = set() if path is None else path.lasting
+        if path is not None:
+            dropped.origins = path.origins
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack(hooks[1]))
 
     @never_compiled
@@ -262,23 +291,32 @@ class FirstSaves:
         number, mark = len(marks), (next_sequence_number() - self._start, type(tensor.grad_fn))
         marks.append(mark)
         holder = self._outer_pack(tensor)
+        dropped.kinds.append((tensor.shape, tensor.dtype))
         if path is not None and number < path.num_saved and path.marks[number] == mark and not dropped.has_results:
             if path.is_counted[number]:
                 dropped.nbytes += inside(tensor).untyped_storage().nbytes()
             is_needed = number in path.frontier
         else:
-            is_needed = self._look(tensor, number, mark[0])
+            is_needed = self._look(tensor, number, mark)
         if is_needed:
             self._prints.add(number, tensor, mark[0])
-            dropped.shapes[number] = tensor.shape
-        saved = _Saved(holder, tensor, mark[1], dropped)
+        # A parameter, or a view of one, stays anyway.
+        witness = tensor if number in self._lasting else _witness(tensor)
+        saved = _Saved(holder, number, version_of(tensor), witness, dropped)
         dropped.saved.append(ref(saved))
         return saved
 
-    def _look(self, tensor: torch.Tensor, number: int, place: int) -> bool:
+    def _look(self, tensor: torch.Tensor, number: int, mark: tuple[int, type]) -> bool:
         """Off the path: count a tensor. Returns whether it needs a fingerprint."""
-        dropped, local = self._dropped, inside(tensor)
-        self._follows = None
+        dropped, local, place = self._dropped, inside(tensor), mark[0]
+        if self._follows is not None:
+            self._follows = None
+            self._lasting = set()
+            dropped.origins = dropped.origins[:number]
+        is_part = is_view(tensor)
+        dropped.origins.append(_Origin(mark[1], tensor.output_nr, is_part))
+        if isinstance(base_of(tensor) if is_part else tensor, nn.Parameter):
+            self._lasting.add(number)
         is_first, is_own = dropped.count(local) if is_plain(local) else (False, True)
         self._is_counted.append(is_first)
         if number == 0 or dropped.marks[number - 1][0] != place:
@@ -314,15 +352,22 @@ class FirstSaves:
             return self._follows
         if self._flow is None or self._path is not None or self._dropped.has_results:
             return None
-        dropped, frontier = self._dropped, self._flow.frontier
+        dropped, frontier = self._dropped, self._flow.own if self._is_deep else self._flow.frontier
         dropped.prints = {number: dropped.prints[number] for number in frontier}
         return Path(
-            dropped.marks,
-            frontier,
-            self._is_counted,
-            dropped.saved_inputs,
+            marks=dropped.marks,
+            num_saved=len(dropped.marks),
+            frontier=frozenset(frontier),
+            is_counted=self._is_counted,
+            saved_inputs=dropped.saved_inputs,
+            lasting=self._lasting,
+            origins=dropped.origins,
             is_filled_late=dropped.is_filled_late,
         )
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor:
+    return version_witness(tensor) if tensor.layout is torch.strided else tensor.detach()
 
 
 class EnoughError(BaseException):
@@ -332,13 +377,14 @@ class EnoughError(BaseException):
 class SecondSaves:
     """The saved-tensor hooks of a second run: a context, which is left after the last tensor that is needed."""
 
-    __slots__ = ("_hooks", "_left", "_number", "_outer_pack", "_prints", "_wanted")
+    __slots__ = ("_hooks", "_kinds", "_left", "_number", "_outer_pack", "_prints", "_wanted")
 
     def __init__(self, dropped: Dropped, fingerprints: Fingerprints, *, to_the_end: bool) -> None:
         hooks = top_saved_tensors_hooks()
         assert is_checkpoint_hook(hooks) and hooks is not None
         self._outer_pack = hooks[0]
         self._wanted = dropped.prints
+        self._kinds = dropped.kinds
         self._prints = _Prints(fingerprints)
         self._number = 0
         self._left = -1 if to_the_end else len(dropped.marks)
@@ -349,6 +395,12 @@ class SecondSaves:
         packed = self._outer_pack(tensor)
         number = self._number
         self._number = number + 1
+        kinds = self._kinds
+        if number < len(kinds) and (tensor.shape, tensor.dtype) != kinds[number]:
+            raise CheckpointError(
+                f"tensor {number + 1} that is saved has shape {list(tensor.shape)} and {tensor.dtype}, and had "
+                f"{list(kinds[number][0])} and {kinds[number][1]}"
+            )
         if number in self._wanted:
             self._prints.add(number, tensor, next_sequence_number())
         if self._number == self._left:

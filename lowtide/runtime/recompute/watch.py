@@ -449,8 +449,8 @@ class Before:
                 undo.enter_context(self._parameters.replayed())
             records = (*self._records, *self._given)
             if records:
-                now = [one for record in records for one in _again(record)]
-                undo.callback(_restore, [*(record for record in records if isinstance(record, Empty)), *now])
+                empty = [record for record in records if isinstance(record, Empty)]
+                undo.callback(_restore, [*empty, *(one for record in records for one in _again(record))])
                 _restore(records)
             for tensor, flag in zip(self._tree.tensors, self._flags, strict=True):
                 if tensor.requires_grad != flag and tensor.is_leaf:
@@ -530,7 +530,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _marks_of(tensors: list[torch.Tensor], addressed: list[bool]) -> list[tuple[int, int]]:
-    """What changes when somebody writes to a tensor, or exchanges its data. `addressed`: which of them have an address."""
+    """What changes when somebody writes to a tensor, or exchanges its data. `addressed`: which have an address."""
     return [
         (version_of(tensor), tensor.data_ptr() if has_address else 0)
         for tensor, has_address in zip(tensors, addressed, strict=True)

@@ -351,5 +351,5 @@ class Tide:
             nodes=nodes,
             fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),
-            logs_always=plan.check == "full",
+            logs_always=plan.check != "sampled",
         )

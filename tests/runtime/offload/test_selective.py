@@ -404,3 +404,27 @@ def test_conjugates_and_negatives_that_are_held_keep_their_bit() -> None:
         policy = _marks(dict.fromkeys(marked, OFFLOAD))
         with lowtide.selective_offload(policy, nn.Linear(1, 1), engine="virtual:1", min_bytes=0) as offload:
             assert _same(run(offload), run(None))
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
+@pytest.mark.parametrize("held", ["", "addmm", "unsafe_split", "add.Tensor", "mul.Tensor"])
+@pytest.mark.parametrize("fate", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD])
+@pytest.mark.filterwarnings("ignore:lowtide. the policy holds the output:UserWarning")
+def test_gates_that_are_written_chunk_by_chunk(cell: type[nn.RNNCellBase], held: str, fate: CheckpointPolicy) -> None:
+    """Each chunk has a version counter of its own: none tells of a write to another, or to all of them."""
+
+    def gradients(policy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = cell(8, 8), torch.randn(4, 8, requires_grad=True)
+        if policy is None:
+            outputs = model(x)
+        else:
+            offload = lowtide.selective_offload(policy, model, min_bytes=0)
+            outputs = checkpoint(model, x, use_reentrant=False, context_fn=offload)
+        sum(out.square().sum() for out in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return fate if held in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    assert all(map(torch.equal, gradients(policy), gradients(None)))
