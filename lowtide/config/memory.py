@@ -12,6 +12,7 @@
 
       budget: 20GiB                          # or 90%, or auto: peak device bytes per rank; the solver decides the rest
       preset: balanced                       # instead of a budget: fastest | balanced | smallest
+      strict: true                           # BudgetError for shapes that no plan fits, not the smallest plan
 
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit
       optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps

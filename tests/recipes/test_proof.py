@@ -36,10 +36,10 @@ class Changing(nn.Module):
         for row in range(3):
             self.sparse[row, row] = 1.0
         self.change = change
-        self.step = 0
+        self.step = [0]  # a list: plans do not look into it
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.silu(self.change(self, self.first(x), self.step).tanh()).sin())
+        return self.last(F.silu(self.change(self, self.first(x), self.step[0]).tanh()).sin())
 
 
 CHANGES: dict[str, Callable[[Changing, Tensor, int], Tensor]] = {
@@ -71,7 +71,7 @@ def _model(name: str) -> nn.Module:
 
 def _at_step(model: nn.Module, step: int) -> nn.Module:
     for layer in model.layers:
-        layer.step = step
+        layer.step = [step]
     return model
 
 

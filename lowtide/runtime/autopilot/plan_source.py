@@ -155,13 +155,15 @@ class Planning:
         try:
             return self.make(profile, budget_bytes)
         except BudgetError as refusal:
-            if self._room is None:
+            if self._room is None or refusal.floor_bytes > self._room():
                 raise
-            floor_bytes, room_bytes = refusal.floor_bytes, self._room()
             error = refusal.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
+        return self._smallest(profile, error)
+
+    def _smallest(self, profile: Profile, error: BudgetError) -> Plan:
+        """The plan with the smallest peak, of which `error` says how much that is."""
+        floor_bytes = error.floor_bytes
         for _ in range(_MOST_FLOORS):
-            if floor_bytes > room_bytes:
-                break
             with contextlib.suppress(BudgetError):
                 return self.make(profile, floor_bytes)
             floor_bytes += max(1, floor_bytes // 100)
@@ -205,21 +207,36 @@ class Planning:
         shapes = list(shapes)
         others = self.facts.num_passes - 1
 
+        def plans(beside_bytes: int) -> list[Plan]:
+            """With so much room for the others; the smallest, where nothing fits."""
+            self.know(beside_bytes=beside_bytes)
+            found = []
+            for shape in shapes:
+                try:
+                    found.append(self.make(shape.profile, self.budget_for(shape)))
+                except BudgetError as refusal:
+                    found.append(self._smallest(shape.profile, refusal.with_traceback(None)))
+            return found
+
         def held_bytes(beside_bytes: int) -> int:
             """By the others, under plans with so much room for them."""
-            self.know(beside_bytes=beside_bytes)
-            plans = [self.nearest(shape.profile, self.budget_for(shape)) for shape in shapes]
-            held = [self._own_bytes(plan, shape.profile) for plan, shape in zip(plans, shapes, strict=True)]
+            pairs = zip(plans(beside_bytes), shapes, strict=True)
+            held = max(self._own_bytes(plan, shape.profile) for plan, shape in pairs)
             # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
-            return others * (max(held) + output_bytes) + gradients
+            return others * (held + output_bytes) + gradients
 
-        low, high = 0, held_bytes(0)
+        floors = [plan.predicted.floor_bytes for plan in plans(0) if plan.predicted is not None]
+        most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - max(floors))
+        least = held_bytes(most)
+        if least > most:  # nothing fits; so much is held under the smallest plans
+            self.know(beside_bytes=least)
+            return
+        low, high = 0, min(most, max(least, held_bytes(0)))
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) // 2
             low, high = (low, middle) if held_bytes(middle) <= middle else (middle, high)
-        # Where nothing fits, the plans are the smallest that there are, and what they hold is what it is.
-        self.know(beside_bytes=max(high, held_bytes(high)))
+        self.know(beside_bytes=high)
 
     def needs_more_room(self, shape: CachedPlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""

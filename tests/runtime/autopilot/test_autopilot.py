@@ -55,11 +55,12 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(num_layers)
         )
-        self.num_copies = 1
+        self.num_copies = [1]
+        """A list: plans do not look into it."""
         self.fails_in: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:  # (N, width) -> scalar
-        x = x.repeat(self.num_copies, 1)
+        x = x.repeat(*self.num_copies, 1)
         for index, layer in enumerate(self.layers):
             if index in self.fails_in:
                 raise KeyError("no such expert")
@@ -438,10 +439,10 @@ def test_a_step_that_saves_more_than_planned_is_spilled() -> None:
         with optimize(model, budget_of(model, (x,), 0.9)) as tide:
             for one in (truth, model):
                 torch.manual_seed(5)
-                one.num_copies = 1
+                one.num_copies = [1]
                 for _ in range(3):
                     step(one, x)
-                one.num_copies = 3
+                one.num_copies = [3]
             assert tide.tide is not None and tide.stats is not None
             assert tide.stats.num_spills == 0
             if not limited:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
 from tests.independent_count import IndependentCount, state_tensors
@@ -241,3 +242,117 @@ def test_plans_follow_what_the_loop_does(name: str) -> None:
         assert said or max(own[1:]) <= budget, (share, [[round(p / budget, 3) for p in own] for own in peaks])
     # What was there before is taken up again, and nothing is planned twice for it.
     assert len(tide.events) <= 2 * len(phases) + 1, [event.why for event in tide.events]
+
+
+# -- fine-tunings, optimizers, numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_fine_tuning_dies_of_a_length(seed: int) -> None:
+    """Texts of drawn lengths, in a budget below the floor of the longest: such steps run, and one warning says so."""
+    draw = Random(seed)
+    lengths = [draw.choice([6, 8, 12]), *(draw.randint(4, 40) for _ in range(5)), 48]
+
+    def run(budget: int | None) -> tuple[list[Tensor], list[str], Any]:
+        torch.manual_seed(seed)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tide = None
+        if budget is not None:
+            tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, optimizer=optimizer, engine="host")
+        losses = []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for number in range(len(lengths)):
+                torch.manual_seed(number)
+                losses.append(joint(lengths[number])(model, number).detach().clone())
+                optimizer.step()
+                optimizer.zero_grad()
+        if tide is not None:
+            tide.remove()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        return [*losses, *weights], [str(each.message) for each in told if "strict: true" in str(each.message)], tide
+
+    truth, _, _ = run(None)
+    _, _, tide = run(1 << 30)
+    state = tide.profile.state
+    budget = state.parameters + state.gradients + state.optimizer + 60_000
+    results, said, tide = run(budget)
+    assert all(map(torch.equal, results, truth))
+    assert 1 <= len(said) <= 7
+    assert "for inputs of 16x48x32 fits the budget of" in said[-1] and "more. Such steps run under that one" in said[-1]
+
+
+def test_an_optimizer_that_was_not_given_is_found() -> None:
+    budget = 1_150_000
+
+    def peaks() -> list[int]:
+        torch.manual_seed(0)
+        model, foreign = Net(), nn.Linear(3, 3)
+        halves = list(model.parameters())[:20], list(model.parameters())[20:]
+        optimizers = [torch.optim.AdamW(halves[0]), torch.optim.SGD(halves[1], momentum=0.9)]
+        other = torch.optim.Adam(foreign.parameters())
+        counted = []
+        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine="host") as tide:
+            for number in range(4):
+                count = IndependentCount([state_tensors(model, each) for each in optimizers])
+                with count:
+                    foreign(torch.ones(1, 3)).sum().backward()
+                    other.step()
+                    one(model, number)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                counted.append(count.peak_bytes)
+            assert [event.why for event in tide.events][:2] == ["first step", "an optimizer was found"]
+            assert tide.profile.state.optimizer > 0
+        assert not register_optimizer_step_pre_hook.__globals__["_global_optimizer_pre_hooks"]
+        return counted
+
+    assert max(peaks()[1:]) <= budget
+
+
+def test_an_optimizer_of_another_model_is_refused_by_name() -> None:
+    foreign = torch.optim.Adam(nn.Linear(3, 3).parameters())
+    words = (
+        r"this Adam has none of the parameters of Net: it steps 2 others. Give the optimizer that trains the model, "
+        r"made from model.parameters\(\)$"
+    )
+    with pytest.raises(lowtide.ConfigError, match="^lowtide.optimize: " + words):
+        lowtide.optimize(Net(), budget="1GiB", optimizer=foreign)
+    with pytest.raises(lowtide.ConfigError, match="^lowtide.apply: " + words):
+        lowtide.apply(Net(), {}, optimizer=foreign)
+
+
+def test_numbers_that_change_nothing_cost_one_observed_step() -> None:
+    """A temperature that the loop lowers, a counter that the forward pass moves, and a number that it does not read."""
+    model = Net()
+    model.temperature = 1.0
+    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine="virtual:1") as tide:
+        for number in range(6):
+            model.temperature = 1.0 - 0.1 * number
+            called(scale=1.0 + number)(model, number)
+            model.zero_grad()
+        assert [event.why for event in tide.events] == ["first step", "the model changed: temperature is 0.9, not 1.0"]
+        called(twice=True)(model, 0)
+        assert [event.why for event in tide.events][2:] == ["new shape"]
+
+
+def test_a_strict_budget_is_an_error_and_the_floor_that_it_names_will_do() -> None:
+    """Also where micro-batches accumulate, and where a step has several forward passes."""
+    for loop in (one, accumulating(one), joint(16, 16)):
+        budget = 1000
+        for _ in range(4):
+            model = Net()
+            memory = {"min_bytes": 1, "strict": True}
+            with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1") as tide:
+                try:
+                    for number in range(3):
+                        loop(model, number)
+                        model.zero_grad()
+                    break
+                except lowtide.BudgetError as error:
+                    budget = max(budget + 1, error.floor_bytes)
+        else:
+            raise AssertionError(f"{budget} was said to be enough")
+        assert tide.events
