@@ -11,7 +11,7 @@ import pytest
 from lowtide.cli.main import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "mindformers"
-CASES = json.loads((Path(__file__).parents[1] / "mindformers" / "schema" / "cases" / "upstream.json").read_text())
+CASES = json.loads((Path(__file__).parents[2] / "mindformers" / "schema" / "cases" / "upstream.json").read_text())
 DOCUMENTED = {
     "swap_1_default": "doc_ex1_default",
     "swap_2_layers": "doc_ex2_layer",
