@@ -88,7 +88,7 @@ def _run(name: str, size_name: str, num_steps: int) -> dict[str, Any]:
     size = SIZES[size_name]
     settings = {"memory": _memory_of(name, size), "size": size, "num_steps": num_steps, "seed": SEED}
     settings["sets_malloc"] = name == BASELINE
-    command = [sys.executable, "-m", "examples.demo_run", json.dumps(settings)]
+    command = [sys.executable, str(Path(__file__).resolve().with_name("demo_run.py")), json.dumps(settings)]
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     _note(f"{name:<13} starting")

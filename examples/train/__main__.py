@@ -9,11 +9,13 @@ stdout stays empty unless `--json` is given.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 from lowtide.cli.run_file import load_run
@@ -47,6 +49,8 @@ def _run(args: argparse.Namespace) -> int:
             "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
             "remove it to train",
         )
+    if os.environ.get("RANK", "0") == "0":
+        _check_folders(settings, args)
     if settings.memory is not None or settings.sections is not None:
         # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -71,6 +75,26 @@ def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"--{error}") from None
     return dataclasses.replace(settings, train=train, output_dir=args.output_dir or settings.output_dir)
+
+
+def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
+    """A folder that cannot be written is refused now, not after the first hours of training."""
+    folders = {"train.output_dir": settings.output_dir, "train.checkpoint_dir": settings.checkpoint_dir}
+    for key, folder in folders.items():
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            text = f"{folder} cannot be made or written to: {error.strerror}; choose another folder"
+            if key == "train.output_dir" and args.output_dir is not None:
+                raise ConfigError(f"--output-dir: {text}") from None
+            raise settings.mistake(key, f"'{key}': {text}") from None
+        finally:
+            for path in missing:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
 
 def main() -> int:
