@@ -64,7 +64,12 @@ _OPTIMIZER = (
     "optimizer/test_in_backward.py",
 )
 _LOSS = ("loss/test_dtypes.py", "loss/test_cross_entropy.py", "loss/test_parallel.py")
-_VERIFY = ("pipeline/test_verify.py", "pipeline/test_schedule.py", "pipeline/test_torch_schedules.py")
+_VERIFY = (
+    "pipeline/test_rows.py",
+    "pipeline/test_verify.py",
+    "pipeline/test_schedule.py",
+    "pipeline/test_torch_schedules.py",
+)
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
 
 HANDLES = [

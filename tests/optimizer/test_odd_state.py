@@ -1,7 +1,7 @@
 """Optimizers whose state is odd: shared, aliased, replaced, late, of another dtype. Swapped, they step as alone.
 
 Each draw puts some odd habits into one optimizer and trains with it swapped and not. Also where the device was full for
-a while, after a load, and after the mapping of the state was replaced: the same bits, and no slot of the engine is lost.
+a while, after a load, and after the mapping of the state was replaced: the same bits, and no slot is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ends of things that copies and spills rely on: a scheduler that dies first, and parts of a storage with own counters."""
+"""What copies and spills rely on: sources of a scheduler that died first, and parts of a storage with own counters."""
 
 from __future__ import annotations
 
