@@ -95,7 +95,7 @@ def swap_pass(num_sites: int, *, is_tight: bool) -> Callable[[VirtualEngine], No
         (2, True, 57),
         (3, True, 636),
         (3, False, 608),
-        pytest.param(4, True, None, marks=pytest.mark.slow),
+        pytest.param(4, True, None, marks=pytest.mark.extended),
         pytest.param(4, False, None, marks=pytest.mark.extended),
     ],
 )

@@ -1,4 +1,4 @@
-"""Bytes that move in pieces: through a ring of pinned chunks to the disk and back, and between blocks in several ranges.
+"""Bytes that move in pieces: through a ring of pinned chunks to the disk and back, and blocks in several ranges.
 
 Properties over sizes that are no multiples of anything, under a device that does everything as late as it may.
 """

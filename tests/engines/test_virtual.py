@@ -65,7 +65,7 @@ def is_right(engine: VirtualEngine, case: zoo.Case) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["llama", "unet"])
+@pytest.mark.parametrize("name", ["llama"])
 def test_the_correct_runtime_is_right_and_never_blamed(name: str) -> None:
     for seed in SEEDS:
         engine = VirtualEngine(seed)
@@ -74,7 +74,7 @@ def test_the_correct_runtime_is_right_and_never_blamed(name: str) -> None:
         assert engine.num_slots == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "unet"])
+@pytest.mark.parametrize("name", ["strided_views"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_forgotten_wait_becomes_a_wrong_number(mutant: type[VirtualEngine], name: str) -> None:
     """On most seeds; a seed whose copies happen to run early may hide one that reads late."""

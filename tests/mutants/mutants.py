@@ -51,8 +51,8 @@ _TIDE = ("runtime/session/test_tide.py",)
 _WRAP = ("runtime/session/test_threads.py",)
 _CONTRACT = ("runtime/test_contract.py",)
 _TABLES = ("runtime/hooks/test_tables.py",)
-_SCHEDULER = ("runtime/offload/test_scheduler.py",)
-_SPILL = ("runtime/offload/test_spill.py",)
+_SCHEDULER = ("runtime/offload/test_ends.py", "runtime/offload/test_scheduler.py")
+_SPILL = ("runtime/offload/test_ends.py", "runtime/offload/test_spill.py")
 _STREAMS = ("engines/test_compute_streams.py", "engines/test_virtual.py")
 _ACCELERATOR = ("engines/test_pieces.py", "engines/test_accelerator_order.py")
 _OPTIMIZER = (
@@ -64,7 +64,12 @@ _OPTIMIZER = (
     "optimizer/test_in_backward.py",
 )
 _LOSS = ("loss/test_dtypes.py", "loss/test_cross_entropy.py", "loss/test_parallel.py")
-_VERIFY = ("pipeline/test_verify.py", "pipeline/test_schedule.py", "pipeline/test_torch_schedules.py")
+_VERIFY = (
+    "pipeline/test_rows.py",
+    "pipeline/test_verify.py",
+    "pipeline/test_schedule.py",
+    "pipeline/test_torch_schedules.py",
+)
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
 
 HANDLES = [
@@ -72,14 +77,14 @@ HANDLES = [
         "kept-version",
         "runtime.saved.handle:Kept.open",
         never("version_of"),
-        (f"{_CONTRACT[0]}::test_contract_05_modified_after_saving_raises_what_plain_autograd_raises",),
+        ("runtime/test_contract.py::test_contract_05_modified_after_saving_raises_what_plain_autograd_raises",),
         "a kept tensor that was written to gives a wrong gradient where plain autograd raises",
     ),
     Mutant(
         "view-version",
         "tensors.view:View.check",
         never("version_of"),
-        (f"{_CONTRACT[0]}::test_contract_05_modified_after_saving_raises_what_plain_autograd_raises",),
+        ("runtime/test_contract.py::test_contract_05_modified_after_saving_raises_what_plain_autograd_raises",),
         "a swapped tensor that was written to gives the old gradient where plain autograd raises",
     ),
     Mutant(
@@ -100,21 +105,21 @@ HANDLES = [
         "conjugates-are-movable",
         "runtime.hooks.classify:Saved.__init__",
         puts("(tensor.is_conj() or tensor.is_neg())", "False"),
-        (f"{_CONTRACT[0]}::test_contract_03_views_are_rebuilt_with_size_stride_and_offset",),
+        ("runtime/test_contract.py::test_contract_03_views_are_rebuilt_with_size_stride_and_offset",),
         "a saved conjugate view comes back without its conjugate bit: a wrong gradient of complex numbers",
     ),
     Mutant(
         "casts-of-parameters-are-activations",
         "runtime.hooks.classify:Parameters.has",
         without("leads_to_parameter"),
-        (f"{_CONTRACT[0]}::test_contract_04_autocast_copies_of_parameters_are_not_counted_as_recomputed",),
+        ("runtime/test_contract.py::test_contract_04_autocast_copies_of_parameters_are_not_counted_as_recomputed",),
         "under autocast the copies of all weights are swapped as if they were activations",
     ),
     Mutant(
         "producer-not-compared",
         "runtime.hooks.forward_pass:ForwardPass._pack",
         without("is_same_producer"),
-        (f"{_CONTRACT[0]}::test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted",),
+        ("runtime/test_contract.py::test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted",),
         "a tensor at the place of another one gets that one's fate, uncounted",
     ),
 ]
@@ -124,14 +129,14 @@ SWAP = [
         "sent-before-it-is-filled",
         "runtime.offload.departures:Departures.keep_time",
         without("_pending_sequence"),
-        (f"{_SCHEDULER[0]}::test_what_is_saved_before_it_is_filled_is_sent_after",),
+        ("runtime/offload/test_scheduler.py::test_what_is_saved_before_it_is_filled_is_sent_after",),
         "what an operator saves first and fills afterwards is copied out empty",
     ),
     Mutant(
         "window-of-fetches",
         "runtime.offload.prefetch:Prefetch._may_fetch",
         puts("self._ahead_bytes + following.copy.nbytes <= self._window.nbytes()", "True"),
-        (f"{_SCHEDULER[0]}::test_fetches_ahead_of_need_stay_within_the_window",),
+        ("runtime/offload/test_scheduler.py::test_fetches_ahead_of_need_stay_within_the_window",),
         "all that was swapped comes back at the start of backward: nothing is saved",
     ),
     Mutant(
@@ -173,70 +178,70 @@ SWAP = [
         "site-of-another-version",
         "runtime.offload.scheduler:OffloadScheduler.find",
         without("version"),
-        (f"{_CONTRACT[0]}::test_contract_03_a_write_makes_a_new_site_while_the_old_one_lives",),
+        ("runtime/test_contract.py::test_contract_03_a_write_makes_a_new_site_while_the_old_one_lives",),
         "a tensor that is written and saved again comes back as it was before the write",
     ),
     Mutant(
         "site-of-another-part",
         "runtime.offload.scheduler:OffloadScheduler.find",
         without("part"),
-        (f"{_SCHEDULER[0]}::test_a_part_with_a_counter_of_its_own_is_no_site_of_another_part",),
+        ("runtime/offload/test_scheduler.py::test_a_part_with_a_counter_of_its_own_is_no_site_of_another_part",),
         "parts of one storage with counters of their own are taken for one another",
     ),
     Mutant(
         "never-released",
         "runtime.offload.scheduler:OffloadScheduler.read",
         without("num_readers"),
-        (f"{_SCHEDULER[0]}::test_with_a_graph_that_stays_each_site_goes_with_its_last_reader",),
+        ("runtime/offload/test_scheduler.py::test_with_a_graph_that_stays_each_site_goes_with_its_last_reader",),
         "what is fetched stays on the device until backward is over: the peak is that of a plain step",
     ),
     Mutant(
         "no-next-tier",
         "runtime.offload.scheduler:OffloadScheduler._allocate",
         puts("tiers[start:]", "tiers[start : start + 1]"),
-        (f"{_SCHEDULER[0]}::test_where_one_tier_is_full_the_next_one_is_taken",),
+        ("runtime/offload/test_scheduler.py::test_where_one_tier_is_full_the_next_one_is_taken",),
         "a full host keeps activations on the device although the disk has room",
     ),
     Mutant(
         "slot-of-a-cancelled-copy",
         "runtime.offload.scheduler:OffloadScheduler._forward",
         drops("free"),
-        (f"{_SCHEDULER[0]}::test_a_copy_that_was_cancelled_gives_its_slot_back",),
+        ("runtime/offload/test_scheduler.py::test_a_copy_that_was_cancelled_gives_its_slot_back",),
         "each copy that backward overtakes leaks its place on the disk, until the disk is full",
     ),
     Mutant(
         "slot-freed-while-it-is-read",
         "runtime.offload.scheduler:_events_of",
         puts("(copy.event, copy.reading)", "(copy.event,)"),
-        (f"{_STREAMS[0]}::test_a_slot_stays_until_the_copies_from_it_are_complete",),
+        ("engines/test_compute_streams.py::test_a_slot_stays_until_the_copies_from_it_are_complete",),
         "a slot is given to another activation while a fetch still reads it",
     ),
     Mutant(
         "source-dropped-while-leaving",
         "runtime.offload.scheduler:OffloadScheduler._take_over",
         always("is_leaving"),
-        (*(f"{file}" for file in _STREAMS), f"{_CONTRACT[0]}::test_contract_06_unusual_lives_of_a_graph"),
+        (*(file for file in _STREAMS), "runtime/test_contract.py::test_contract_06_unusual_lives_of_a_graph"),
         "memory of a graph that is dropped is used again while a copy still reads it",
     ),
     Mutant(
         "spilled-before-it-is-filled",
         "runtime.offload.spill:Guard._spill",
         never("sequence"),
-        (f"{_SPILL[0]}::test_a_limit_of_nothing_spills_everything_and_changes_no_bit",),
+        ("runtime/offload/test_spill.py::test_a_limit_of_nothing_spills_everything_and_changes_no_bit",),
         "what an operator saves first and fills afterwards is sent away empty",
     ),
     Mutant(
         "spilled-after-a-write",
         "runtime.offload.spill:Group.spill",
         without("version_of"),
-        (f"{_SPILL[0]}::test_what_was_written_to_is_not_spilled",),
+        ("runtime/offload/test_spill.py::test_what_was_written_to_is_not_spilled",),
         "the guard sends away bytes that were written to since they were saved",
     ),
     Mutant(
         "gradients-come-unseen",
         "runtime.offload.spill:Guard.begin",
         drops("_state_bytes"),
-        (f"{_SPILL[0]}::test_gradients_that_came_are_counted_in_the_next_forward",),
+        ("runtime/offload/test_spill.py::test_gradients_that_came_are_counted_in_the_next_forward",),
         "in the second step the guard does not know of the gradients: the budget is passed",
     ),
 ]
@@ -319,14 +324,14 @@ ENGINES = [
         "one-stream-for-all",
         "engines.accelerator:AcceleratorEngine.record",
         puts("self._compute_streams", "[self._ops.current_stream()]"),
-        (f"{_STREAMS[0]}::test_a_recording_of_the_compute_lane_is_one_of_every_stream",),
+        ("engines/test_compute_streams.py::test_a_recording_of_the_compute_lane_is_one_of_every_stream",),
         "what a side stream computes is copied out before it is computed",
     ),
     Mutant(
         "side-streams-not-waited-for",
         "engines.accelerator:AcceleratorEngine._block_for",
         puts("mark.lane is Lane.OUT and len(self._compute_streams) > 1", "False"),
-        (f"{_STREAMS[0]}::test_memory_goes_back_to_its_stream_only_after_the_copy",),
+        ("engines/test_compute_streams.py::test_memory_goes_back_to_its_stream_only_after_the_copy",),
         "memory is used again by another stream while its copy out still reads it",
     ),
     Mutant(

@@ -1,8 +1,7 @@
-"""Optimizers whose state is odd: shared, aliased, replaced, late, of another dtype. Swapped, they step as they do alone.
+"""Optimizers whose state is odd: shared, aliased, replaced, late, of another dtype. Swapped, they step as alone.
 
-Each draw puts some odd habits into one optimizer and trains with it swapped and not. Also after a step that failed half-way, after a
-device or a tier that was full for a while, and after the mapping of the state was replaced: the same bits, and not a
-slot of the engine is lost.
+Each draw puts some odd habits into one optimizer and trains with it swapped and not. Also where the device was full for
+a while, after a load, and after the mapping of the state was replaced: the same bits, and no slot is lost.
 """
 
 from __future__ import annotations
@@ -92,7 +91,8 @@ def _train(model: nn.Module, optimizer: Odd, steps: range) -> None:
     for step in steps:
         _backward(model, step)
         optimizer.step()
-        optimizer.zero_grad()
+        # Written to in place, a gradient changes what shares its memory.
+        optimizer.zero_grad(set_to_none="keeps_gradient" not in optimizer.habits)
 
 
 def _compare(model: nn.Module, optimizer: Odd, seed: int, habits: frozenset[str], num_steps: int = NUM_STEPS) -> None:

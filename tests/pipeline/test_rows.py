@@ -52,3 +52,9 @@ def test_what_holds_for_every_row(num_ranks: int, more: int) -> None:
         assert len(pairs) == 2 * (num_micro_batches - 2 * num_ranks + rank + 1) - is_last + (num_ranks - rank - 1)
         # What is put off comes at the end, when nobody waits for it any more.
         assert [part.kind for part in parts[-(rank + 1) :]] == [Kind.BACKWARD_WEIGHT] * (rank + 1)
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_rank_with_nothing_to_do_is_no_fault(busy: int) -> None:
+    row = make_schedule("gpipe", num_ranks=1, num_micro_batches=3).actions[0]
+    verify(Schedule("idle", 3, (busy,), (row, ()) if busy == 0 else ((), row)))
