@@ -33,10 +33,10 @@ DEVICES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 def run_layout(devices: int, which: str, hardware: str) -> Row:
     """The row of one number of devices."""
     from lowtide.cli.plan_cluster import make_question
+    from lowtide.cli.run_file import load_run
     from lowtide.errors import ConfigError
     from lowtide.pipeline.cluster.report import tokens_per_second
     from lowtide.pipeline.cluster.search import plan_cluster
-    from lowtide.cli.run_file import load_run
 
     options = argparse.Namespace(hardware=hardware, cluster=None, devices=devices, budget=None)
     question = make_question(load_run(FILES[which]), options)

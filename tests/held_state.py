@@ -25,7 +25,7 @@ def bump() -> int:
 
 def reset(**names: Any) -> None:
     """All as if this had just been imported."""
-    global COUNT  # noqa: PLW0603
+    global COUNT
     COUNT, Tally.total = 0, 0
     ITEMS.clear()
     TABLE.clear()

@@ -9,7 +9,7 @@ plan of many small recipes was promised a fiftieth of a step and took a tenth.
 
 Where the figures come from: steps of 70 and of 370 ms on two cores (Llama and Qwen3-MoE, four layers; 12 to 52 recipes,
 one layer that runs again), plain and planned in turn. With large tensors Python's own memory has left the cache each
-time, so they are two to three times those of toy models (docs/LOG.md, "What swapping and recipes cost a CPU").
+time, so they are two to three times those of toy models (docs/history/LOG.md, "What swapping and recipes cost a CPU").
 
 On an accelerator the host runs ahead of the device, so recipes and layers have no such price there; not yet measured on
 a GPU. Cost: one pass over the nodes.
