@@ -29,7 +29,7 @@ class Mutant:
     equivalent: str = ""
 
 
-_FASTEST = "planner/test_fastest.py"
+_FASTEST = "planner/test_swap_has_a_price.py"
 _SOURCES = "runtime/recompute/test_recipe_sources.py"
 _PROOF = "recipes/test_proof.py"
 _CONTRACT = "runtime/test_contract.py"
@@ -1459,8 +1459,8 @@ BUDGETS = [
         "a-floor-that-no-plan-reaches",
         "budgets",
         "planner/min_peak.py",
-        "    (missing, peak_bytes), best = min(found, key=operator.itemgetter(0))\n",
-        "    (missing, peak_bytes), best = min(found, key=operator.itemgetter(0))\n    peak_bytes //= 2\n",
+        "    (missing, peak_bytes), best = _lowest(_timeless(arrays.step), host_bytes, fates)\n",
+        "    (missing, peak_bytes), best = _lowest(_timeless(arrays.step), host_bytes, fates)\n    peak_bytes //= 2\n",
         ("planner/test_solve.py::test_the_floor_is_reached_by_its_fates",),
         "the least that is named cannot be reached: the user raises the budget and is refused again",
     ),
@@ -2132,9 +2132,9 @@ RACE = [
     Mutant(
         "swaps-a-little-for-nothing",
         "budgets",
-        "planner/fastest.py",
-        "        if excess_seconds <= 0.0:\n",
-        "        if excess_seconds <= found.touch_seconds:\n",
+        "planner/space.py",
+        "        return (True, False) if has_price and question.config.swaps_freely else (True,)\n",
+        "        return (True,)\n",
         (f"{_FASTEST}::test_no_plan_is_slower_than_the_better_of_both",),
         "a step on the CPU is up to half again as long as that of a plan that swaps nothing",
     ),
