@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
+from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.terminal import width_of_stdout
 from lowtide.cli.waiting import Waiting
@@ -81,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         check_form(args.report)
         check_writable(args.report, "--report")
-    wanted = memory_with(settings, args.run, budget=args.budget, host_budget=args.host_budget)
-    if args.optimizer is not None:
-        wanted = dataclasses.replace(wanted, optimizer=args.optimizer)
+    wanted = memory_with(settings, args.run, args)
+    settings = dataclasses.replace(settings, memory=wanted)  # what is traced follows the budget: the loss in slices
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
@@ -200,27 +200,27 @@ def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def memory_with(
-    settings: RunConfig, path: str | os.PathLike[str], *, budget: str | None, host_budget: str | None
-) -> MemoryConfig:
-    """The `memory` section, with the sizes of the command line written over its own. Refuses to go without a budget."""
+def memory_with(settings: RunConfig, path: str | os.PathLike[str], args: argparse.Namespace) -> MemoryConfig:
+    """The `memory` section, with the command line written over its own. Refuses to go without a budget."""
     memory = settings.memory or MemoryConfig()
     changes: dict[str, Any] = {
         key: _amount(f"--{key.replace('_', '-')}", text, parse)
-        for key, text, parse in (("budget", budget, parse_budget), ("host_budget", host_budget, parse_bytes))
+        for key, text, parse in (("budget", args.budget, parse_budget), ("host_budget", args.host_budget, parse_bytes))
         if text is not None
     }
-    if budget is not None and memory.preset is not None:
+    if args.optimizer is not None:
+        changes["optimizer"] = args.optimizer
+    if args.budget is not None and memory.preset is not None:
         raise ConfigError(f"{memory.locations.of('preset')}: 'memory.preset' {PRESET_BESIDE_BUDGET} (--budget)")
     if changes.get("budget") == 0:
-        raise ConfigError("--budget: must be more than 0 bytes; write e.g. --budget 20GiB")
+        raise ConfigError(NO_BYTES)
     memory = dataclasses.replace(memory, **changes)
     if not memory.has_budget:
         raise ConfigError(
             f"{os.fspath(path)}: there is no budget to plan for; write --budget 20GiB, or 'budget: 20GiB' in the "
             "section 'memory'"
         )
-    check_unit("--budget" if budget is not None else memory.locations.of("budget"), memory.budget)
+    check_unit("--budget" if args.budget is not None else memory.locations.of("budget"), memory.budget)
     return memory
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ONE_DEVICE_ONLY = ("profile", "curve", "out", "host_budget", "optimizer")
 _EXPORTS = ("mindformers", "megatron")
+NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,12 +135,14 @@ def _budget(settings: RunConfig, text: str | None, hardware: Hardware, cluster: 
     """Left out or `auto`: what the device has, less what the cluster reserves."""
     from lowtide.timeline.hardware import memory_of_hardware
 
-    written = settings.memory.budget if settings.memory is not None else None
+    written = settings.memory.budget if settings.memory is not None else None  # never 0: that is refused when read
     try:
         budget = (written or "auto") if text is None else parse_budget(text)
     except ValueError as error:
         raise ConfigError(f"--budget: {error}") from None
-    if budget in ("auto", 0):
+    if budget == 0:
+        raise ConfigError(NO_BYTES)
+    if budget == "auto":
         return int(hardware.memory_bytes * (1 - cluster.reserved_share))
     return settle(budget, memory_of_hardware(hardware))[0]
 

@@ -117,6 +117,8 @@ class Prediction:
     """The part of `step_seconds` that the optimizer's state costs on its way."""
     touch_seconds: float = 0.0
     """The part of `step_seconds` in which memory that went back to the system is taken again, page by page."""
+    limit_bytes: int | None = None
+    """What copies were timed for: the budget, or less where that is as good. None: the budget."""
     swap_excess_seconds: float = 0.0
     """No activation is swapped, since the best plan that does is slower by this much: memory that went back to the
     system is taken again. 0: that is not why."""

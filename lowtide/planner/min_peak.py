@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,14 +46,13 @@ def floor(step: Step | StepArrays, host_bytes: int | None = None) -> tuple[int, 
     """The smallest peak that was found, and fates that reach it; `UNREACHABLE` if the host cannot take forced swaps.
 
     It is looked for with times that follow from bytes, so that a floor that was told of one observation is enough for
-    the next one of that step; and with the step's own times, as a solver looks for plans, so that no plan is below it.
+    the next one of that step.
     """
     arrays = StepArrays.of(step)
     peak_bytes, fates, is_proven = quick_floor(arrays, host_bytes)
     if is_proven:
         return peak_bytes, fates
-    found = [_lowest(timed, host_bytes, fates) for timed in (_timeless(arrays.step), arrays.step)]
-    (missing, peak_bytes), best = min(found, key=operator.itemgetter(0))
+    (missing, peak_bytes), best = _lowest(_timeless(arrays.step), host_bytes, fates)
     return (UNREACHABLE if missing else peak_bytes), best
 
 

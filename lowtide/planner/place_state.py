@@ -1,7 +1,7 @@
 """Which part of an optimizer's state is elsewhere between steps, for `memory.optimizer: swap | auto`.
 
-What: `choose_placement` cuts the state into shares, has them solved together with the activations (state_items.py: one
-budget, one link), and writes down what came of it.
+What: `shares_allowed` cuts the state into shares that are solved together with the activations (state_items.py,
+space.py: one budget, one link), and `StatePrices` says what those of a plan cost on their way.
 
 - swap: all of the state that can move does; the solver only decides which shares travel beside forward and backward and
   which while the optimizer steps.
@@ -11,29 +11,25 @@ Why buckets: the step of the optimizer needs three of them and not all of the st
 parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
 0.2 ms to step one; at most an eighth of the state; at least what must be stepped at once (of a large parameter a
 stretch, if the optimizer is elementwise, and all of it otherwise).
-Cost: the solver's, once for `swap`, twice for `auto`; once more where memory is so tight that shares are waited for,
-and once more where several micro-batches share a step. Where swapping has a price of its own, each may be two
-(fastest.py). Not covered: updates inside backward (they change what user code may do, so they are for the user to ask
-for); host memory slower than the link.
+Cost: a play of each plan. Not covered: updates inside backward (they change what user code may do, so they are for the
+user to ask for); host memory slower than the link.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile, StateBytes
-from lowtide.errors import BudgetError, ConfigError
-from lowtide.planner.problem import Problem
+from lowtide.errors import ConfigError
+from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares, split
-from lowtide.timeline.events import Timeline, run
+from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes
 
@@ -47,53 +43,13 @@ _MOST_SHARES = 64
 NUM_SLOTS = 3
 """Places for buckets while the optimizer steps."""
 _ALIGNMENT = 256
-_NO_TIME = 1.0 + 1e-9
-"""Not slower than this, and nothing is to be gained."""
-
-
-class Solved(Protocol):
-    """What is asked of a solver's answer."""
-
-    @property
-    def fates(self) -> Sequence[Fate]: ...
-    @property
-    def timeline(self) -> Timeline: ...
-
-
-class Fitted(Protocol):
-    """The best fates that were found."""
-
-    @property
-    def problem(self) -> Problem: ...
-    @property
-    def solution(self) -> Solved: ...
-    @property
-    def floor_bytes(self) -> int: ...
-    @property
-    def step_seconds(self) -> float:
-        """Of the played step, with what memory costs that is taken again."""
-
-    @property
-    def pass_seconds(self) -> float:
-        """The same with what recipes cost to prove."""
-
-    @property
-    def check_seconds(self) -> float: ...
-    @property
-    def bound_seconds(self) -> float: ...
-
-
-F = TypeVar("F", bound=Fitted)
-Fit = Callable[[StateShares | None, bool], F]
-"""Solves with these shares among the items, or with all of it kept; the flag: a refusal
-says ways out. Raises `BudgetError`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[F]):
-    """The best of what was tried."""
+class Choice:
+    """What became of the state in a plan."""
 
-    found: F
+    found: Found
     placement: OptimizerPlacement
     slot_bytes: int
     """What the tick of the optimizer counts for buckets that pass through."""
@@ -104,75 +60,43 @@ class Choice(Generic[F]):
     slowed_seconds: float
     seconds: float
     """What the state costs on its way, of one micro-batch; the played step is the only one that has all of it."""
-    gap: float
-    """No plan, with any placement that is allowed, is faster by more than this share of it."""
-    floor_bytes: int
 
     @property
     def played_seconds(self) -> float:
         """What of the played step the state costs on its way."""
         return self.stall_seconds + self.streamed_seconds + self.slowed_seconds
 
-    @property
-    def shared_seconds(self) -> float:
-        """Of one micro-batch, with its part of what the state costs."""
-        return self.found.pass_seconds - self.played_seconds + self.seconds
 
+def shares_allowed(
+    profile: Profile, config: MemoryConfig, link: Link, num_micro_batches: int
+) -> tuple[StateShares | None, ...]:
+    """What `config.optimizer` allows to become of the state: None where all of it stays, else shares that may move. The
+    first that may move have all fates that are allowed.
 
-def choose_placement(
-    profile: Profile, config: MemoryConfig, *, link: Link, num_micro_batches: int, fit: Fit[F]
-) -> Choice[F]:
-    """The fastest placement of the state that `config.optimizer` allows.
-
-    Raises `ConfigError` where `swap` has nothing to move or no room for it, `BudgetError` where nothing fits.
+    Raises `ConfigError` where `swap` has nothing to move or no room for it.
     """
+    if config.optimizer == "keep":
+        return (None,)
     is_forced = config.optimizer == "swap"
     if is_forced:
         refuse_without_effect(profile.state, config.host_budget)
     shares = shares_of(
         profile.state, link, config.host_budget, num_micro_batches=num_micro_batches, may_stay=not is_forced
     )
-    write = _Writer(profile, link, num_micro_batches, shares)
     if shares is None:
-        found = fit(None, True)
-        return write.kept(found, [found], "none of it can move" if profile.state.optimizer else "there is none")
-    kept: F | None = None
-    if not is_forced:
-        with contextlib.suppress(BudgetError):
-            kept = fit(None, False)
-    try:
-        with_moves = [fit(shares, kept is None)]
-    except BudgetError:
-        if kept is None:
-            raise
-        return write.kept(kept, [kept], "moving it needs more than it frees")
-    if kept is not None and kept.pass_seconds <= sum(profile.op_seconds) * _NO_TIME:
-        return write.kept(kept, [kept, *with_moves], "everything fits")
-    for fates in _other_fates(shares, with_moves[0], num_micro_batches):
-        with contextlib.suppress(BudgetError):
-            with_moves.append(fit(dataclasses.replace(shares, fates=fates), False))
-    moved = min(with_moves, key=write.shared_seconds)
-    if kept is None:
-        return write.moved(moved, with_moves, f"{'memory.optimizer' if is_forced else 'the budget'} asks for it")
-    tried = [kept, *with_moves]
-    if write.shared_seconds(moved) < kept.pass_seconds:
-        return write.moved(moved, tried, "its memory is worth more to activations than its copies cost")
-    return write.kept(kept, tried, "on its way it would cost more than it frees")
+        return (None,)
+    # Shares beside compute may be waited for in the end; and a solver that counts in each micro-batch what one of them
+    # pays may leave too much where it is.
+    fates = [shares.fates, tuple(fate for fate in shares.fates if fate is not Fate.SWAP)]
+    fates += [(Fate.SWAP, Fate.RECOMPUTE)] if num_micro_batches > 1 and not is_forced else []
+    moving = tuple(dataclasses.replace(shares, fates=each) for each in fates)
+    return moving if is_forced else (None, *moving)
 
 
 def bucket_temporaries(state: StateBytes, bucket_bytes: int) -> int:
     """What the optimizer needs beside one bucket: in proportion to the state whose parameters it steps at once."""
     at_once_bytes = state.optimizer_share_at_once * state.optimizer_movable
     return math.ceil(state.optimizer_temporaries * min(1.0, bucket_bytes / at_once_bytes))
-
-
-def _other_fates(shares: StateShares, found: Fitted, num_micro_batches: int) -> Iterator[tuple[Fate, ...]]:
-    """What else may be better than `found`, in which any share may have any of its fates."""
-    _, fates = split(found.problem, found.solution.fates)
-    if Fate.SWAP in fates and found.solution.timeline.stall_seconds > 0.0:
-        yield tuple(fate for fate in shares.fates if fate is not Fate.SWAP)  # they are waited for anyway
-    if Fate.KEEP in fates and num_micro_batches > 1:
-        yield (Fate.SWAP, Fate.RECOMPUTE)  # the solver counts in each micro-batch what one of them pays
 
 
 def shares_of(
@@ -242,40 +166,25 @@ def refuse_without_effect(state: StateBytes, host_bytes: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
-    """Writes down what was found, one of those that were tried."""
+class StatePrices:
+    """What the state on its way costs a plan, and the record of it."""
 
     profile: Profile
     link: Link
     num_micro_batches: int
-    shares: StateShares | None
 
-    def kept(self, found: F, tried: Sequence[F], reason: str) -> Choice[F]:
-        """All of the state stays."""
-        resident_bytes = self.profile.state.optimizer_movable
-        return Choice(
-            found=found,
-            placement=OptimizerPlacement(moved_bytes=0, resident_bytes=resident_bytes, reason=reason),
-            slot_bytes=0,
-            stall_seconds=0.0,
-            streamed_seconds=0.0,
-            slowed_seconds=0.0,
-            seconds=0.0,
-            gap=self._gap(found.step_seconds, tried),
-            floor_bytes=min(one.floor_bytes for one in tried),
-        )
-
-    def moved(self, found: F, tried: Sequence[F], reason: str) -> Choice[F]:
-        """What the solver moved of it, if anything."""
-        assert self.shares is not None
-        _, fates = split(found.problem, found.solution.fates)
-        shares = list(zip(self.shares.sizes, fates, strict=True))
-        nbytes = {fate: sum(size for size, own in shares if own is fate) for fate in Fate}
-        streamed = self._streamed(found)
+    def choice(self, found: Found, reason: str) -> Choice:
+        """What became of the state in this plan."""
+        shares = found.way.shares
+        if shares is None:
+            return self._kept(found, reason)
+        _, fates = split(found.problem, found.fates)
+        sizes = list(zip(shares.sizes, fates, strict=True))
+        nbytes = {fate: sum(size for size, own in sizes if own is fate) for fate in Fate}
         moved_bytes = nbytes[Fate.SWAP] + nbytes[Fate.RECOMPUTE]
         if not moved_bytes:
-            return self.kept(found, tried, reason)
-        lanes = _Lanes.of(found, self.link)
+            return self._kept(found, reason)
+        streamed, lanes = _streamed(found), _Lanes.of(found, self.link)
         placement = OptimizerPlacement(
             moved_bytes=moved_bytes,
             resident_bytes=self.profile.state.optimizer_movable - moved_bytes,
@@ -293,36 +202,36 @@ class _Writer:
         return Choice(
             found=found,
             placement=placement,
-            slot_bytes=self.shares.slot_bytes,
+            slot_bytes=shares.slot_bytes,
             stall_seconds=lanes.stall_seconds,
             streamed_seconds=streamed,
             slowed_seconds=lanes.slowed_seconds,
             seconds=self._shared(lanes, streamed),
-            gap=self._gap(self.shared_seconds(found) - found.check_seconds, tried),
-            floor_bytes=min(one.floor_bytes for one in tried),
         )
 
-    def shared_seconds(self, found: Fitted) -> float:
+    def _kept(self, found: Found, reason: str) -> Choice:
+        """All of the state stays."""
+        resident_bytes = self.profile.state.optimizer_movable
+        return Choice(
+            found=found,
+            placement=OptimizerPlacement(moved_bytes=0, resident_bytes=resident_bytes, reason=reason),
+            slot_bytes=0,
+            stall_seconds=0.0,
+            streamed_seconds=0.0,
+            slowed_seconds=0.0,
+            seconds=0.0,
+        )
+
+    def shared_seconds(self, found: Found) -> float:
         """Of one micro-batch: what the state costs is of one step, and shared by its micro-batches."""
-        lanes, streamed = _Lanes.of(found, self.link), self._streamed(found)
+        if found.way.shares is None or self.num_micro_batches == 1:
+            return found.pass_seconds
+        lanes, streamed = _Lanes.of(found, self.link), _streamed(found)
         played = lanes.stall_seconds + lanes.slowed_seconds + streamed
         return found.pass_seconds - played + self._shared(lanes, streamed)
 
-    def _streamed(self, found: Fitted) -> float:
-        assert self.shares is not None
-        _, fates = split(found.problem, found.solution.fates)
-        seconds = self.shares.streamed_seconds
-        return sum(one for one, own in zip(seconds, fates, strict=True) if own is Fate.RECOMPUTE)
-
     def _shared(self, lanes: _Lanes, streamed: float) -> float:
         return (lanes.stall_seconds + lanes.slowed_seconds) / self.num_micro_batches + streamed
-
-    def _gap(self, seconds: float, tried: Sequence[Fitted]) -> float:
-        """With several micro-batches the solver has counted in each what one of them pays: it bounds nothing then."""
-        bound = min(one.bound_seconds for one in tried)
-        if self.num_micro_batches > 1:
-            bound = min(bound, sum(self.profile.op_seconds))
-        return max(0.0, 1.0 - bound / seconds) if seconds else 0.0
 
     def _free_from(self, moved_bytes: int, lanes: _Lanes) -> int | None:
         """By time alone: so many tokens make forward and backward long enough, at the rate of these activations."""
@@ -334,6 +243,14 @@ class _Writer:
             moved_bytes / self.link.out_bytes_per_second / lanes.free_out_seconds,
         )
         return math.ceil(share * tokens * self.num_micro_batches)
+
+
+def _streamed(found: Found) -> float:
+    """Seconds of the shares that come and go while the optimizer steps."""
+    shares = found.way.shares
+    assert shares is not None
+    _, fates = split(found.problem, found.fates)
+    return sum(one for one, own in zip(shares.streamed_seconds, fates, strict=True) if own is Fate.RECOMPUTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,11 +265,11 @@ class _Lanes:
     """The same of forward and the lane that copies out."""
 
     @classmethod
-    def of(cls, found: Fitted, link: Link) -> _Lanes:
-        step, timeline = found.problem.step, found.solution.timeline
+    def of(cls, found: Found, link: Link) -> _Lanes:
+        step, timeline = found.problem.step, found.timeline
         events = run(
             step,
-            found.solution.fates,
+            found.fates,
             link,
             evict_by=timeline.evict_by,
             prefetch_at=timeline.prefetch_at,

@@ -1,14 +1,15 @@
 """A budget in bytes and a profile give a plan.
 
-What: `plan_profile` asks for the fastest fates that rules leave (by_rules.py, fastest.py), and writes them down as a
+What: `plan_profile` asks for the fastest of all that rules leave (by_rules.py, space.py), and writes it down as a
 `Plan` with predictions, an account of the worst moment, and a reason for each decision.
 
-Cost: the solver's. Not covered: what is tried (fastest.py), how the profile came about, and carrying the plan out.
+Cost: the solver's. Not covered: what is tried (space.py), how the profile came about, and carrying the plan out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,15 @@ from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.again import call_seconds
-from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, min_bytes_of
-from lowtide.planner.fastest import Asked, Found
+from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
+from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
-from lowtide.planner.place_state import Choice, choose_placement
+from lowtide.planner.place_state import Choice, StatePrices, shares_allowed
 from lowtide.planner.problem import decisions
-from lowtide.planner.state_items import StateShares, split, state_curve
+from lowtide.planner.space import Found, Question, Space, Way
+from lowtide.planner.state_items import split, state_curve
 from lowtide.planner.ways_out import Change, explained
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 _WAY_OUT_SECONDS = 1.0
 """For each solution of a step with a change."""
+_NO_TIME = 1.0 + 1e-9
+"""Not slower than this, and nothing is to be gained."""
 
 
 def plan_profile(
@@ -58,36 +62,34 @@ def plan_profile(
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
-    `costs` are those of the runtime itself. Where proving recipes would show, a plan without them is tried too. Where
-    memory that is taken again has a price, so is one that swaps nothing, unless `weighs_touch` is False.
-    `num_micro_batches` share what the optimizer's state costs on its way, where `config.optimizer` lets it travel.
-    `layers`: exactly these run again as a whole, whatever rules say.
+    `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
+    where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
+    `weighs_touch`: see `Question`.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
     them (ways_out.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)
     costs = costs.on(profile.device)
-    log_seconds = costs.op_seconds
-    asked = Asked(
-        charged(profile, costs), config, link, budget, has_gradients, time_limit_seconds, progress or _say_nothing,
-        layers, None, with_ways_out, weighs_touch, costs.layer_seconds,
-    )  # fmt: skip
-    try:
-        return _made(asked, log_seconds, num_micro_batches)
-    except BudgetError as error:
-        if not with_ways_out or error.floor_bytes >= UNREACHABLE:
-            raise
-        refusal = error.with_traceback(None)  # its frames would be a cycle, and hold all that is above them
+    how: Any = {"has_gradients": has_gradients, "layers": layers, "weighs_touch": weighs_touch}
+    how |= {"num_micro_batches": num_micro_batches, "costs": costs, "time_limit_seconds": time_limit_seconds}
+    # Budgets differ from call to call; all else decides what is known of the step.
+    problem = _problem(_Same(profile), dataclasses.replace(config, budget=1, preset=None), link, **how)
+    tell = progress or _say_nothing
+    tell("looking for the fastest plan")
+    if budget >= problem.space.floor_bytes:
+        return problem.plan(budget, config)
+    error = problem.refusal(budget, with_ways_out=with_ways_out)
+    if not with_ways_out or error.floor_bytes >= UNREACHABLE:
+        raise error
 
     def plan_again(other: Profile, memory: MemoryConfig) -> Plan:
-        limits: Any = {"time_limit_seconds": _WAY_OUT_SECONDS, "with_ways_out": False}
-        again = dataclasses.replace(asked, profile=charged(other, costs), config=memory, **limits)
-        return _made(again, log_seconds, num_micro_batches)
+        limits: Any = {**how, "time_limit_seconds": _WAY_OUT_SECONDS, "with_ways_out": False}
+        return plan_profile(other, memory, link=link, budget_bytes=budget, **limits)
 
     raise explained(
-        refusal,
-        asked.problem(layers_by_rule(profile, config)),
+        error,
+        Way(problem.space.question, layers_by_rule(profile, config)).problem,
         config,
         has_gradients=has_gradients,
         plan_again=plan_again,
@@ -95,73 +97,143 @@ def plan_profile(
     )
 
 
-def _made(asked: Asked, log_seconds: float, num_micro_batches: int) -> Plan:
-    profile, config = asked.profile, asked.config
-    if config.optimizer == "keep":
-        return _plan_of(asked.fastest(log_seconds))
+class _Same:
+    """A profile as a key: no other is equal to it."""
 
-    def fit(shares: StateShares | None, with_ways_out: bool) -> Found:
-        host_bytes = config.host_budget
-        if shares is not None and host_bytes is not None:
-            host_bytes -= shares.nbytes
-        limits = dataclasses.replace(config, host_budget=host_bytes)
-        says_more = with_ways_out and asked.with_ways_out
-        return dataclasses.replace(asked, config=limits, shares=shares, with_ways_out=says_more).fastest(log_seconds)
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
 
-    choice = choose_placement(profile, config, link=asked.link, num_micro_batches=num_micro_batches, fit=fit)
-    return _plan_of(choice.found, choice)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.profile is self.profile
+
+    def __hash__(self) -> int:
+        return id(self.profile)
 
 
-def _plan_of(found: Found, choice: Choice[Found] | None = None) -> Plan:
-    """What was found, written down. `choice` says what became of the optimizer's state, if anybody asked."""
-    asked, problem, solution = found.asked, found.problem, found.solution
-    profile, step, timeline, config = problem.profile, problem.step, solution.timeline, asked.config
-    own_fates, _ = split(problem, solution.fates)
-    reasons = {i: _reason(item, fate) for i, (item, fate) in enumerate(zip(step.items, own_fates, strict=False))}
-    plain_problem = asked.plain_problem() if found.layers or asked.shares is not None else problem
+@functools.lru_cache(maxsize=2)
+def _problem(
+    key: _Same, config: MemoryConfig, link: Link, *, costs: HostCosts, num_micro_batches: int, **how: Any
+) -> _StepProblem:
+    """Remembered: other budgets of the same step follow one another (presets, a sweep, ways out)."""
+    profile = key.profile
+    question = Question(
+        profile=charged(profile, costs),
+        config=config,
+        link=link,
+        layer_seconds=costs.layer_seconds,
+        log_seconds=costs.op_seconds,
+        shares=shares_allowed(profile, config, link, num_micro_batches),
+        num_micro_batches=num_micro_batches,
+        **how,
+    )
+    return _StepProblem(question)
+
+
+class _StepProblem:
+    """A step with its candidates, for any budget."""
+
+    def __init__(self, question: Question) -> None:
+        self.prices = StatePrices(question.profile, question.link, question.num_micro_batches)
+        self.space = Space(question, self.prices.shared_seconds)
+
+    def refusal(self, budget_bytes: int, *, with_ways_out: bool) -> BudgetError:
+        """Of a budget below the floor."""
+        question = self.space.question
+        error = self.space.refusal(budget_bytes, question.time_limit_seconds * with_ways_out)
+        if not with_ways_out:
+            return error
+        plain = Way(question, question.forced)
+        return with_half_a_batch(error, plain.problem, question.config, question.has_gradients)
+
+    def plan(self, budget_bytes: int, config: MemoryConfig) -> Plan:
+        """The fastest within the budget, written down."""
+        space = self.space
+        found, excess_seconds = space.fastest(budget_bytes)
+        choice = self.prices.choice(found, self._reason(found, budget_bytes))
+        seconds = found.step_seconds - choice.played_seconds + choice.seconds
+        bound = space.bound_seconds(budget_bytes, found)
+        gap = max(0.0, 1.0 - bound / seconds) if seconds else 0.0
+        said: Any = {"gap": gap, "floor_bytes": space.floor_bytes, "excess_seconds": excess_seconds}
+        return _plan_of(choice, config, budget_bytes, **said)
+
+    def _reason(self, found: Found, budget_bytes: int) -> str:
+        """Why the optimizer's state is where it is."""
+        question = self.space.question
+        state, optimizer = question.profile.state, question.config.optimizer
+        if question.shares == (None,):
+            return "none of it can move" if state.optimizer else "there is none"
+        if optimizer == "swap":
+            return "memory.optimizer asks for it"
+        if found.way.shares is not None:
+            if self.space.fits(budget_bytes, moves_state=False):
+                return "its memory is worth more to activations than its copies cost"
+            return "the budget asks for it"
+        if found.pass_seconds <= question.seconds * _NO_TIME:
+            return "everything fits"
+        if self.space.fits(budget_bytes, moves_state=True):
+            return "on its way it would cost more than it frees"
+        return "moving it needs more than it frees"
+
+
+def _plan_of(
+    choice: Choice, config: MemoryConfig, budget_bytes: int, *, gap: float, floor_bytes: int, excess_seconds: float
+) -> Plan:
+    """What was found, written down."""
+    found = choice.found
+    question, problem, timeline = found.way.question, found.problem, found.timeline
+    profile, step = problem.profile, problem.step
+    own_fates, _ = split(problem, found.fates)
+    why_fixed = found.way.why_not_free
+    reasons = {
+        i: _reason(item, fate, why_fixed) for i, (item, fate) in enumerate(zip(step.items, own_fates, strict=False))
+    }
+    is_plain = not found.way.layers and found.way.shares is None
+    how: Any = {"has_gradients": question.has_gradients, "layers": ()}
+    plain_problem = problem if is_plain else problem_of(question.profile, config, **how)
     plain_bytes = plain_curve(plain_problem.step)
     num_forward = step.num_forward_ticks
     forward = timeline.curve[:num_forward]
     bases = [tick.base_bytes for tick in step.ticks[:num_forward]]
     held = (total - base + stays for total, base, stays in zip(forward, bases, problem.held, strict=True))
-    again = sum(call_seconds(asked.profile, name, asked.layer_seconds) for name in found.layers)
+    again = sum(call_seconds(question.profile, name, question.layer_seconds) for name in found.way.layers)
     sites = decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons)
     codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
-    made_seconds = timeline.recompute_seconds - codec_seconds - (choice.streamed_seconds if choice else 0.0)
+    made_seconds = timeline.recompute_seconds - codec_seconds - choice.streamed_seconds
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
-        step_seconds=found.step_seconds + (choice.seconds - choice.played_seconds if choice else 0.0),
-        stall_seconds=max(0.0, timeline.stall_seconds - (choice.stall_seconds if choice else 0.0)),
+        step_seconds=found.step_seconds + choice.seconds - choice.played_seconds,
+        stall_seconds=max(0.0, timeline.stall_seconds - choice.stall_seconds),
         recompute_seconds=max(0.0, made_seconds) + again,
-        gap=choice.gap if choice else found.gap,
+        gap=gap,
         plain_peak_bytes=int(plain_bytes.max()),
         plain_seconds=plain_problem.step.compute_seconds,
-        floor_bytes=choice.floor_bytes if choice else found.floor_bytes,
+        floor_bytes=floor_bytes,
         forward_peak_bytes=int(max(forward, default=0)),
         forward_held_bytes=int(max(held, default=0)),
         check_seconds=found.check_seconds,
         codec_seconds=codec_seconds,
-        optimizer_seconds=choice.seconds if choice else 0.0,
+        optimizer_seconds=choice.seconds,
         touch_seconds=found.touch_seconds,
-        swap_excess_seconds=found.swap_excess_seconds,
+        limit_bytes=found.limit_bytes,
+        swap_excess_seconds=excess_seconds,
         certainty=_certainty(profile),
     )
     there = None
-    if asked.shares is not None:
-        there = state_curve(problem, solution.fates, timeline.evict_by, timeline.prefetch_at).tolist()
+    if found.way.shares is not None:
+        there = state_curve(problem, found.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     return Plan(
         layers=profile.layers,
         # Other storages that a recompute rule names are made again one by one.
-        rules=_with_layers(config.rules(), found.layers),
-        min_bytes=min_bytes_of(asked.profile, config),
-        host_budget_bytes=asked.host_budget_bytes,
+        rules=_with_layers(config.rules(), found.way.layers),
+        min_bytes=min_bytes_of(question.profile, config),
+        host_budget_bytes=config.host_budget,
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
-        sites=(*sites, *_dropped(asked.profile, found)),
+        sites=(*sites, *_dropped(question, found)),
         is_solved=True,
         check=config.check,
-        loss=asked.profile.loss,
-        budget_bytes=asked.budget_bytes,
+        loss=question.profile.loss,
+        budget_bytes=budget_bytes,
         predicted=prediction,
         account=memory_breakdown(
             problem,
@@ -169,10 +241,10 @@ def _plan_of(found: Found, choice: Choice[Found] | None = None) -> Plan:
             timeline.curve,
             plain_problem,
             moving=there,
-            slot_bytes=choice.slot_bytes if choice else 0,
-            has_gradients=asked.has_gradients,
+            slot_bytes=choice.slot_bytes,
+            has_gradients=question.has_gradients,
         ),
-        optimizer=choice.placement if choice else None,
+        optimizer=None if config.optimizer == "keep" else choice.placement,
     )
 
 
@@ -186,15 +258,16 @@ def _with_layers(rules: Rules, layers: tuple[str, ...]) -> Rules:
     return Rules((*rules.without_recompute().rules, *own))
 
 
-def _dropped(profile: Profile, found: Found) -> Iterator[SiteDecision]:
+def _dropped(question: Question, found: Found) -> Iterator[SiteDecision]:
     """What goes with the layers that run again."""
+    profile = question.profile
     there = {node.name for node in found.problem.profile.nodes}
     charged: set[str] = set()
     for node in profile.sites:
         if node.name in there:
             continue
         assert node.layer is not None
-        cost = 0.0 if node.layer in charged else call_seconds(profile, node.layer, found.asked.layer_seconds)
+        cost = 0.0 if node.layer in charged else call_seconds(profile, node.layer, question.layer_seconds)
         charged.add(node.layer)
         yield SiteDecision(
             name=node.name,
@@ -213,9 +286,9 @@ def _certainty(profile: Profile) -> str:
     return f"bytes and times observed on {profile.device}"
 
 
-def _reason(item: Item, fate: Fate) -> str:
+def _reason(item: Item, fate: Fate, why_fixed: str) -> str:
     if len(item.fates) == 1:
-        return NO_OTHER
+        return why_fixed
     if fate is Fate.KEEP:
         return "fits"
     if fate is Fate.SWAP:

@@ -37,7 +37,7 @@ from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.timeline.step import Item, Link, Step
 from lowtide.units import format_bytes, format_seconds, printed_up
 
-__all__ = ["Solution", "floor", "solve"]
+__all__ = ["Solution", "bound_of", "floor", "refusal", "solve"]
 
 GOOD_GAP = 1e-3
 """Nobody measures a step this well; looking further is not worth the time."""
@@ -47,6 +47,8 @@ _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _WAY_OUT_SECONDS = 2.0
+
+BEATEN = "cannot be faster"
 
 Progress = Callable[[str], None]
 
@@ -77,25 +79,30 @@ def solve(
     time_limit_seconds: float = 5.0,
     progress: Progress | None = None,
     with_ways_out: bool = True,
+    low: tuple[int, Fates] | None = None,
+    beats: float = math.inf,
 ) -> Solution:
     """Fates for every item such that the peak stays within the budget, at the smallest cost in time.
 
+    `low`: a floor that is known, or as good as one, and its fates; then none is looked for.
+    `beats`: of a step that cannot be faster than so many seconds no more than the bound is wanted.
     Raises `BudgetError` when no fates do; without ways out it costs nothing, and says less.
     """
     began = time.perf_counter()
     arrays = StepArrays.of(step)
     tell = progress or (lambda _: None)
     evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
-    floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes)
+    floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes) if low is None else (*low, True)
     if is_proven and floor_bytes > budget_bytes:
-        raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
-    bound, how, best = _best(evaluator, floor_fates, is_proven, tell)
+        raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
+    bound, how, best = _best(evaluator, floor_fates, is_proven, tell, beats)
     if not best.fits:
-        tell("looking for the smallest peak")
-        floor_bytes, floor_fates = floor(arrays, host_bytes)
+        if low is None:
+            tell("looking for the smallest peak")
+            floor_bytes, floor_fates = floor(arrays, host_bytes)
         best = evaluator.play(floor_fates)
         if not best.fits:
-            raise _budget_error(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
+            raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
     floor_bytes = min(floor_bytes, evaluator.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
@@ -109,7 +116,31 @@ def solve(
     )
 
 
-def _best(evaluator: Evaluator, low_fates: Fates, is_lowest: bool, tell: Progress) -> tuple[float, str, Outcome]:
+def bound_of(
+    arrays: StepArrays, link: Link, budget_bytes: int, host_bytes: int | None, time_limit_seconds: float
+) -> float:
+    """No schedule of this step within the budget is faster; that of the plain step where nothing more is known."""
+    evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=time.perf_counter() + time_limit_seconds)
+    bound = arrays.step.compute_seconds
+    if _everything_kept(evaluator) is not None or importlib.util.find_spec("scipy") is None:
+        return bound
+    program = Program(arrays.step, link, budget_bytes, host_bytes)
+    points = first_points(arrays, program.plain)
+    for _ in range(_ROUNDS):
+        shares = program.solve(points, time_limit_seconds=_left(evaluator))
+        if shares is None or not math.isfinite(shares.bound_seconds):
+            break
+        bound = max(bound, shares.bound_seconds)
+        more = _violated(arrays, program, shares, budget_bytes) - points
+        if not more or evaluator.is_late:
+            break
+        points |= more
+    return bound
+
+
+def _best(
+    evaluator: Evaluator, low_fates: Fates, is_lowest: bool, tell: Progress, beats: float = math.inf
+) -> tuple[float, str, Outcome]:
     """The bound, how it was found, and the best outcome; it may not fit. `low_fates` have a small peak, if any have."""
     arrays = evaluator.arrays
     kept = _everything_kept(evaluator)
@@ -119,7 +150,7 @@ def _best(evaluator: Evaluator, low_fates: Fates, is_lowest: bool, tell: Progres
     if not is_lowest and len(arrays.step.items) <= WHOLE_ITEMS:
         pool.append(evaluator.play(floor(arrays, evaluator.host_bytes)[1]))
     if importlib.util.find_spec("scipy") is not None:
-        return _programmed(evaluator, pool, tell)
+        return _programmed(evaluator, pool, tell, beats)
     bound = arrays.step.compute_seconds
     return bound, "closed form (scipy is not installed)", _polished(evaluator, pool, bound)
 
@@ -146,7 +177,7 @@ def _filled(evaluator: Evaluator) -> list[Outcome]:
     return outcomes
 
 
-def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress) -> tuple[float, str, Outcome]:
+def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress, beats: float) -> tuple[float, str, Outcome]:
     """The bound, how it was found, and the best outcome. Everything that was played joins the pool."""
     arrays = evaluator.arrays
     step = arrays.step
@@ -158,6 +189,8 @@ def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress) -> tu
         if shares is None or not math.isfinite(shares.bound_seconds):
             break  # numbers that the program cannot tell apart: something fits, as the pool shows
         bound, how = max(bound, shares.bound_seconds), "lp"
+        if bound >= beats:
+            return bound, BEATEN, _least(pool)
         pool += roundings(evaluator, shares)
         more = _violated(arrays, program, shares, evaluator.budget_bytes) - points
         if not more or _is_good(_least(pool), bound) or evaluator.is_late:
@@ -229,7 +262,7 @@ def _violated(arrays: StepArrays, program: Program, shares: Relaxation, budget_b
 # -- what to say when nothing fits -----------------------------------------------------------------------------------
 
 
-def _budget_error(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
+def refusal(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
     """Says what is in the way, and tries the ways out if there is time: those that keep the budget first, then larger
     budgets."""
     arrays, budget_bytes, host_bytes = evaluator.arrays, evaluator.budget_bytes, evaluator.host_bytes

@@ -144,7 +144,8 @@ def play(
         assert shares is not None
         problem = with_state(problem, shares)
         fates += placed_fates(placed, profile.state, shares)
-    timeline = run(problem.step, fates, link, budget_bytes=plan.budget_bytes, with_events=True)
+    limit_bytes = None if plan.predicted is None else plan.predicted.limit_bytes
+    timeline = run(problem.step, fates, link, budget_bytes=limit_bytes or plan.budget_bytes, with_events=True)
     curve = Curve(
         seconds=seconds,
         num_forward_ticks=problem.step.num_forward_ticks,

@@ -207,6 +207,16 @@ def test_the_budget_of_the_file_is_used_unless_the_command_says_otherwise(capsys
     assert (found["budget_bytes"], found["host_budget_bytes"]) == (int(1.2 * 2**20), 2 << 30)
 
 
+def test_a_budget_asks_the_same_whoever_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss is in slices under a budget, also one of the command line."""
+    text = RUN.replace("hidden_size: 32", "hidden_size: 32\n  vocab_size: 32000").replace("length: 64", "length: 512")
+    write(text + "  budget: 1GiB\n")
+    of_file = document(capsys)["plan"]
+    write(text)
+    assert document(capsys, "--budget", "1GiB")["plan"] == of_file
+    assert of_file["loss"] == "sliced"
+
+
 def test_rules_are_limits_for_the_solver(capsys: pytest.CaptureFixture[str]) -> None:
     write(RUN + "  recompute: none\n  keep: [layers.2]\n")
     sites = document(capsys, "--budget", "1.5MiB")["plan"]["sites"]

@@ -114,6 +114,8 @@ def test_the_published_settings(name: str, gain_percent: float, capsys: pytest.C
          "hardware: unknown device 'h1000'; did you mean 'h100'? (known: a100, a6000, ascend910b, ascend910c, "
          "b200, cpu, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090; a file of "
             "your own is given by its path, which ends in .toml)"),
+        ({}, ["--hardware", "h100", "--devices", "8", "--budget", "0"],
+         "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"),
         ({}, ["--hardware", "h100", "--devices", "8", "--curve"],
          "--curve: is for a plan for one device; leave it out"),
         ({}, ["--hardware", "h100", "--devices", "8", "--export", "deepspeed", "f"],

@@ -14,7 +14,6 @@ from lowtide.core.decisions import Prediction
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.errors import BudgetError
-from lowtide.planner import fastest
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
 from lowtide.report.report import remarks_of
@@ -111,23 +110,3 @@ def test_who_must_swap_does() -> None:
         assert "freed memory taken again" in str(plan) and "no activation is swapped" not in str(plan)
 
 
-def test_nothing_more_is_solved_where_nothing_can_come_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One solution more where the price is above 0 and the plan swaps; none elsewhere."""
-    counted: list[tuple[str, ...]] = []
-    solved = fastest.Asked._solved
-
-    def counting(asked: fastest.Asked, layers: tuple[str, ...]) -> fastest.Found:
-        counted.append(layers)
-        return solved(asked, layers)
-
-    monkeypatch.setattr(fastest.Asked, "_solved", counting)
-
-    def number(touch: float, **how: Any) -> int:
-        counted.clear()
-        planned(touch, **how)
-        return len(counted)
-
-    assert number(DEAR) == number(0.0) + 1 == number(DEAR, weighs_touch=False) + 1
-    assert number(DEAR, share=2.0) == number(0.0, share=2.0)  # everything fits
-    for swap in ("none", "all", ["layers.0"]):
-        assert number(DEAR, rules={"swap": swap}) == number(0.0, rules={"swap": swap})

@@ -1,0 +1,446 @@
+"""All that may be done with a step, as one problem: candidates, the fastest within any budget, one floor, one bound.
+
+What: a `Space` has *ways*. A way is a set of layers that run again as a whole, with or without recipes, with or without
+swapping, with some fates for shares of the optimizer's state; each is a problem that a solver can work on (solve.py).
+The ways of a step, whatever the budget is:
+- the layers that rules name run again, and storages are kept, swapped or made again: the solver decides;
+- the fewest layers that leave room for all else to be kept;
+- all layers but the last, and half of them, with the solver deciding about the rest;
+- each of these without recipes, where proving them has a price, and without swapping, where that has one of its own
+  (`Link.touch_seconds_per_byte`: memory that went back to the system is taken again);
+- with the optimizer's state on the device, and with shares of it moving as `memory.optimizer` allows.
+
+Why budgets are rounded: search is not exact, so that one for a larger budget could find a slower plan. Each way has a
+row of *limits*, from its floor to its peak with everything kept, that do not depend on the budget. Plans are made for
+limits alone, and the fastest of those below the budget is taken: a larger budget chooses among more of them. From the
+budget downward limits are looked at as long as the solver's bound leaves a chance for a faster plan. Steps of many
+items, for which the solver takes seconds, are solved for the budget itself: they are within half a percent of their
+bound, and so is what a larger budget could lose.
+
+The floor is the smallest floor of any way; a plan exists from there on. The bound is the least of the ways that could
+be faster, by the linear program for the budget itself.
+
+Cost: two solutions a way for one budget as a rule, and a floor. Everything is remembered, so that other budgets of the
+same step cost little. Not covered: sets of layers other than the first so many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowtide.core.fate import Fate
+from lowtide.core.profile import Profile
+from lowtide.errors import BudgetError
+from lowtide.planner.again import call_seconds, can_run_again
+from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, problem_of
+from lowtide.planner.local_search import Evaluator, Fates, Outcome
+from lowtide.planner.min_peak import WHOLE_ITEMS, first_of, quick_floor
+from lowtide.planner.problem import Problem, state_bytes, stored_form
+from lowtide.planner.solve import BEATEN, bound_of, floor, refusal, solve
+from lowtide.planner.state_items import StateShares, in_order, split, with_state
+from lowtide.timeline.events import Timeline
+from lowtide.timeline.memory import StepArrays, plain_curve
+from lowtide.timeline.step import Link
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+
+_NUM_LIMITS = 32
+_CURVE = 1.5
+"""Limits are closer where memory is short, and times change most: shares of the way up, to this power."""
+_CHECK_SHARE = 0.005
+"""A check that costs less than this share of the step is not worth another plan."""
+_LAUNCH_SECONDS = 8e-6
+"""What eager PyTorch's host takes to launch an operator on an accelerator. An estimate."""
+_SWAP_IS_SLOWER = "swapping would take longer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A step, and what may be done with it, without a budget."""
+
+    profile: Profile
+    """With the prices of the runtime itself."""
+    config: MemoryConfig
+    link: Link
+    has_gradients: bool
+    time_limit_seconds: float
+    layers: tuple[str, ...] | None = None
+    """Those that run again, and no others; None: what rules and the planner say."""
+    weighs_touch: bool = True
+    """False: memory that is taken again is paid for, and the plan is chosen as if it were free."""
+    layer_seconds: float = 0.0
+    """Of lowtide's own, for each layer that runs again (host_costs.py)."""
+    log_seconds: float = 0.0
+    """For each operator of forward, where recipes are proved."""
+    shares: tuple[StateShares | None, ...] = (None,)
+    """What may become of the optimizer's state; None: it stays."""
+    num_micro_batches: int = 1
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """Layers that run again in any case."""
+        return layers_by_rule(self.profile, self.config) if self.layers is None else self.layers
+
+    @property
+    def seconds(self) -> float:
+        """Of the plain step."""
+        return sum(self.profile.op_seconds)
+
+    @functools.cached_property
+    def check_seconds(self) -> float:
+        """What it costs to prove recipes in each forward pass, where a plan has any."""
+        if self.config.check == "sampled":
+            return 0.0
+        profile, num_ops = self.profile, self.profile.num_forward_ops
+        host_seconds = num_ops * self.log_seconds
+        if profile.device == "cpu":
+            return host_seconds
+        # The host runs ahead of an accelerator: only what makes it slower than the device shows.
+        launches = num_ops * (_LAUNCH_SECONDS + self.log_seconds)
+        return min(host_seconds, max(0.0, launches - sum(profile.op_seconds[:num_ops])))
+
+    @functools.cached_property
+    def touch_seconds(self) -> float:
+        """What it costs to take memory again, where a plan swaps: as much as the plain step makes."""
+        if not self.link.touch_seconds_per_byte:
+            return 0.0
+        plain = problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=())
+        own_bytes = int(plain_curve(plain.step).max()) - state_bytes(self.profile, has_gradients=self.has_gradients)
+        return self.link.touch_seconds_per_byte * max(0, own_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan of one way. Seconds are of one step of one micro-batch."""
+
+    way: Way
+    fates: Fates
+    timeline: Timeline
+    limit_bytes: int
+    """What it was played for."""
+    check_seconds: float
+    touch_seconds: float
+
+    @property
+    def problem(self) -> Problem:
+        return self.way.problem
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward, with memory that is taken again."""
+        return self.timeline.step_seconds + self.touch_seconds
+
+    @property
+    def pass_seconds(self) -> float:
+        """The same with what recipes cost to prove."""
+        return self.step_seconds + self.check_seconds
+
+    @property
+    def swaps(self) -> bool:
+        """Whether any activation leaves the device."""
+        return Fate.SWAP in split(self.problem, self.fates)[0]
+
+
+class Way:
+    """See the module's text. `layers` run again, and `shares` of the optimizer's state may move."""
+
+    def __init__(
+        self,
+        question: Question,
+        layers: tuple[str, ...],
+        shares: StateShares | None = None,
+        *,
+        has_recipes: bool = True,
+        swaps: bool = True,
+    ) -> None:
+        self.question = question
+        self.layers = layers
+        self.shares = shares
+        self.has_recipes, self.may_swap = has_recipes, swaps
+        self.is_main = has_recipes and swaps
+        """Whether it leaves all that is allowed."""
+        again = sum(call_seconds(question.profile, name, question.layer_seconds) for name in layers)
+        self.least_seconds = question.seconds + again
+        """No plan of it is faster."""
+        self._outcomes: dict[int, Outcome | None] = {}
+        self._bounds: dict[int, float] = {}
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        question = self.question
+        profile, config = question.profile, question.config
+        if not self.has_recipes:
+            profile = profile.without_recipes([node.name for node in profile.nodes])
+        if not self.may_swap:
+            config = dataclasses.replace(config, swap="none")
+        how: Any = {"has_gradients": question.has_gradients, "layers": self.layers, "why_not_free": self.why_not_free}
+        kept = problem_of(profile, config, **how, layer_seconds=question.layer_seconds)
+        return kept if self.shares is None else with_state(kept, self.shares)
+
+    @property
+    def why_not_free(self) -> str:
+        """What is said of sites that may not have every fate."""
+        return NO_OTHER if self.may_swap else _SWAP_IS_SLOWER
+
+    @property
+    def host_bytes(self) -> int | None:
+        """What the host takes of activations: streamed shares of the state are there too, and all may be."""
+        limit = self.question.config.host_budget
+        return limit if limit is None or self.shares is None else limit - self.shares.nbytes
+
+    @functools.cached_property
+    def _arrays(self) -> StepArrays:
+        return StepArrays.of(self.problem.step)
+
+    @functools.cached_property
+    def floor(self) -> tuple[int, Fates]:
+        """The smallest peak that was found, and fates that reach it. Of ways that leave not all that is allowed, which
+        no floor depends on, a quick look."""
+        return floor(self._arrays, self.host_bytes) if self.is_main else quick_floor(self._arrays, self.host_bytes)[:2]
+
+    @functools.cached_property
+    def kept(self) -> tuple[int, Fates]:
+        """The peak with everything kept that may be, and its fates."""
+        fates = tuple(first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in self.problem.step.items)
+        return self._evaluator(0).floor(fates), fates
+
+    @functools.cached_property
+    def limits(self) -> tuple[int, ...]:
+        """Bytes, from its floor upward. The last has room for everything. Empty where the solver takes long."""
+        low, high = self.floor[0], self.kept[0]
+        shares = ((number / _NUM_LIMITS) ** _CURVE for number in range(_NUM_LIMITS))
+        if len(self.problem.step.items) > WHOLE_ITEMS:
+            return ()
+        return (*(low + int((high - low) * share) for share in shares), high) if low < high else (low,)
+
+    def _evaluator(self, limit_bytes: int) -> Evaluator:
+        return Evaluator(self._arrays, self.question.link, limit_bytes, self.host_bytes)
+
+    def _found(self, outcome: Outcome, limit_bytes: int) -> Found:
+        """The same with what it costs beside its timeline."""
+        assert outcome.timeline is not None
+        question, problem = self.question, self.problem
+        swaps = Fate.SWAP in split(problem, outcome.fates)[0]
+        return Found(
+            way=self,
+            fates=outcome.fates,
+            timeline=outcome.timeline,
+            limit_bytes=limit_bytes,
+            check_seconds=question.check_seconds if _has_recipes(problem, outcome.fates) else 0.0,
+            touch_seconds=question.touch_seconds if swaps else 0.0,
+        )
+
+    def all_kept(self) -> Found | None:
+        """With all kept that may be."""
+        outcome = self._evaluator(self.kept[0]).play(self.kept[1])
+        return self._found(outcome, self.kept[0]) if outcome.fits else None
+
+    def within(self, budget_bytes: int, is_bounded: bool, least: Callable[[], float]) -> Iterator[Found]:
+        """Plans within the budget, as long as there may be a faster one than `least()` seconds says.
+
+        `is_bounded`: no plan is faster than its program says.
+        """
+        if self.floor[0] > budget_bytes:
+            return
+        limits = [limit for limit in self.limits if limit <= budget_bytes] or [min(budget_bytes, self.kept[0])]
+        for limit in reversed(limits):
+            outcome = self._outcome(limit, least() if is_bounded else math.inf)
+            if outcome is not None:
+                yield self._found(outcome, limit)
+            bound = self._bounds.get(limit, 0.0) if is_bounded else 0.0
+            if least() <= max(bound, self.least_seconds):
+                return  # below this limit nothing is faster
+
+    def _outcome(self, limit: int, beats: float) -> Outcome | None:
+        """The plan for a limit; None where there is none, or none that is faster than `beats` seconds."""
+        if limit in self._outcomes or self._bounds.get(limit, 0.0) >= beats:
+            return self._outcomes.get(limit)
+        question = self.question
+        how: Any = {"host_bytes": self.host_bytes, "time_limit_seconds": question.time_limit_seconds}
+        try:
+            solution = solve(
+                self.problem.step, question.link, limit, **how, with_ways_out=False, low=self.floor, beats=beats
+            )
+        except BudgetError:
+            self._outcomes[limit] = None
+            return None
+        self._bounds[limit] = solution.bound_seconds
+        if solution.how == BEATEN:
+            return None
+        outcome = Outcome(
+            fates=solution.fates, excess=(0, 0), seconds=solution.timeline.step_seconds, timeline=solution.timeline
+        )
+        if self.shares is not None:
+            ordered = self._evaluator(limit).play(in_order(self.problem, solution.fates))
+            outcome = ordered if ordered.fits and ordered.seconds <= outcome.seconds else outcome
+        self._outcomes[limit] = outcome
+        return outcome
+
+    @property
+    def must_swap(self) -> bool:
+        """Whether rules leave nothing else to some storage."""
+        own = self.problem.step.items[: len(self.problem.nodes)]
+        return any(item.fates == (Fate.SWAP,) for item in own)
+
+    def bound_seconds(self, budget_bytes: int) -> float:
+        """No plan of this way within the budget is faster."""
+        limit = min(budget_bytes, self.kept[0])
+        seconds = bound_of(self._arrays, self.question.link, limit, self.host_bytes, self.question.time_limit_seconds)
+        return max(seconds, self.least_seconds)
+
+
+class Space:
+    """See the module's text. `score` says how long a plan takes; it is never below what the plan's program says, but
+    for several micro-batches that share what the optimizer's state costs."""
+
+    def __init__(self, question: Question, score: Callable[[Found], float]) -> None:
+        self.question = question
+        self._score = score
+        forced = question.forced
+        more = tuple(name for name in can_run_again(question.profile) if name not in forced)
+        if question.layers is not None or not question.config.recomputes_freely or question.profile.num_collectives:
+            more = ()  # ranks that plan for themselves must issue the same collectives
+        self._forced, self._more = forced, more
+        self._kept: dict[tuple[int, StateShares | None], Way] = {}
+        numbers = (0,) if not more else tuple(dict.fromkeys((0, self._most, self._most // 2)))
+        self.ways = [
+            Way(question, self._first(number), shares, has_recipes=has_recipes, swaps=swaps)
+            for number in numbers
+            for shares in question.shares
+            for has_recipes in self._with_recipes
+            for swaps in self._with_swap
+        ]
+
+    @property
+    def _with_recipes(self) -> tuple[bool, ...]:
+        question = self.question
+        has_price = question.check_seconds > _CHECK_SHARE * question.seconds
+        return (True, False) if has_price and question.config.recomputes_freely else (True,)
+
+    @property
+    def _with_swap(self) -> tuple[bool, ...]:
+        question = self.question
+        has_price = question.touch_seconds > 0 and question.weighs_touch
+        return (True, False) if has_price and question.config.swaps_freely else (True,)
+
+    def _first(self, number: int) -> tuple[str, ...]:
+        return (*self._forced, *self._more[:number])
+
+    def _way_of(self, number: int, shares: StateShares | None) -> Way:
+        key = (number, shares)
+        if key not in self._kept:
+            self._kept[key] = Way(self.question, self._first(number), shares)
+        return self._kept[key]
+
+    @functools.cached_property
+    def _most(self) -> int:
+        """The last layer's backward comes first: running it again may hold more than it frees."""
+        number = len(self._more)
+        return min((number, number - 1), key=lambda number: self._way_of(number, None).kept[0])
+
+    @functools.cached_property
+    def floor_bytes(self) -> int:
+        """The smallest budget for which there is a plan."""
+        return self._lowest.floor[0]
+
+    @functools.cached_property
+    def _lowest(self) -> Way:
+        return min((way for way in self.ways if way.is_main), key=lambda way: way.floor[0])
+
+    def refusal(self, budget_bytes: int, time_limit_seconds: float) -> BudgetError:
+        """Of a budget below the floor, with ways out where there is time."""
+        way = self._lowest
+        evaluator = Evaluator(StepArrays.of(way.problem.step), self.question.link, budget_bytes, way.host_bytes)
+        return refusal(evaluator, *way.floor, time_limit_seconds)
+
+    def fits(self, budget_bytes: int, *, moves_state: bool) -> bool:
+        """Whether there is a plan in which the optimizer's state may move, or may not."""
+        return any(
+            way.floor[0] <= budget_bytes for way in self.ways if way.is_main and (way.shares is not None) is moves_state
+        )
+
+    def fastest(self, budget_bytes: int) -> tuple[Found, float]:
+        """The fastest plan within the budget, which is not below the floor; and, where it swaps nothing for the price
+        of swapping, what the fastest that swaps takes beyond it."""
+        best: Found | None = None
+        swapping: Found | None = None
+
+        def least() -> float:
+            return math.inf if best is None else self._seconds(best)
+
+        for candidate in self._candidates(budget_bytes, least):
+            if candidate.swaps and (swapping is None or candidate.pass_seconds < swapping.pass_seconds):
+                swapping = candidate
+            if self._seconds(candidate) < least():
+                best = candidate
+        assert best is not None, "the floor's own fates fit"
+        if swapping is None or best.swaps or swapping.pass_seconds - swapping.touch_seconds >= best.pass_seconds:
+            return best, 0.0
+        return best, max(0.0, swapping.pass_seconds - best.pass_seconds)
+
+    def _seconds(self, found: Found) -> float:
+        return self._score(found) - (0.0 if self.question.weighs_touch else found.touch_seconds)
+
+    def _candidates(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[Found]:
+        yield from self._kept_within(budget_bytes, least)
+        for way in sorted(self.ways, key=lambda way: way.least_seconds):
+            if way.least_seconds < least():
+                is_bounded = way.shares is None or self.question.num_micro_batches == 1
+                yield from way.within(budget_bytes, is_bounded, least)
+
+    def _kept_within(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[Found]:
+        """The fewest layers that leave room for everything else, as anybody could have it."""
+        for shares in self.question.shares:
+
+            def fits(number: int, shares: StateShares | None = shares) -> bool:
+                return self._way_of(number, shares).kept[0] <= budget_bytes
+
+            most = self._most if self._more else 0
+            low, high = -1, most
+            if fits(0):
+                high = 0
+            elif not fits(most):
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if fits(middle) else (middle, high)
+            way = self._way_of(high, shares)
+            if way.least_seconds < least() and (found := way.all_kept()) is not None:
+                yield found
+
+    def bound_seconds(self, budget_bytes: int, best: Found) -> float:
+        """No plan within the budget is faster, by the same model, than this or `best`."""
+        seconds = best.step_seconds
+        if self.question.num_micro_batches > 1 and self.question.shares != (None,):
+            return min(seconds, self.question.seconds)
+        for way in self.ways:
+            if not way.has_recipes or way.least_seconds >= seconds or way.shares not in (None, self._widest):
+                continue
+            if way.may_swap and way.floor[0] > budget_bytes:
+                continue
+            # What is planned without swapping is a way of its own; the others pay for memory that is taken again.
+            pays = way.must_swap or (way.may_swap and len(self._with_swap) > 1)
+            price = self.question.touch_seconds if pays else 0.0
+            seconds = min(seconds, way.bound_seconds(budget_bytes) + price)
+        return seconds
+
+    @property
+    def _widest(self) -> StateShares | None:
+        """The shares whose fates are all that are allowed: the first."""
+        return next((shares for shares in self.question.shares if shares is not None), None)
+
+
+def _has_recipes(problem: Problem, fates: Sequence[Fate]) -> bool:
+    nodes = problem.profile.nodes
+    return any(
+        fates[position] is Fate.RECOMPUTE
+        and nodes[index].anchor is None
+        and stored_form(problem, fates, position) is None
+        for position, index in enumerate(problem.nodes)
+    )
