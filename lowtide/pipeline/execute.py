@@ -1,6 +1,7 @@
 """One rank of a pipeline, for one step at a time.
 
-What: `Pipeline.step` walks this rank's row of the schedule. A forward reads its input, runs the stage's module on
+What: `Pipeline.step` has torch's pipeline runtime walk this rank's row of the schedule (torch_stage.py), in which the
+functions of this file carry out what computes. A forward reads its input, runs the stage's module on
 leaves, and keeps the places of the outputs in the graph, not the outputs (stage_call.py). A result is sent as soon as
 it is made and those before it to the same rank are on their way; it is asked for where the schedule says, so that no
 buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
@@ -61,6 +62,7 @@ from lowtide.pipeline.schedule import (
 from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.step_log import StepLog
 from lowtide.pipeline.tied import Place, Tie, TiedWeights, described, refuse_look_alikes
+from lowtide.pipeline.torch_stage import runtime_of, walk
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.transport import GroupTransport, Transport
 from lowtide.pipeline.trial import try_stages
@@ -144,6 +146,10 @@ class Pipeline:
         self.transport, self._own_transport = transport, None
         if transport is None and self._note is not None:
             self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note, log)
+        self._walk: _Walk | None = None
+        """Of the step that is under way."""
+        self._runtime: Any = None
+        """Torch's; made for the first step."""
         self.waits: tuple[frozenset[Result], ...] = ()
         """For each action of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
@@ -176,20 +182,20 @@ class Pipeline:
         self.num_steps += 1
         if self.log is not None:
             self.log.clear()
-        if self.transport is not None:
-            self.transport.begin(divide_by)
-        walk = _Walk(self, inputs, targets)
+        step = self._walk = _Walk(self, inputs, targets)
         gradients = StepGradients(self.weights, shared=self.tied.weights)
         try:
             if mistake is not None:
                 raise mistake
-            walk.run(gradients)
+            step.run(gradients, divide_by)
         except BaseException as error:
             gradients.take_back()
             if self.weight_gradients is not None:
                 self.weight_gradients.forget()
-            self._end(error, f"{walk.at} of step {self.num_steps}")
+            self._end(error, f"{step.at} of step {self.num_steps}")
             raise
+        finally:
+            self._walk = None
         gradients.give(divide_by)
         if self.num_steps == 1 and self.draws and self.schedule.num_micro_batches * self.schedule.num_stages > 1:
             stages = ", ".join(map(str, sorted(self.draws)))
@@ -198,7 +204,7 @@ class Pipeline:
                 "order, so its losses are not these to the bit",
                 stacklevel=2,
             )
-        return walk.losses
+        return step.losses
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the gradients of all stages, shared weights counted once: what `torch.nn.utils.get_total_norm`
@@ -223,6 +229,16 @@ class Pipeline:
         if not self._has_tried:
             try_stages(self.schedule, self.rank, self.stages, inputs, self.group)
             self._has_tried = True
+
+    @property
+    def runtime(self) -> Any:
+        if self._runtime is None:
+            self._runtime = runtime_of(self.schedule, self.rank, self.stages, self._do)
+        return self._runtime
+
+    def _do(self, every: AnyAction) -> None:
+        assert self._walk is not None
+        self._walk.do(every)
 
     def batch_mistake(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> ConfigError | None:
         """Where this rank has an end of the model and was not given what belongs there."""
@@ -348,6 +364,12 @@ def _check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
                 )
 
 
+def _shape_of(entry: Any) -> tuple[Any, ...]:
+    """Of a micro-batch: micro-batches that have the same are passed on in the same shapes."""
+    leaves = tree_leaves(entry)
+    return tuple((tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else str(each) for each in leaves)
+
+
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     for module in stages.values():
         for parameter in module.parameters():
@@ -382,7 +404,10 @@ class _Walk:
         self._inputs, self._targets = inputs, targets
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
+        self._positions = {every: position for position, every in enumerate(self._row)}
         self._position = 0
+        self._gradients = StepGradients({})
+        self._error: BaseException | None = None
         self._chunks: dict[tuple[int, int], LiveChunk] = {}
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
@@ -405,34 +430,53 @@ class _Walk:
     def losses(self) -> tuple[torch.Tensor, ...]:
         return tuple(loss for _, loss in sorted(self._losses.items()))
 
-    def run(self, gradients: StepGradients) -> None:
-        with torch.enable_grad():
-            for position, every in enumerate(self._row):
-                self.at, self._position = every, position
-                if isinstance(every, Pair):
-                    self._run_pair(every, gradients)
-                elif every.kind in RECEIVES:
-                    assert self._transport is not None
-                    result = carried_by(every)
-                    self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
-                elif every.kind is Kind.FORWARD:
-                    forward = self._ready(every, gradients)
-                    self._let_go()
-                    self._pipeline.run_pair(self._logged(every, forward), None)
-                elif every.kind is Kind.BACKWARD_WEIGHT:
-                    self._logged(every, functools.partial(self._weight_gradient, every, gradients))()
-                elif every.kind not in SENDS:  # what is made is sent at once, in the order of the row
-                    backward = self._ready(every, gradients)
-                    self._let_go()
-                    self._pipeline.run_pair(None, self._logged(every, backward))
-            self.at = "its end"
-            self._pipeline.tied.exchange(gradients, self._transport)
-            if self._transport is not None:
-                self._waited("messages to go", self._transport.finish)
+    def run(self, gradients: StepGradients, divide_by: float) -> None:
+        self._gradients = gradients
+        schedule = self._schedule
+        if self._transport is not None:
+            shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
+            first = schedule.rank_of_stage[0]
+            self._transport.begin(shapes, schedule.num_micro_batches, divide_by, first=first)
+        walk(self._pipeline.runtime)
+        if self._error is not None:
+            raise self._error
+        self.at = "its end"
+        self._pipeline.tied.exchange(gradients, self._transport)
+        if self._transport is not None:
+            self._waited("messages to go", self._transport.finish)
         assert not (self._chunks or self._local or self._made)
 
-    def _run_pair(self, pair: Pair, gradients: StepGradients) -> None:
-        forward, backward = self._ready(pair.forward, gradients), self._ready(pair.backward, gradients)
+    def do(self, every: AnyAction) -> None:
+        """An action of the row. What it raises is raised when the runtime has come to the end of the row: what it says
+        of an error is the rows of all ranks."""
+        if self._error is not None:
+            return
+        try:
+            self._do(every)
+        except BaseException as error:
+            self._error = error
+
+    def _do(self, every: AnyAction) -> None:
+        self.at, self._position = every, self._positions[every]
+        if isinstance(every, Pair):
+            self._run_pair(every)
+        elif every.kind in RECEIVES:
+            assert self._transport is not None
+            result = carried_by(every)
+            self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
+        elif every.kind is Kind.FORWARD:
+            forward = self._ready(every)
+            self._let_go()
+            self._pipeline.run_pair(self._logged(every, forward), None)
+        elif every.kind is Kind.BACKWARD_WEIGHT:
+            self._logged(every, functools.partial(self._weight_gradient, every))()
+        else:
+            backward = self._ready(every)
+            self._let_go()
+            self._pipeline.run_pair(None, self._logged(every, backward))
+
+    def _run_pair(self, pair: Pair) -> None:
+        forward, backward = self._ready(pair.forward), self._ready(pair.backward)
         self._let_go()
         run_pair = self._pipeline.run_pair
         if run_pair is one_after_the_other:
@@ -440,15 +484,15 @@ class _Walk:
         else:  # of halves that take turns only the whole has a time
             self._logged(pair, functools.partial(run_pair, forward, backward))()
 
-    def _ready(self, action: Action, gradients: StepGradients) -> Half:
+    def _ready(self, action: Action) -> Half:
         """The action, when what it reads from another stage is there."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
             leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
-            return functools.partial(self._forward, action, leaves, gradients)
+            return functools.partial(self._forward, action, leaves)
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
-        return functools.partial(self._backward, action, given, gradients)
+        return functools.partial(self._backward, action, given)
 
     def _let_go(self) -> None:
         """A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a busy
@@ -482,7 +526,7 @@ class _Walk:
             self._pipeline.log.passed("wait", name, start, time.perf_counter())
         return found
 
-    def _forward(self, action: Action, leaves: Tensors, gradients: StepGradients) -> None:
+    def _forward(self, action: Action, leaves: Tensors) -> None:
         stage, micro_batch = chunk = action.stage, action.micro_batch
         module = self._pipeline.stages[stage]
         given: Any = ()
@@ -499,17 +543,17 @@ class _Walk:
             if stage == self._schedule.num_stages - 1:
                 output = self._loss_of(output, micro_batch)
         if is_first:
-            self._learn_from(stage, made, (*leaves, *tree_leaves(given)), gradients)
+            self._learn_from(stage, made, (*leaves, *tree_leaves(given)))
             if not all(map(torch.equal, before, _random_states(module))):
                 self._pipeline.draws.add(stage)
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
         for weight in weights_behind([*tree_leaves(given), *stage_call.as_tuple(output)], until=(*leaves, *made)):
-            gradients.include(stage, weight)
+            self._gradients.include(stage, weight)
         live, outputs = stage_call.with_places(leaves, output, stage)
         self._chunks[chunk] = live
         self._give(action, outputs)
 
-    def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any], gradients: StepGradients) -> None:
+    def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Once: what the stage trains that is not registered in it. FSDP2 has other parameters in a forward."""
         if fsdp_modules(self._pipeline.stages[stage]):
             return
@@ -517,7 +561,7 @@ class _Walk:
         for weight in weights_behind(made, until=given):
             if not any(weight is each for each in known):
                 known.append(weight)
-                gradients.include(stage, weight)
+                self._gradients.include(stage, weight)
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None
@@ -533,16 +577,16 @@ class _Walk:
         self._losses[micro_batch] = loss.detach()
         return loss
 
-    def _backward(self, action: Action, given: Tensors | None, gradients: StepGradients) -> None:
+    def _backward(self, action: Action, given: Tensors | None) -> None:
         chunk = action.stage, action.micro_batch
         if given is None:
             given = (torch.ones_like(self._losses[action.micro_batch]),)
         putting_off = self._weights.put_off(chunk) if chunk in self._split else contextlib.nullcontext()
-        with gradients.of_stage(action.stage), putting_off:
+        with self._gradients.of_stage(action.stage), putting_off:
             found = stage_call.backward(self._chunks.pop(chunk), given)
         self._give(action, found)
 
-    def _weight_gradient(self, action: Action, gradients: StepGradients) -> None:
+    def _weight_gradient(self, action: Action) -> None:
         chunk = action.stage, action.micro_batch
         if chunk in self._split:
             if not self._weights.num_calls:
@@ -550,7 +594,7 @@ class _Walk:
                     f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
                     "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
                 )
-            with gradients.of_stage(action.stage):
+            with self._gradients.of_stage(action.stage):
                 self._weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:
