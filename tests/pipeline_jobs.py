@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import os
 import signal
 import threading
@@ -260,11 +261,8 @@ class Counting:
     def __init__(self, inner: Any) -> None:
         self.inner, self.waiting, self.peak = inner, 0, 0
 
-    def begin(self, *args: Any, **more: Any) -> None:
-        self.inner.begin(*args, **more)
-
-    def send(self, *args: Any, **more: Any) -> None:
-        self.inner.send(*args, **more)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def ask(self, *args: Any, **more: Any) -> None:
         self.waiting += 1
@@ -274,12 +272,6 @@ class Counting:
     def read(self, result: Any) -> Any:
         self.waiting -= 1
         return self.inner.read(result)
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-    def give_up(self) -> None:
-        self.inner.give_up()
 
 
 class Watched(nn.Module):
@@ -425,6 +417,51 @@ def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]
         for place, layer in enumerate(stage.layers)
         for name, _ in layer.named_parameters()
     ]
+
+
+def fully_sharded(rank: int, names: list[str]) -> list[str]:
+    """What differs from the mean of two processes in two pipelines of two ranks whose stages FSDP2 shards."""
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    which, place = rank % 2, rank // 2
+    mesh = DeviceMesh.from_group([dist.new_group(pair) for pair in ([0, 1], [2, 3])][place], "cpu")
+    tokens = [staged_models.batches(replica) for replica in range(2)]
+    different = []
+    for name, reshards in itertools.product(names, (True, False)):
+        schedule = make_schedule(name, num_ranks=2, num_micro_batches=MANY)
+        gradients, losses = [], []
+        for replica in range(2):
+            model = Stage(staged_models.pieces())
+            losses.append([staged_models.loss_of(model(x), x) for x in tokens[replica]])
+            for loss in losses[-1]:
+                loss.backward()
+            gradients.append([[p.grad for p in layer.parameters()] for layer in model.layers])
+        every = staged_models.cut(staged_models.pieces(), schedule.num_stages)
+        stages = {number: every[number] for number in schedule.stages_of(place)}
+        for stage in stages.values():
+            for layer in stage.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+            fully_shard(stage, mesh=mesh, reshard_after_forward=reshards)
+        weights = WeightGradients() if name in ("zb_v", "dualpipev") else None
+        pipeline = _pipeline(schedule, stages, group=pipelines[which], weight_gradients=weights, tied=())
+        given = (tokens[which] if 0 in stages else None, tokens[which] if pipeline.loss is not None else None)
+        for _ in range(2):
+            nn.ModuleList(stages.values()).zero_grad()
+            found = pipeline.step(*given)
+        if pipeline.loss is not None:
+            pairs = zip(found, losses[which], strict=True)
+            different += [f"{name}: loss" for one, other in pairs if not same_bits(one, other.detach())]
+        first = 0
+        for number, stage in enumerate(every):
+            for piece, layer in enumerate(stage.layers if number in stages else (), start=first):
+                for (where, parameter), *both in zip(
+                    layer.named_parameters(), *(g[piece] for g in gradients), strict=True
+                ):
+                    wanted = (both[0] + both[1]) / 2 / MANY
+                    if not same_bits(parameter.grad.full_tensor(), wanted):
+                        different.append(f"{name}: {piece} {where}")
+            first += len(stage.layers)
+        pipeline.close()
+    return different
 
 
 class Experts(nn.Module):

@@ -42,8 +42,8 @@ from lowtide.pipeline.agree import (
     meet,
     refuse_difference,
 )
+from lowtide.pipeline.checks import check_parallel, check_stages, checked, facts_of, named_weights, words_of
 from lowtide.pipeline.failure import FailureNote
-from lowtide.pipeline.figures import is_in_order
 from lowtide.pipeline.gradient_norm import gradient_norm
 from lowtide.pipeline.gradients import StepGradients
 from lowtide.pipeline.schedule import (
@@ -62,13 +62,11 @@ from lowtide.pipeline.schedule import (
 from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.step_log import StepLog
 from lowtide.pipeline.tied import Place, Tie, TiedWeights, described, refuse_look_alikes
-from lowtide.pipeline.torch_stage import runtime_of, walk
-from lowtide.pipeline.transfers import with_transfers
-from lowtide.pipeline.transport import GroupTransport, Transport
+from lowtide.pipeline.torch_stage import keep_whole, runtime_of, walk
+from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.trial import try_stages
-from lowtide.pipeline.verify import Sends, verify
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
-from lowtide.tensors.fsdp import fsdp_modules, is_fsdp
+from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 
 Half = Callable[[], None]
@@ -95,7 +93,6 @@ class Pipeline:
         *,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         group: Any = None,
-        transport: Transport | None = None,
         weight_gradients: WeightGradients | None = None,
         run_pair: RunPair = one_after_the_other,
         log: StepLog | None = None,
@@ -103,12 +100,12 @@ class Pipeline:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
-        and an entry of `targets`; its rank has one. group: absent, all ranks of the job. transport: absent, one over
-        `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out,
-        and a forward or backward outside of pairs, with None for the other half. log: notes what each step does when.
-        tied: the weights that several stages share, as `find_ties` finds them in all stages of a model, or `()`;
-        absent, what `cut` found, and else weights of two ranks that begin with the same values are refused.
-        optimizer: of this rank, whose settings are compared with those of the others before the first step.
+        and an entry of `targets`; its rank has one. group: absent, all ranks of the job. weight_gradients: absent, I
+        does the whole backward and W nothing. run_pair: how a pair is carried out, and a forward or backward outside of
+        pairs, with None for the other half. log: notes what each step does when. tied: the weights that several stages
+        share, as `find_ties` finds them in all stages of a model, or `()`; absent, what `cut` found, and else weights
+        of two ranks that begin with the same values are refused. optimizer: of this rank, whose settings are compared
+        with those of the others before the first step.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
@@ -125,16 +122,16 @@ class Pipeline:
         facts: dict[str, object] = {}
         named: dict[Place, torch.Tensor] = {}
         try:
-            self.schedule = _checked(schedule, num_ranks)
-            _check_stages(self.schedule, self.rank, self.stages, loss)
-            _check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
-            named = _named_weights(self.stages, loss, self.schedule.num_stages - 1)
+            self.schedule = checked(schedule, num_ranks)
+            check_stages(self.schedule, self.rank, self.stages, loss)
+            check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
+            named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
             for place, weight in named.items():
                 self.weights.setdefault(place.stage, []).append(weight)
             origins = [getattr(stage, "origin", None) for stage in self.stages.values()]
-            facts, known = _facts_of(origins, takes_turns=run_pair is not one_after_the_other)
+            facts, known = facts_of(origins, takes_turns=run_pair is not one_after_the_other)
             tied = known if tied is None else tuple(map(tuple, tied))
-            facts["tied weights"] = "not known" if tied is None else _told(tied)
+            facts["tied weights"] = "not known" if tied is None else words_of(tied)
             self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank)
         except ConfigError as error:
             mistake = str(error)
@@ -143,9 +140,9 @@ class Pipeline:
         refuse_look_alikes([each.weights for each in beliefs])
         name = beliefs[0].job
         self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
-        self.transport, self._own_transport = transport, None
-        if transport is None and self._note is not None:
-            self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note, log)
+        self.transport: GroupTransport | None = None
+        if self._note is not None:
+            self.transport = GroupTransport(group, _device_of(self.stages), self._note, log)
         self._walk: _Walk | None = None
         """Of the step that is under way."""
         self._runtime: Any = None
@@ -233,12 +230,18 @@ class Pipeline:
     @property
     def runtime(self) -> Any:
         if self._runtime is None:
-            self._runtime = runtime_of(self.schedule, self.rank, self.stages, self._do)
+            self._runtime = runtime_of(self.schedule, self.stages, self)
         return self._runtime
 
-    def _do(self, every: AnyAction) -> None:
+    def do(self, every: AnyAction) -> None:
+        """For torch's runtime: an action of this rank."""
         assert self._walk is not None
         self._walk.do(every)
+
+    @property
+    def has_failed(self) -> bool:
+        """For torch's runtime: whether an action of this step has raised."""
+        return self._walk is not None and self._walk.error is not None
 
     def batch_mistake(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> ConfigError | None:
         """Where this rank has an end of the model and was not given what belongs there."""
@@ -264,9 +267,9 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """End the threads of the transport, if the pipeline made it."""
-        if self._own_transport is not None:
-            self._own_transport.close()
+        """End the threads of the transport."""
+        if self.transport is not None:
+            self.transport.close()
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -282,86 +285,6 @@ class Pipeline:
         if is_first:
             assert self._note is not None
             self._note.linger()
-
-
-def _checked(schedule: Schedule, num_ranks: int) -> Schedule:
-    """The same schedule with transfers, proven."""
-    if schedule.num_ranks != num_ranks:
-        raise ConfigError(
-            f"pipeline: the schedule '{schedule.name}' is for {schedule.num_ranks} ranks, not {num_ranks}"
-        )
-    verify(schedule, sends=Sends.BUFFERED)
-    if not is_in_order(schedule):
-        raise ConfigError(
-            f"pipeline: a stage of the schedule '{schedule.name}' adds up its weight gradients in another order than "
-            "that of the micro-batches, which changes their rounding"
-        )
-    return schedule if schedule.has_transfers else with_transfers(schedule)
-
-
-def _check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Any], loss: Any) -> None:
-    wanted = schedule.stages_of(rank)
-    if tuple(sorted(stages)) != wanted:
-        words = ", ".join(map(str, sorted(stages))) or "none"
-        raise ConfigError(
-            f"pipeline: '{schedule.name}' has stages {', '.join(map(str, wanted)) or 'none'} on this rank, and it was "
-            f"given {words}"
-        )
-    for stage, module in stages.items():
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"pipeline: stage {stage} is a {type(module).__name__}, not a torch.nn.Module")
-    has_end = schedule.num_stages - 1 in wanted
-    if has_end and loss is None:
-        raise ConfigError(f"pipeline: this rank has the last stage, {schedule.num_stages - 1}, and no loss")
-    if not has_end and loss is not None:
-        raise ConfigError(
-            f"pipeline: this rank has a loss, and not the last stage, {schedule.num_stages - 1}; give the loss to rank "
-            f"{schedule.rank_of_stage[-1]}"
-        )
-
-
-def _named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict[Place, torch.Tensor]:
-    """What the stages of a rank train, and its loss, which is part of the last one."""
-    found: dict[Place, torch.Tensor] = {}
-    for stage, module in sorted(stages.items()):
-        found |= {Place(stage, name): weight for name, weight in module.named_parameters()}
-        if stage == last and isinstance(loss, nn.Module):
-            own = set(module.parameters())
-            weights = loss.named_parameters(prefix="loss")
-            found |= {Place(stage, name): weight for name, weight in weights if weight not in own}
-    return found
-
-
-def _facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
-    """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
-    facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
-    known = None
-    for origin in origins:
-        facts |= {} if origin is None else origin.facts
-        known = None if origin is None else origin.ties
-    return facts, known if all(origin is not None for origin in origins) else None
-
-
-def _told(ties: Sequence[Tie]) -> str:
-    return "; ".join(" = ".join(map(str, tie)) for tie in ties) or "none"
-
-
-def _check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
-    """Wrappers that expect one forward and its backward at a time."""
-    for stage, module in stages.items():
-        for name, each in module.named_modules():
-            what = f"stage {stage}" if not name else f"'{name}' of stage {stage}"
-            if isinstance(each, nn.parallel.DistributedDataParallel):
-                raise ConfigError(
-                    f"pipeline: {what} is in DistributedDataParallel, which exchanges the gradients of one micro-batch "
-                    "when its backward ends, and here several are in flight; give the module inside, and sum gradients "
-                    "over the replicas after each step"
-                )
-            if takes_turns and is_fsdp(each):
-                raise ConfigError(
-                    f"pipeline: {what} is a module of FSDP2, which takes one forward or backward at a time: in a pair "
-                    "it would lose gradients; leave run_pair out, or leave the stage unsharded"
-                )
 
 
 def _shape_of(entry: Any) -> tuple[Any, ...]:
@@ -407,7 +330,7 @@ class _Walk:
         self._positions = {every: position for position, every in enumerate(self._row)}
         self._position = 0
         self._gradients = StepGradients({})
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], LiveChunk] = {}
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
@@ -438,8 +361,8 @@ class _Walk:
             first = schedule.rank_of_stage[0]
             self._transport.begin(shapes, schedule.num_micro_batches, divide_by, first=first)
         walk(self._pipeline.runtime)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self.at = "its end"
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
@@ -449,12 +372,12 @@ class _Walk:
     def do(self, every: AnyAction) -> None:
         """An action of the row. What it raises is raised when the runtime has come to the end of the row: what it says
         of an error is the rows of all ranks."""
-        if self._error is not None:
+        if self.error is not None:
             return
         try:
             self._do(every)
         except BaseException as error:
-            self._error = error
+            self.error = error
 
     def _do(self, every: AnyAction) -> None:
         self.at, self._position = every, self._positions[every]
@@ -582,6 +505,7 @@ class _Walk:
         if given is None:
             given = (torch.ones_like(self._losses[action.micro_batch]),)
         putting_off = self._weights.put_off(chunk) if chunk in self._split else contextlib.nullcontext()
+        keep_whole(self._pipeline.stages[action.stage])
         with self._gradients.of_stage(action.stage), putting_off:
             found = stage_call.backward(self._chunks.pop(chunk), given)
         self._give(action, found)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,31 +41,6 @@ from lowtide.pipeline.step_log import StepLog
 Tensors = tuple[torch.Tensor | None, ...]
 _PATIENCE_SECONDS = 10.0
 """With a thread that should end at once: a rank that fails must end, whatever holds its threads."""
-
-
-class Transport(Protocol):
-    """What an executor needs of the ranks around it. Ranks are those of the schedule."""
-
-    def begin(self, shapes: Sequence[Hashable] | None, num_micro_batches: int, divide_by: float, *, first: int) -> None:
-        """A step begins. shapes: of each micro-batch, on the rank `first`. All ranks divide by the same number."""
-
-    def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
-        """Begin, and return. The tensors are let go of when they have gone."""
-
-    def ask(self, result: Result, *, source: int) -> None:
-        """Expect a result. Those of one source come in the order in which they were asked for."""
-
-    def read(self, result: Result) -> Tensors:
-        """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
-
-    def let_go_of(self, results: Collection[Result]) -> None:
-        """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has gone."""
-
-    def give_up(self) -> None:
-        """After a failure: end the waits of all ranks. Nothing can be sent any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +69,7 @@ class _Asked:
 
 
 class GroupTransport:
-    """`Transport` over a process group. To be made by all its ranks at once."""
+    """Over a process group. To be made by all its ranks at once. Ranks are those of the schedule."""
 
     def __init__(self, group: Any, device: torch.device, note: FailureNote, log: StepLog | None = None) -> None:
         """log: notes when each message was on its way."""
@@ -122,6 +97,7 @@ class GroupTransport:
         self._send_error: tuple[int, BaseException] | None = None
 
     def begin(self, shapes: Sequence[Hashable] | None, num_micro_batches: int, divide_by: float, *, first: int) -> None:
+        """A step begins. shapes: of each micro-batch, on the rank `first`. All ranks divide by the same number."""
         bits = torch.tensor([divide_by], dtype=torch.float64).view(torch.int64)
         if shapes is not None:
             numbers = [self._numbers.setdefault(shape, len(self._numbers)) for shape in shapes]
@@ -141,6 +117,7 @@ class GroupTransport:
         self._shapes = opening[:-1].tolist()
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
+        """Begin, and return. The tensors are let go of when they have gone."""
         self._raise_lost_send()
         blanks = tuple(None if t is None else _Blank(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         key = self._key_of(result)
@@ -161,6 +138,7 @@ class GroupTransport:
         self._post(result, there, self._ways[int(to < self.rank)], to, doing)
 
     def ask(self, result: Result, *, source: int) -> None:
+        """Expect a result. Those of one source come in the order in which they were asked for."""
         start = time.perf_counter()
         key = self._key_of(result)
         blanks = None if key is None else self._known.get(key)
@@ -179,6 +157,7 @@ class GroupTransport:
         self._asked[result] = _Asked(source, start, tuple(tensors), works)
 
     def read(self, result: Result) -> Tensors:
+        """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
         asked = self._asked.pop(result)
         try:
             for work in asked.works:
@@ -190,9 +169,11 @@ class GroupTransport:
         return asked.tensors
 
     def let_go_of(self, results: Collection[Result]) -> None:
+        """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
         self._until(lambda: self._on_the_way.isdisjoint(results))
 
     def finish(self) -> None:
+        """Wait until everything that was sent has gone."""
         self._until(lambda: not self._on_the_way)
         self._shapes = []
 
@@ -204,6 +185,7 @@ class GroupTransport:
         self._raise_lost_send()
 
     def give_up(self) -> None:
+        """After a failure: end the waits of all ranks. Nothing can be sent any more."""
         # A wait that times out closes all connections of a gloo group. No call does so: seen with torch 2.13.
         # On a connection that another rank has closed already nothing times out, so each is tried.
         for rank in range(dist.get_world_size(self._heads)):

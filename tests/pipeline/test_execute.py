@@ -54,7 +54,10 @@ FOR_TWO: dict[str, Job] = {
     "swapped": ("swapped", {}),
 }
 """Jobs that more ranks would only make longer."""
-FOR_FOUR: dict[str, Job] = {"experts": ("with_experts", {"names": ["gpipe", "dualpipev", "zb_v", "1f1b"]})}
+FOR_FOUR: dict[str, Job] = {
+    "experts": ("with_experts", {"names": ["gpipe", "dualpipev", "zb_v", "1f1b"]}),
+    "fully sharded": ("fully_sharded", {"names": ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev"]}),
+}
 ON_FOUR = [
     words
     for words, (function, how) in JOBS.items()
@@ -206,6 +209,11 @@ def test_two_pipelines_whose_stages_share_experts(answers: dict[str, tuple[Any, 
         losses, gradients = schedules[0]
         assert (len(losses), len(gradients)) == (MANY, 4 * 10)
         assert all(other == schedules[0] for other in schedules[1:])
+
+
+@pytest.mark.parametrize("answers", ["four"], indirect=True)
+def test_stages_that_fsdp2_shards_have_the_mean_of_two_processes(answers: dict[str, tuple[Any, ...]]) -> None:
+    assert answers["fully sharded"] == ([],) * 4
 
 
 @pytest.mark.parametrize("answers", ["two"], indirect=True)
