@@ -562,7 +562,7 @@ def gathered_parameter(parameter: Any) -> torch.Tensor | None:
 
 def schedule_stages(schedule: Any) -> list[Any]:
     """The stages of this rank."""
-    return list(schedule._stages)
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def schedule_micro_batches(schedule: Any) -> int:
