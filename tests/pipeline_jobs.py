@@ -447,6 +447,9 @@ def fully_sharded(rank: int, names: list[str]) -> list[str]:
         for _ in range(2):
             nn.ModuleList(stages.values()).zero_grad()
             found = pipeline.step(*given)
+        every_wanted = [(one + other) / 2 / MANY for pair in zip(*gradients, strict=True) for one, other in zip(*pair)]
+        norm = torch.nn.utils.get_total_norm(every_wanted)
+        different += [] if torch.allclose(pipeline.gradient_norm(), norm, rtol=1e-6) else [f"{name}: norm"]
         if pipeline.loss is not None:
             pairs = zip(found, losses[which], strict=True)
             different += [f"{name}: loss" for one, other in pairs if not same_bits(one, other.detach())]
