@@ -29,7 +29,7 @@ from lowtide.pipeline.schedule import Kind, Result, Schedule
 from lowtide.pipeline.weight_gradients import WeightGradients, linear
 from lowtide.tensors.ranks import ALONE
 from tests import staged_models
-from tests.staged_models import LENGTHS, MANY, Stage
+from tests.staged_models import LENGTHS, MANY, NUM_PIECES, Stage
 from tests.zoo import same_bits
 
 
@@ -406,6 +406,46 @@ def kept_gradients(rank: int) -> list[str]:
         if not same_bits(parameter.grad, first + second):
             different.append("added")
     return different
+
+
+def changing(rank: int) -> list[str]:
+    """What differs when the first half of the pieces is frozen after a step, and thawed after one more; and what is
+    said where a stage gives other shapes for a batch of the same shape."""
+    schedule = make_schedule("1f1b", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    pieces = staged_models.pieces()
+    every = staged_models.cut(pieces, schedule.num_stages)
+    pipeline = _pipeline(schedule, {rank: every[rank]})
+    other = staged_models.pieces()
+    different = []
+    for step, is_frozen in enumerate((False, True, False)):
+        for one in (pieces, other):
+            nn.ModuleList(one).zero_grad()
+            nn.ModuleList(one[: NUM_PIECES // 2]).requires_grad_(not is_frozen)
+        pipeline.step(*_batch(pipeline, step))
+        for tokens in staged_models.batches(step):
+            staged_models.loss_of(Stage(other)(tokens), tokens).backward()
+        for name, parameter in nn.ModuleList(pieces).named_parameters():
+            wanted = nn.ModuleList(other).get_parameter(name).grad
+            if parameter in set(every[rank].parameters()) and not (
+                parameter.grad is wanted is None or same_bits(parameter.grad, wanted / MANY)
+            ):
+                different.append(f"step {step}: {name}")
+    every[0].layers.append(Shrinking())
+    with pytest.raises((ConfigError, PipelineError)) as caught:
+        pipeline.step(*_batch(pipeline, 0))
+    return [*different, str(caught.value)]
+
+
+class Shrinking(nn.Module):
+    """Gives one row less in its eighth call, whose batch has the shape of an earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.num_calls += 1
+        return tuple(each[:1] if self.num_calls == 8 and each.dim() > 1 else each for each in inputs)
 
 
 def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]]:

@@ -63,7 +63,7 @@ from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.step_log import StepLog
 from lowtide.pipeline.tied import Place, Tie, TiedWeights, described, refuse_look_alikes
 from lowtide.pipeline.torch_stage import keep_whole, runtime_of, walk
-from lowtide.pipeline.transport import GroupTransport
+from lowtide.pipeline.transport import GroupTransport, Opening
 from lowtide.pipeline.trial import try_stages
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.tensors.fsdp import fsdp_modules
@@ -153,6 +153,8 @@ class Pipeline:
         self.draws: set[int] = set()
         """Stages that drew random numbers in their first forward."""
         self._has_tried = False
+        self._state: tuple[Any, ...] = ()
+        """Of the last step, as `has_changed` has it."""
         self._failure: str | None = None
 
     def step(
@@ -242,6 +244,16 @@ class Pipeline:
     def has_failed(self) -> bool:
         """For torch's runtime: whether an action of this step has raised."""
         return self._walk is not None and self._walk.error is not None
+
+    def has_changed(self) -> bool:
+        """Since the last step: what stages pass on for the same batch may be another thing."""
+        device_type = _device_of(self.stages).type
+        before, self._state = self._state, (
+            tuple(weight.requires_grad for each in self.weights.values() for weight in each),
+            tuple(stage.training for stage in self.stages.values()),
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        )  # fmt: skip
+        return before != self._state
 
     def batch_mistake(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> ConfigError | None:
         """Where this rank has an end of the model and was not given what belongs there."""
@@ -358,8 +370,8 @@ class _Walk:
         schedule = self._schedule
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
-            first = schedule.rank_of_stage[0]
-            self._transport.begin(shapes, schedule.num_micro_batches, divide_by, first=first)
+            opening = Opening(schedule.num_micro_batches, divide_by, self._pipeline.has_changed())
+            self._transport.begin(opening, shapes, first=schedule.rank_of_stage[0])
         walk(self._pipeline.runtime)
         if self.error is not None:
             raise self.error

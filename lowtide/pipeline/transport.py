@@ -3,7 +3,8 @@
 What: `begin` tells all ranks of which shape each micro-batch of the step is. `send` begins and returns. `ask` allocates
 what will come and begins to take it in. `read` waits for it. `finish` waits until all that was sent has gone.
 Shapes: the first message of each stage for each shape of a micro-batch has a head that says what follows; both ends
-remember it, so later ones have none. A stage that gives other tensors for the same shape of its batch is refused.
+remember it, so later ones have none, until something has changed on any rank (weights were frozen, autocast is on). A
+stage that gives other tensors for the same shape of its batch is refused.
 Why a thread that sends: gloo says that a transfer is over only after somebody waited for it, and until then it holds
 what was sent.
 Heads travel on a gloo group of their own. Tensors on the CPU travel there too; those on a device travel on two groups
@@ -13,8 +14,8 @@ which does one thing at a time, would each wait for the other's receive.
 A wait ends when the message is there, or when a connection closes. `give_up` closes the connections of this rank, so
 that the waits of all others end, one after the other; each then finds the note of the rank that failed first.
 
-Cost: one small message from the first rank to each other one in each step; a thread for each peer, asleep while nothing
-is sent. Not covered: a message that is taken back. Devices have been seen with one rank only.
+Cost: one small message from the first rank to each other one, and back, in each step; a thread for each peer, asleep
+while nothing is sent. Not covered: a message that is taken back. Devices have been seen with one rank only.
 """
 
 from __future__ import annotations
@@ -41,6 +42,16 @@ from lowtide.pipeline.step_log import StepLog
 Tensors = tuple[torch.Tensor | None, ...]
 _PATIENCE_SECONDS = 10.0
 """With a thread that should end at once: a rank that fails must end, whatever holds its threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What each rank says when a step begins."""
+
+    num_micro_batches: int
+    divide_by: float
+    has_changed: bool
+    """Whether its stages may pass on other tensors than before for micro-batches of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +107,34 @@ class GroupTransport:
         self._on_the_way: set[Result] = set()
         self._send_error: tuple[int, BaseException] | None = None
 
-    def begin(self, shapes: Sequence[Hashable] | None, num_micro_batches: int, divide_by: float, *, first: int) -> None:
+    def begin(self, own: Opening, shapes: Sequence[Hashable] | None, *, first: int) -> None:
         """A step begins. shapes: of each micro-batch, on the rank `first`. All ranks divide by the same number."""
-        bits = torch.tensor([divide_by], dtype=torch.float64).view(torch.int64)
+        others = [rank for rank in range(dist.get_world_size(self._heads)) if rank != self.rank]
+        doing = "was beginning a step with it"
+        bits = torch.tensor([own.divide_by], dtype=torch.float64).view(torch.int64)
+        has_changed = torch.tensor([own.has_changed], dtype=torch.int64)
         if shapes is not None:
+            for rank in others:
+                theirs = torch.empty_like(has_changed)
+                self._take_in(theirs, rank, doing)
+                has_changed |= theirs
             numbers = [self._numbers.setdefault(shape, len(self._numbers)) for shape in shapes]
-            opening = torch.cat([torch.tensor(numbers), bits])
-            for rank in range(dist.get_world_size(self._heads)):
-                if rank != self.rank:
-                    self._post(None, [opening], self._heads, rank, "the beginning of a step")
+            opening = torch.cat([torch.tensor(numbers), has_changed, bits])
+            for rank in others:
+                self._post(None, [opening], self._heads, rank, doing)
         else:
-            opening = torch.empty(num_micro_batches + 1, dtype=torch.int64)
-            self._take_in(opening, first, "waited for the beginning of a step by it")
+            self._post(None, [has_changed], self._heads, first, doing)
+            opening = torch.empty(own.num_micro_batches + 2, dtype=torch.int64)
+            self._take_in(opening, first, doing)
             if opening[-1] != bits:
-                theirs = opening[-1:].view(torch.float64).item()
+                divide_by = opening[-1:].view(torch.float64).item()
                 raise PipelineError(
-                    f"pipeline: rank {first} divides gradients by {theirs:g} in this step, and rank {self.rank} by "
-                    f"{divide_by:g}; give all ranks the same divide_by"
+                    f"pipeline: rank {first} divides gradients by {divide_by:g} in this step, and rank {self.rank} by "
+                    f"{own.divide_by:g}; give all ranks the same divide_by"
                 )
-        self._shapes = opening[:-1].tolist()
+        if opening[-2]:
+            self._known.clear()
+        self._shapes = opening[:-2].tolist()
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are let go of when they have gone."""
@@ -129,8 +149,9 @@ class GroupTransport:
                 self._known[key] = blanks
         elif known != blanks:
             raise ConfigError(
-                f"pipeline: stage {result.stage} passes on {_told(blanks)}, and for a micro-batch of the same shape it "
-                f"was {_told(known)}; what a stage passes on must follow from the shapes of its batch"
+                f"pipeline: at {send_of(result)} stage {result.stage} passes on {_told(blanks)}, and for another "
+                f"micro-batch of the same shape it was {_told(known)}; what a stage passes on must follow from the "
+                "shapes of its batch"
             )
         with self._sending:
             self._on_the_way.add(result)
@@ -303,7 +324,11 @@ def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
 
 
 def _told(blanks: _Blanks | None) -> str:
-    every = ["nothing" if each is None else f"{_name(each.dtype)}{list(each.shape)}" for each in blanks or ()]
+    words = {True: " with a graph", False: ""}
+    every = [
+        "nothing" if each is None else f"{_name(each.dtype)}{list(each.shape)}{words[each.requires_grad]}"
+        for each in blanks or ()
+    ]
     return ", ".join(every) or "nothing"
 
 
