@@ -65,7 +65,7 @@ class _Blank:
 
 _Blanks = tuple[_Blank | None, ...]
 """None: there is no tensor, as with the gradient of an output that nobody used."""
-_Sent = tuple[Result | None, float, Sequence[Any], Sequence[torch.Tensor]]
+_Sent = tuple[Result | None, float, list[Any], Sequence[torch.Tensor]]
 """On its way: since when by the clock of the host, the works, and the tensors that they need."""
 
 
@@ -276,8 +276,8 @@ class GroupTransport:
             result, start, works, tensors = sent
             error: BaseException | None = None
             try:
-                for work in works:
-                    _wait_on_host(work, self._device)
+                while works:
+                    _wait_on_host(works.pop(0), self._device)  # nothing of this thread holds it any longer
                 if self._log is not None and result is not None:
                     self._log.passed("send", str(send_of(result)), start, time.perf_counter())
             except BaseException as raised:
