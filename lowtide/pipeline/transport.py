@@ -173,7 +173,10 @@ class GroupTransport:
         for blank in blanks:
             tensor = None if blank is None else torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
             if tensor is not None and tensor.numel():
-                works.append(dist.irecv(_bytes_of(tensor), group=way, group_src=source))
+                try:
+                    works.append(dist.irecv(_bytes_of(tensor), group=way, group_src=source))
+                except RuntimeError as error:
+                    raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
             tensors.append(tensor if tensor is None or blank is None else tensor.requires_grad_(blank.requires_grad))
         self._asked[result] = _Asked(source, start, tuple(tensors), works)
 
