@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import os
 import signal
 import threading
@@ -28,7 +29,7 @@ from lowtide.pipeline.schedule import Kind, Result, Schedule
 from lowtide.pipeline.weight_gradients import WeightGradients, linear
 from lowtide.tensors.ranks import ALONE
 from tests import staged_models
-from tests.staged_models import LENGTHS, MANY, Stage
+from tests.staged_models import LENGTHS, MANY, NUM_PIECES, Stage
 from tests.zoo import same_bits
 
 
@@ -260,11 +261,8 @@ class Counting:
     def __init__(self, inner: Any) -> None:
         self.inner, self.waiting, self.peak = inner, 0, 0
 
-    def begin(self, divide_by: float) -> None:
-        self.inner.begin(divide_by)
-
-    def send(self, *args: Any, **more: Any) -> None:
-        self.inner.send(*args, **more)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def ask(self, *args: Any, **more: Any) -> None:
         self.waiting += 1
@@ -274,12 +272,6 @@ class Counting:
     def read(self, result: Any) -> Any:
         self.waiting -= 1
         return self.inner.read(result)
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-    def give_up(self) -> None:
-        self.inner.give_up()
 
 
 class Watched(nn.Module):
@@ -386,10 +378,8 @@ def swapped(rank: int) -> list[str]:
         with pytest.raises(PipelineError) as caught:
             transport.finish()
     else:
-        for result in reversed(results):
-            transport.ask(result, source=0)
         with pytest.raises(PipelineError) as caught:
-            transport.read(results[1])
+            transport.ask(results[1], source=0)
         transport.give_up()
     return [str(caught.value).partition(" (")[0]]
 
@@ -418,6 +408,46 @@ def kept_gradients(rank: int) -> list[str]:
     return different
 
 
+def changing(rank: int) -> list[str]:
+    """What differs when the first half of the pieces is frozen after a step, and thawed after one more; and what is
+    said where a stage gives other shapes for a batch of the same shape."""
+    schedule = make_schedule("1f1b", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    pieces = staged_models.pieces()
+    every = staged_models.cut(pieces, schedule.num_stages)
+    pipeline = _pipeline(schedule, {rank: every[rank]})
+    other = staged_models.pieces()
+    different = []
+    for step, is_frozen in enumerate((False, True, False)):
+        for one in (pieces, other):
+            nn.ModuleList(one).zero_grad()
+            nn.ModuleList(one[: NUM_PIECES // 2]).requires_grad_(not is_frozen)
+        pipeline.step(*_batch(pipeline, step))
+        for tokens in staged_models.batches(step):
+            staged_models.loss_of(Stage(other)(tokens), tokens).backward()
+        for name, parameter in nn.ModuleList(pieces).named_parameters():
+            wanted = nn.ModuleList(other).get_parameter(name).grad
+            if parameter in set(every[rank].parameters()) and not (
+                parameter.grad is wanted is None or same_bits(parameter.grad, wanted / MANY)
+            ):
+                different.append(f"step {step}: {name}")
+    every[0].layers.append(Shrinking())
+    with pytest.raises((ConfigError, PipelineError)) as caught:
+        pipeline.step(*_batch(pipeline, 0))
+    return [*different, str(caught.value)]
+
+
+class Shrinking(nn.Module):
+    """Gives one row less in its eighth call, whose batch has the shape of an earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.num_calls += 1
+        return tuple(each[:1] if self.num_calls == 8 and each.dim() > 1 else each for each in inputs)
+
+
 def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]]:
     """Of each parameter, in order: the number of its piece, and its name there."""
     sizes = [len(stage.layers) for stage in staged_models.cut(staged_models.pieces(), schedule.num_stages)]
@@ -427,6 +457,54 @@ def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]
         for place, layer in enumerate(stage.layers)
         for name, _ in layer.named_parameters()
     ]
+
+
+def fully_sharded(rank: int, names: list[str]) -> list[str]:
+    """What differs from the mean of two processes in two pipelines of two ranks whose stages FSDP2 shards."""
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    which, place = rank % 2, rank // 2
+    mesh = DeviceMesh.from_group([dist.new_group(pair) for pair in ([0, 1], [2, 3])][place], "cpu")
+    tokens = [staged_models.batches(replica) for replica in range(2)]
+    different = []
+    for name, reshards in itertools.product(names, (True, False)):
+        schedule = make_schedule(name, num_ranks=2, num_micro_batches=MANY)
+        gradients, losses = [], []
+        for replica in range(2):
+            model = Stage(staged_models.pieces())
+            losses.append([staged_models.loss_of(model(x), x) for x in tokens[replica]])
+            for loss in losses[-1]:
+                loss.backward()
+            gradients.append([[p.grad for p in layer.parameters()] for layer in model.layers])
+        every = staged_models.cut(staged_models.pieces(), schedule.num_stages)
+        stages = {number: every[number] for number in schedule.stages_of(place)}
+        for stage in stages.values():
+            for layer in stage.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+            fully_shard(stage, mesh=mesh, reshard_after_forward=reshards)
+        weights = WeightGradients() if name in ("zb_v", "dualpipev") else None
+        pipeline = _pipeline(schedule, stages, group=pipelines[which], weight_gradients=weights, tied=())
+        given = (tokens[which] if 0 in stages else None, tokens[which] if pipeline.loss is not None else None)
+        for _ in range(2):
+            nn.ModuleList(stages.values()).zero_grad()
+            found = pipeline.step(*given)
+        every_wanted = [(one + other) / 2 / MANY for pair in zip(*gradients, strict=True) for one, other in zip(*pair)]
+        norm = torch.nn.utils.get_total_norm(every_wanted)
+        different += [] if torch.allclose(pipeline.gradient_norm(), norm, rtol=1e-6) else [f"{name}: norm"]
+        if pipeline.loss is not None:
+            pairs = zip(found, losses[which], strict=True)
+            different += [f"{name}: loss" for one, other in pairs if not same_bits(one, other.detach())]
+        first = 0
+        for number, stage in enumerate(every):
+            for piece, layer in enumerate(stage.layers if number in stages else (), start=first):
+                for (where, parameter), *both in zip(
+                    layer.named_parameters(), *(g[piece] for g in gradients), strict=True
+                ):
+                    wanted = (both[0] + both[1]) / 2 / MANY
+                    if not same_bits(parameter.grad.full_tensor(), wanted):
+                        different.append(f"{name}: {piece} {where}")
+            first += len(stage.layers)
+        pipeline.close()
+    return different
 
 
 class Experts(nn.Module):

@@ -297,6 +297,12 @@ def refusals(rank: int) -> dict[str, str]:
         now = [weight.grad for weight in pipeline.stages[rank].parameters()]
         assert all(one is other for one, other in zip(before, now, strict=True))
         pipeline.close()
+    weighed = Pipeline(make_schedule("1f1b", num_ranks=2, num_micro_batches=M), {rank: Block()},
+                       loss=Criterion() if rank else None, tied=())  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        fit_stages(weighed, *given, budget="1GiB")
+    told["budget"] = str(caught.value)
+    weighed.close()
     model = _model("llama", rms_norm_eps=1e-5 * (1 + rank))
     with pytest.raises(ConfigError) as caught:
         Pipeline(pipeline.schedule, {rank: cut(model, [range(2), range(2, 4)])[rank]}, loss=loss_of if rank else None)

@@ -142,9 +142,7 @@ class RankStages:
             ]
         loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        self._pipeline = Pipeline(
-            self._schedule, self.stages, loss=loss, group=self._group, log=self._log, optimizer=optimizer, **how
-        )
+        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, log=self._log, **how)
 
     @property
     def layer_counts(self) -> list[int]:

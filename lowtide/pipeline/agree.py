@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline import heads
 from lowtide.pipeline.schedule import Schedule
 from lowtide.pipeline.tied import elements_of, sample_of
 from lowtide.tensors.fsdp import is_sharded
@@ -55,7 +54,6 @@ def belief_of(schedule: Schedule, mistake: str | None, facts: Facts, weights: Ma
     every = {
         "schedules": digest_of(schedule),
         "versions of torch": torch.__version__,
-        "versions of messages between ranks": heads.VERSION,
         **facts,
     }
     return Belief(mistake, every, uuid.uuid4().hex, weights)

@@ -54,6 +54,7 @@ from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.casts import remembered_cast_bytes
+from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import ALONE, gather
@@ -213,6 +214,12 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
             raise ConfigError(
                 "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not "
                 "observed; leave fill out"
+            )
+    for stage, module in pipeline.stages.items():
+        if fsdp_modules(module):
+            raise ConfigError(
+                f"pipeline: a budget cannot be planned for stage {stage}, which FSDP2 shards: its gathered weights and "
+                "whole gradients are not counted; write rules: recompute, swap, keep"
             )
     if isinstance(pipeline.loss, nn.Module) and any(True for _ in pipeline.loss.parameters()):
         raise ConfigError(

@@ -1,6 +1,7 @@
 """One rank of a pipeline, for one step at a time.
 
-What: `Pipeline.step` walks this rank's row of the schedule. A forward reads its input, runs the stage's module on
+What: `Pipeline.step` has torch's pipeline runtime walk this rank's row of the schedule (torch_stage.py), in which the
+functions of this file carry out what computes. A forward reads its input, runs the stage's module on
 leaves, and keeps the places of the outputs in the graph, not the outputs (stage_call.py). A result is sent as soon as
 it is made and those before it to the same rank are on their way; it is asked for where the schedule says, so that no
 buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
@@ -41,8 +42,8 @@ from lowtide.pipeline.agree import (
     meet,
     refuse_difference,
 )
+from lowtide.pipeline.checks import check_parallel, check_stages, checked, facts_of, named_weights, words_of
 from lowtide.pipeline.failure import FailureNote
-from lowtide.pipeline.figures import is_in_order
 from lowtide.pipeline.gradient_norm import gradient_norm
 from lowtide.pipeline.gradients import StepGradients
 from lowtide.pipeline.schedule import (
@@ -61,12 +62,11 @@ from lowtide.pipeline.schedule import (
 from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.step_log import StepLog
 from lowtide.pipeline.tied import Place, Tie, TiedWeights, described, refuse_look_alikes
-from lowtide.pipeline.transfers import with_transfers
-from lowtide.pipeline.transport import GroupTransport, Transport
+from lowtide.pipeline.torch_stage import keep_whole, runtime_of, walk
+from lowtide.pipeline.transport import GroupTransport, Opening
 from lowtide.pipeline.trial import try_stages
-from lowtide.pipeline.verify import Sends, verify
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
-from lowtide.tensors.fsdp import fsdp_modules, is_fsdp
+from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 
 Half = Callable[[], None]
@@ -93,7 +93,6 @@ class Pipeline:
         *,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         group: Any = None,
-        transport: Transport | None = None,
         weight_gradients: WeightGradients | None = None,
         run_pair: RunPair = one_after_the_other,
         log: StepLog | None = None,
@@ -101,12 +100,12 @@ class Pipeline:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
-        and an entry of `targets`; its rank has one. group: absent, all ranks of the job. transport: absent, one over
-        `group`. weight_gradients: absent, I does the whole backward and W nothing. run_pair: how a pair is carried out,
-        and a forward or backward outside of pairs, with None for the other half. log: notes what each step does when.
-        tied: the weights that several stages share, as `find_ties` finds them in all stages of a model, or `()`;
-        absent, what `cut` found, and else weights of two ranks that begin with the same values are refused.
-        optimizer: of this rank, whose settings are compared with those of the others before the first step.
+        and an entry of `targets`; its rank has one. group: absent, all ranks of the job. weight_gradients: absent, I
+        does the whole backward and W nothing. run_pair: how a pair is carried out, and a forward or backward outside of
+        pairs, with None for the other half. log: notes what each step does when. tied: the weights that several stages
+        share, as `find_ties` finds them in all stages of a model, or `()`; absent, what `cut` found, and else weights
+        of two ranks that begin with the same values are refused. optimizer: of this rank, whose settings are compared
+        with those of the others before the first step.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
@@ -123,16 +122,16 @@ class Pipeline:
         facts: dict[str, object] = {}
         named: dict[Place, torch.Tensor] = {}
         try:
-            self.schedule = _checked(schedule, num_ranks)
-            _check_stages(self.schedule, self.rank, self.stages, loss)
-            _check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
-            named = _named_weights(self.stages, loss, self.schedule.num_stages - 1)
+            self.schedule = checked(schedule, num_ranks)
+            check_stages(self.schedule, self.rank, self.stages, loss)
+            check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
+            named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
             for place, weight in named.items():
                 self.weights.setdefault(place.stage, []).append(weight)
             origins = [getattr(stage, "origin", None) for stage in self.stages.values()]
-            facts, known = _facts_of(origins, takes_turns=run_pair is not one_after_the_other)
+            facts, known = facts_of(origins, takes_turns=run_pair is not one_after_the_other)
             tied = known if tied is None else tuple(map(tuple, tied))
-            facts["tied weights"] = "not known" if tied is None else _told(tied)
+            facts["tied weights"] = "not known" if tied is None else words_of(tied)
             self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank)
         except ConfigError as error:
             mistake = str(error)
@@ -141,15 +140,21 @@ class Pipeline:
         refuse_look_alikes([each.weights for each in beliefs])
         name = beliefs[0].job
         self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
-        self.transport, self._own_transport = transport, None
-        if transport is None and self._note is not None:
-            self.transport = self._own_transport = GroupTransport(group, _device_of(self.stages), self._note, log)
+        self.transport: GroupTransport | None = None
+        if self._note is not None:
+            self.transport = GroupTransport(group, _device_of(self.stages), self._note, log)
+        self._walk: _Walk | None = None
+        """Of the step that is under way."""
+        self._runtime: Any = None
+        """Torch's; made for the first step."""
         self.waits: tuple[frozenset[Result], ...] = ()
         """For each action of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
         self.draws: set[int] = set()
         """Stages that drew random numbers in their first forward."""
         self._has_tried = False
+        self._state: tuple[Any, ...] = ()
+        """Of the last step, as `has_changed` has it."""
         self._failure: str | None = None
 
     def step(
@@ -176,20 +181,20 @@ class Pipeline:
         self.num_steps += 1
         if self.log is not None:
             self.log.clear()
-        if self.transport is not None:
-            self.transport.begin(divide_by)
-        walk = _Walk(self, inputs, targets)
+        step = self._walk = _Walk(self, inputs, targets)
         gradients = StepGradients(self.weights, shared=self.tied.weights)
         try:
             if mistake is not None:
                 raise mistake
-            walk.run(gradients)
+            step.run(gradients, divide_by)
         except BaseException as error:
             gradients.take_back()
             if self.weight_gradients is not None:
                 self.weight_gradients.forget()
-            self._end(error, f"{walk.at} of step {self.num_steps}")
+            self._end(error, f"{step.at} of step {self.num_steps}")
             raise
+        finally:
+            self._walk = None
         gradients.give(divide_by)
         if self.num_steps == 1 and self.draws and self.schedule.num_micro_batches * self.schedule.num_stages > 1:
             stages = ", ".join(map(str, sorted(self.draws)))
@@ -198,7 +203,7 @@ class Pipeline:
                 "order, so its losses are not these to the bit",
                 stacklevel=2,
             )
-        return walk.losses
+        return step.losses
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the gradients of all stages, shared weights counted once: what `torch.nn.utils.get_total_norm`
@@ -224,6 +229,32 @@ class Pipeline:
             try_stages(self.schedule, self.rank, self.stages, inputs, self.group)
             self._has_tried = True
 
+    @property
+    def runtime(self) -> Any:
+        if self._runtime is None:
+            self._runtime = runtime_of(self.schedule, self.stages, self)
+        return self._runtime
+
+    def do(self, every: AnyAction) -> None:
+        """For torch's runtime: an action of this rank."""
+        assert self._walk is not None
+        self._walk.do(every)
+
+    @property
+    def has_failed(self) -> bool:
+        """For torch's runtime: whether an action of this step has raised."""
+        return self._walk is not None and self._walk.error is not None
+
+    def has_changed(self) -> bool:
+        """Since the last step: what stages pass on for the same batch may be another thing."""
+        device_type = _device_of(self.stages).type
+        before, self._state = self._state, (
+            tuple(weight.requires_grad for each in self.weights.values() for weight in each),
+            tuple(stage.training for stage in self.stages.values()),
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        )  # fmt: skip
+        return before != self._state
+
     def batch_mistake(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> ConfigError | None:
         """Where this rank has an end of the model and was not given what belongs there."""
         last = self.schedule.num_stages - 1
@@ -248,9 +279,9 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """End the threads of the transport, if the pipeline made it."""
-        if self._own_transport is not None:
-            self._own_transport.close()
+        """End the threads of the transport."""
+        if self.transport is not None:
+            self.transport.close()
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -268,84 +299,10 @@ class Pipeline:
             self._note.linger()
 
 
-def _checked(schedule: Schedule, num_ranks: int) -> Schedule:
-    """The same schedule with transfers, proven."""
-    if schedule.num_ranks != num_ranks:
-        raise ConfigError(
-            f"pipeline: the schedule '{schedule.name}' is for {schedule.num_ranks} ranks, not {num_ranks}"
-        )
-    verify(schedule, sends=Sends.BUFFERED)
-    if not is_in_order(schedule):
-        raise ConfigError(
-            f"pipeline: a stage of the schedule '{schedule.name}' adds up its weight gradients in another order than "
-            "that of the micro-batches, which changes their rounding"
-        )
-    return schedule if schedule.has_transfers else with_transfers(schedule)
-
-
-def _check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Any], loss: Any) -> None:
-    wanted = schedule.stages_of(rank)
-    if tuple(sorted(stages)) != wanted:
-        words = ", ".join(map(str, sorted(stages))) or "none"
-        raise ConfigError(
-            f"pipeline: '{schedule.name}' has stages {', '.join(map(str, wanted)) or 'none'} on this rank, and it was "
-            f"given {words}"
-        )
-    for stage, module in stages.items():
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"pipeline: stage {stage} is a {type(module).__name__}, not a torch.nn.Module")
-    has_end = schedule.num_stages - 1 in wanted
-    if has_end and loss is None:
-        raise ConfigError(f"pipeline: this rank has the last stage, {schedule.num_stages - 1}, and no loss")
-    if not has_end and loss is not None:
-        raise ConfigError(
-            f"pipeline: this rank has a loss, and not the last stage, {schedule.num_stages - 1}; give the loss to rank "
-            f"{schedule.rank_of_stage[-1]}"
-        )
-
-
-def _named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict[Place, torch.Tensor]:
-    """What the stages of a rank train, and its loss, which is part of the last one."""
-    found: dict[Place, torch.Tensor] = {}
-    for stage, module in sorted(stages.items()):
-        found |= {Place(stage, name): weight for name, weight in module.named_parameters()}
-        if stage == last and isinstance(loss, nn.Module):
-            own = set(module.parameters())
-            weights = loss.named_parameters(prefix="loss")
-            found |= {Place(stage, name): weight for name, weight in weights if weight not in own}
-    return found
-
-
-def _facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
-    """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
-    facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
-    known = None
-    for origin in origins:
-        facts |= {} if origin is None else origin.facts
-        known = None if origin is None else origin.ties
-    return facts, known if all(origin is not None for origin in origins) else None
-
-
-def _told(ties: Sequence[Tie]) -> str:
-    return "; ".join(" = ".join(map(str, tie)) for tie in ties) or "none"
-
-
-def _check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
-    """Wrappers that expect one forward and its backward at a time."""
-    for stage, module in stages.items():
-        for name, each in module.named_modules():
-            what = f"stage {stage}" if not name else f"'{name}' of stage {stage}"
-            if isinstance(each, nn.parallel.DistributedDataParallel):
-                raise ConfigError(
-                    f"pipeline: {what} is in DistributedDataParallel, which exchanges the gradients of one micro-batch "
-                    "when its backward ends, and here several are in flight; give the module inside, and sum gradients "
-                    "over the replicas after each step"
-                )
-            if takes_turns and is_fsdp(each):
-                raise ConfigError(
-                    f"pipeline: {what} is a module of FSDP2, which takes one forward or backward at a time: in a pair "
-                    "it would lose gradients; leave run_pair out, or leave the stage unsharded"
-                )
+def _shape_of(entry: Any) -> tuple[Any, ...]:
+    """Of a micro-batch: micro-batches that have the same are passed on in the same shapes."""
+    leaves = tree_leaves(entry)
+    return tuple((tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else str(each) for each in leaves)
 
 
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
@@ -382,7 +339,10 @@ class _Walk:
         self._inputs, self._targets = inputs, targets
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
+        self._positions = {every: position for position, every in enumerate(self._row)}
         self._position = 0
+        self._gradients = StepGradients({})
+        self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], LiveChunk] = {}
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
@@ -405,34 +365,53 @@ class _Walk:
     def losses(self) -> tuple[torch.Tensor, ...]:
         return tuple(loss for _, loss in sorted(self._losses.items()))
 
-    def run(self, gradients: StepGradients) -> None:
-        with torch.enable_grad():
-            for position, every in enumerate(self._row):
-                self.at, self._position = every, position
-                if isinstance(every, Pair):
-                    self._run_pair(every, gradients)
-                elif every.kind in RECEIVES:
-                    assert self._transport is not None
-                    result = carried_by(every)
-                    self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
-                elif every.kind is Kind.FORWARD:
-                    forward = self._ready(every, gradients)
-                    self._let_go()
-                    self._pipeline.run_pair(self._logged(every, forward), None)
-                elif every.kind is Kind.BACKWARD_WEIGHT:
-                    self._logged(every, functools.partial(self._weight_gradient, every, gradients))()
-                elif every.kind not in SENDS:  # what is made is sent at once, in the order of the row
-                    backward = self._ready(every, gradients)
-                    self._let_go()
-                    self._pipeline.run_pair(None, self._logged(every, backward))
-            self.at = "its end"
-            self._pipeline.tied.exchange(gradients, self._transport)
-            if self._transport is not None:
-                self._waited("messages to go", self._transport.finish)
+    def run(self, gradients: StepGradients, divide_by: float) -> None:
+        self._gradients = gradients
+        schedule = self._schedule
+        if self._transport is not None:
+            shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
+            opening = Opening(schedule.num_micro_batches, divide_by, self._pipeline.has_changed())
+            self._transport.begin(opening, shapes, first=schedule.rank_of_stage[0])
+        walk(self._pipeline.runtime)
+        if self.error is not None:
+            raise self.error
+        self.at = "its end"
+        self._pipeline.tied.exchange(gradients, self._transport)
+        if self._transport is not None:
+            self._waited("messages to go", self._transport.finish)
         assert not (self._chunks or self._local or self._made)
 
-    def _run_pair(self, pair: Pair, gradients: StepGradients) -> None:
-        forward, backward = self._ready(pair.forward, gradients), self._ready(pair.backward, gradients)
+    def do(self, every: AnyAction) -> None:
+        """An action of the row. What it raises is raised when the runtime has come to the end of the row: what it says
+        of an error is the rows of all ranks."""
+        if self.error is not None:
+            return
+        try:
+            self._do(every)
+        except BaseException as error:
+            self.error = error
+
+    def _do(self, every: AnyAction) -> None:
+        self.at, self._position = every, self._positions[every]
+        if isinstance(every, Pair):
+            self._run_pair(every)
+        elif every.kind in RECEIVES:
+            assert self._transport is not None
+            result = carried_by(every)
+            self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
+        elif every.kind is Kind.FORWARD:
+            forward = self._ready(every)
+            self._let_go()
+            self._pipeline.run_pair(self._logged(every, forward), None)
+        elif every.kind is Kind.BACKWARD_WEIGHT:
+            self._logged(every, functools.partial(self._weight_gradient, every))()
+        else:
+            backward = self._ready(every)
+            self._let_go()
+            self._pipeline.run_pair(None, self._logged(every, backward))
+
+    def _run_pair(self, pair: Pair) -> None:
+        forward, backward = self._ready(pair.forward), self._ready(pair.backward)
         self._let_go()
         run_pair = self._pipeline.run_pair
         if run_pair is one_after_the_other:
@@ -440,15 +419,15 @@ class _Walk:
         else:  # of halves that take turns only the whole has a time
             self._logged(pair, functools.partial(run_pair, forward, backward))()
 
-    def _ready(self, action: Action, gradients: StepGradients) -> Half:
+    def _ready(self, action: Action) -> Half:
         """The action, when what it reads from another stage is there."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
             leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
-            return functools.partial(self._forward, action, leaves, gradients)
+            return functools.partial(self._forward, action, leaves)
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
-        return functools.partial(self._backward, action, given, gradients)
+        return functools.partial(self._backward, action, given)
 
     def _let_go(self) -> None:
         """A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a busy
@@ -482,7 +461,7 @@ class _Walk:
             self._pipeline.log.passed("wait", name, start, time.perf_counter())
         return found
 
-    def _forward(self, action: Action, leaves: Tensors, gradients: StepGradients) -> None:
+    def _forward(self, action: Action, leaves: Tensors) -> None:
         stage, micro_batch = chunk = action.stage, action.micro_batch
         module = self._pipeline.stages[stage]
         given: Any = ()
@@ -499,17 +478,17 @@ class _Walk:
             if stage == self._schedule.num_stages - 1:
                 output = self._loss_of(output, micro_batch)
         if is_first:
-            self._learn_from(stage, made, (*leaves, *tree_leaves(given)), gradients)
+            self._learn_from(stage, made, (*leaves, *tree_leaves(given)))
             if not all(map(torch.equal, before, _random_states(module))):
                 self._pipeline.draws.add(stage)
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
         for weight in weights_behind([*tree_leaves(given), *stage_call.as_tuple(output)], until=(*leaves, *made)):
-            gradients.include(stage, weight)
+            self._gradients.include(stage, weight)
         live, outputs = stage_call.with_places(leaves, output, stage)
         self._chunks[chunk] = live
         self._give(action, outputs)
 
-    def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any], gradients: StepGradients) -> None:
+    def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Once: what the stage trains that is not registered in it. FSDP2 has other parameters in a forward."""
         if fsdp_modules(self._pipeline.stages[stage]):
             return
@@ -517,7 +496,7 @@ class _Walk:
         for weight in weights_behind(made, until=given):
             if not any(weight is each for each in known):
                 known.append(weight)
-                gradients.include(stage, weight)
+                self._gradients.include(stage, weight)
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None
@@ -533,16 +512,17 @@ class _Walk:
         self._losses[micro_batch] = loss.detach()
         return loss
 
-    def _backward(self, action: Action, given: Tensors | None, gradients: StepGradients) -> None:
+    def _backward(self, action: Action, given: Tensors | None) -> None:
         chunk = action.stage, action.micro_batch
         if given is None:
             given = (torch.ones_like(self._losses[action.micro_batch]),)
         putting_off = self._weights.put_off(chunk) if chunk in self._split else contextlib.nullcontext()
-        with gradients.of_stage(action.stage), putting_off:
+        keep_whole(self._pipeline.stages[action.stage])
+        with self._gradients.of_stage(action.stage), putting_off:
             found = stage_call.backward(self._chunks.pop(chunk), given)
         self._give(action, found)
 
-    def _weight_gradient(self, action: Action, gradients: StepGradients) -> None:
+    def _weight_gradient(self, action: Action) -> None:
         chunk = action.stage, action.micro_batch
         if chunk in self._split:
             if not self._weights.num_calls:
@@ -550,7 +530,7 @@ class _Walk:
                     f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
                     "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
                 )
-            with gradients.of_stage(action.stage):
+            with self._gradients.of_stage(action.stage):
                 self._weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:

@@ -4,7 +4,8 @@ What: each rank takes the norm of each of its weights; all ranks put them togeth
 their weights, and take the norm of these. That is what `torch.nn.utils.get_total_norm` does with the parameters of the
 whole model, so the bits are the same, and so are those of a step that clips by it. A shared weight counts once, at its
 first place.
-Cost: one small collective. Not covered: the other norms of torch; weights of which a rank has a part.
+Of a weight that FSDP2 shards, the norm is that of all its shards.
+Cost: one small collective. Not covered: the other norms of torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowtide.tensors.fsdp import whole_of
 from lowtide.tensors.ranks import gather
 
 _Norms = dict[int, list[tuple[torch.dtype, float]]]
@@ -30,7 +32,7 @@ def gradient_norm(
         own[stage] = []
         for weight in each:
             if weight.grad is not None and weight not in seen:
-                norm = torch.nn.utils.get_total_norm([weight.grad])
+                norm = whole_of(torch.nn.utils.get_total_norm([weight.grad]))
                 own[stage].append((norm.dtype, float(norm)))
             seen.add(weight)
     stages = {stage: norms for rank in gather(own, group) for stage, norms in rank.items()}

@@ -1,37 +1,42 @@
 """Messages between two ranks, in the order that the schedule proves.
 
-What: `send` begins and returns. `ask` tells the thread that serves this peer to expect a message; the thread reads its
-head, allocates, and takes the tensors in. `read` waits for it. `finish` waits until all that was sent has gone.
-Why a head: see heads.py. Why threads: gloo says that a transfer is complete only after somebody waited for it, so heads
-cannot be polled, and what was sent could not be let go of before the end of the step.
+What: `begin` tells all ranks of which shape each micro-batch of the step is. `send` begins and returns. `ask` allocates
+what will come and begins to take it in. `read` waits for it. `finish` waits until all that was sent has gone.
+Shapes: the first message of each stage for each shape of a micro-batch has a head that says what follows; both ends
+remember it, so later ones have none, until something has changed on any rank (weights were frozen, autocast is on). A
+stage that gives other tensors for the same shape of its batch is refused.
+Why a thread that sends: gloo says that a transfer is over only after somebody waited for it, and until then it holds
+what was sent.
 Heads travel on a gloo group of their own. Tensors on the CPU travel there too; those on a device travel on two groups
 of the job's backend, one for each direction: two ranks that send to each other at once on one communicator of NCCL,
 which does one thing at a time, would each wait for the other's receive.
 
-A wait ends when the message is there, when a connection closes, or when any rank has noted a failure. `give_up` closes
-the connections of this rank, so that the waits of all others end at once.
+A wait ends when the message is there, or when a connection closes. `give_up` closes the connections of this rank, so
+that the waits of all others end, one after the other; each then finds the note of the rank that failed first.
 
-Cost: one message of 512 bytes beside each result; two threads for each peer, asleep while nothing comes.
-Not covered: a message that is taken back. Devices have been seen with one rank only.
+Cost: one small message from the first rank to each other one, and back, in each step; a thread for each peer, asleep
+while nothing is sent. Not covered: a message that is taken back. Devices have been seen with one rank only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lowtide.errors import PipelineError
-from lowtide.pipeline import heads
+from lowtide.errors import ConfigError, PipelineError
 from lowtide.pipeline.failure import POLL_SECONDS, FailureNote
-from lowtide.pipeline.schedule import Result, receive_of, send_of
+from lowtide.pipeline.rank_plan import HEAD_BYTES
+from lowtide.pipeline.schedule import Kind, Result, receive_of, send_of
 from lowtide.pipeline.step_log import StepLog
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -39,60 +44,43 @@ _PATIENCE_SECONDS = 10.0
 """With a thread that should end at once: a rank that fails must end, whatever holds its threads."""
 
 
-class Transport(Protocol):
-    """What an executor needs of the ranks around it. Ranks are those of the schedule."""
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What each rank says when a step begins."""
 
-    def begin(self, divide_by: float) -> None:
-        """A step begins, in which both ends of each message must divide gradients by the same number."""
-
-    def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
-        """Begin, and return. The tensors are let go of when they have gone."""
-
-    def ask(self, result: Result, *, source: int) -> None:
-        """Expect a result. Those of one source come in the order in which they were asked for."""
-
-    def read(self, result: Result) -> Tensors:
-        """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
-
-    def let_go_of(self, results: Collection[Result]) -> None:
-        """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has gone."""
-
-    def give_up(self) -> None:
-        """After a failure: end the waits of all ranks. Nothing can be sent any more."""
+    num_micro_batches: int
+    divide_by: float
+    has_changed: bool
+    """Whether its stages may pass on other tensors than before for micro-batches of the same shapes."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A tensor that is to come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+_Blanks = tuple[_Blank | None, ...]
+"""None: there is no tensor, as with the gradient of an output that nobody used."""
+_Sent = tuple[Result | None, float, list[Any], Sequence[torch.Tensor]]
+"""On its way: since when by the clock of the host, the works, and the tensors that they need."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """A message that is expected."""
 
-    def __init__(self, result: Result, stream: torch.Stream | None) -> None:
-        self.result = result
-        self.stream = stream
-        """The stream that will read it; None on the CPU."""
-        self.is_there = threading.Event()
-        self.tensors: Tensors = ()
-        self.works: list[Any] = []
-        """Of a device: transfers that its stream has to wait for."""
-        self.error: BaseException | None = None
-
-
-_Sent = tuple[Result, float, Any, list[Any], list[torch.Tensor]]
-"""On its way: since when by the clock of the host, the work of its head, that of its tensors, and all of them."""
-
-
-class _Peer:
-    """The other end: what is expected from it, and what is on its way to it."""
-
-    def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self.sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        self.threads: list[threading.Thread] = []
+    source: int
+    start: float
+    tensors: Tensors
+    works: Sequence[Any]
 
 
 class GroupTransport:
-    """`Transport` over a process group. To be made by all its ranks at once."""
+    """Over a process group. To be made by all its ranks at once. Ranks are those of the schedule."""
 
     def __init__(self, group: Any, device: torch.device, note: FailureNote, log: StepLog | None = None) -> None:
         """log: notes when each message was on its way."""
@@ -106,55 +94,112 @@ class GroupTransport:
         """Of tensors: to higher ranks, to lower ranks."""
         if device.type != "cpu":
             self._ways = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
-        self._peers: dict[int, _Peer] = {}
-        self._asked: dict[Result, tuple[int, _Asked]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        """Of the shapes of micro-batches that were seen. On the first rank."""
+        self._shapes: list[int] = []
+        """The number of the shape of each micro-batch of this step."""
+        self._known: dict[tuple[Kind, int, int], _Blanks] = {}
+        """By the kind and stage of a result and the number of a shape."""
+        self._asked: dict[Result, _Asked] = {}
+        self._queues: dict[int, queue.SimpleQueue[_Sent | None]] = {}
+        self._threads: list[threading.Thread] = []
         self._sending = threading.Condition()
         self._on_the_way: set[Result] = set()
         self._send_error: tuple[int, BaseException] | None = None
-        self._divide_by = 0.0
 
-    def begin(self, divide_by: float) -> None:
-        self._divide_by = divide_by
+    def begin(self, own: Opening, shapes: Sequence[Hashable] | None, *, first: int) -> None:
+        """A step begins. shapes: of each micro-batch, on the rank `first`. All ranks divide by the same number."""
+        others = [rank for rank in range(dist.get_world_size(self._heads)) if rank != self.rank]
+        doing = "was beginning a step with it"
+        bits = torch.tensor([own.divide_by], dtype=torch.float64).view(torch.int64)
+        has_changed = torch.tensor([own.has_changed], dtype=torch.int64)
+        if shapes is not None:
+            for rank in others:
+                theirs = torch.empty_like(has_changed)
+                self._take_in(theirs, rank, doing)
+                has_changed |= theirs
+            numbers = [self._numbers.setdefault(shape, len(self._numbers)) for shape in shapes]
+            opening = torch.cat([torch.tensor(numbers), has_changed, bits])
+            for rank in others:
+                self._post(None, [opening], self._heads, rank, doing)
+        else:
+            self._post(None, [has_changed], self._heads, first, doing)
+            opening = torch.empty(own.num_micro_batches + 2, dtype=torch.int64)
+            self._take_in(opening, first, doing)
+            if opening[-1] != bits:
+                divide_by = opening[-1:].view(torch.float64).item()
+                raise PipelineError(
+                    f"pipeline: rank {first} divides gradients by {divide_by:g} in this step, and rank {self.rank} by "
+                    f"{own.divide_by:g}; give all ranks the same divide_by"
+                )
+        if opening[-2]:
+            self._known.clear()
+        self._shapes = opening[:-2].tolist()
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
+        """Begin, and return. The tensors are let go of when they have gone."""
         self._raise_lost_send()
-        there = [tensor.detach().contiguous() for tensor in tensors if tensor is not None and tensor.numel()]
-        head = heads.write(result, tensors, self._divide_by)
-        start = time.perf_counter()
-        way = self._ways[int(to < self.rank)]
-        try:
-            head_work = dist.isend(head, group=self._heads, group_dst=to)
-            works = [dist.isend(_bytes_of(tensor), group=way, group_dst=to) for tensor in there]
-        except RuntimeError as error:
-            raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
+        blanks = tuple(None if t is None else _Blank(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        key = self._key_of(result)
+        doing = f"was sending {send_of(result)} to it"
+        known = None if key is None else self._known.get(key)
+        if known is None:
+            self._post(None, [_head_of(result, blanks)], self._heads, to, doing)
+            if key is not None:
+                self._known[key] = blanks
+        elif known != blanks:
+            raise ConfigError(
+                f"pipeline: at {send_of(result)} stage {result.stage} passes on {_told(blanks)}, and for another "
+                f"micro-batch of the same shape it was {_told(known)}; what a stage passes on must follow from the "
+                "shapes of its batch"
+            )
         with self._sending:
             self._on_the_way.add(result)
-        self._peer(to).sent.put((result, start, head_work, works, [head, *there]))
+        there = [tensor.detach().contiguous() for tensor in tensors if tensor is not None and tensor.numel()]
+        self._post(result, there, self._ways[int(to < self.rank)], to, doing)
 
     def ask(self, result: Result, *, source: int) -> None:
-        is_cpu = self._device.type == "cpu"
-        asked = _Asked(result, None if is_cpu else torch.accelerator.current_stream(self._device))
-        self._asked[result] = (source, asked)
-        self._peer(source).asked.put(asked)
+        """Expect a result. Those of one source come in the order in which they were asked for."""
+        start = time.perf_counter()
+        key = self._key_of(result)
+        blanks = None if key is None else self._known.get(key)
+        if blanks is None:
+            blanks = self._read_head(result, source)
+            if key is not None:
+                self._known[key] = blanks
+        way = self._ways[int(source > self.rank)]
+        tensors: list[torch.Tensor | None] = []
+        works: list[Any] = []
+        for blank in blanks:
+            tensor = None if blank is None else torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
+            if tensor is not None and tensor.numel():
+                try:
+                    works.append(dist.irecv(_bytes_of(tensor), group=way, group_src=source))
+                except RuntimeError as error:
+                    raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
+            tensors.append(tensor if tensor is None or blank is None else tensor.requires_grad_(blank.requires_grad))
+        self._asked[result] = _Asked(source, start, tuple(tensors), works)
 
     def read(self, result: Result) -> Tensors:
-        source, asked = self._asked[result]
-        while not asked.is_there.wait(POLL_SECONDS):
-            self._raise_noted()
-        del self._asked[result]
-        if asked.error is not None:
-            if isinstance(asked.error, PipelineError):
-                raise asked.error
-            raise self._lost(source, f"waited for {send_of(result)} of it", asked.error) from asked.error
-        for work in asked.works:
-            work.wait()
+        """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
+        asked = self._asked.pop(result)
+        try:
+            for work in asked.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(asked.source, f"waited for {send_of(result)} of it", error) from error
+        if self._log is not None:
+            self._log.passed("receive", str(receive_of(result)), asked.start, time.perf_counter())
         return asked.tensors
 
     def let_go_of(self, results: Collection[Result]) -> None:
+        """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
         self._until(lambda: self._on_the_way.isdisjoint(results))
 
     def finish(self) -> None:
+        """Wait until everything that was sent has gone."""
         self._until(lambda: not self._on_the_way)
+        self._shapes = []
 
     def _until(self, is_gone: Callable[[], bool]) -> None:
         with self._sending:
@@ -164,6 +209,7 @@ class GroupTransport:
         self._raise_lost_send()
 
     def give_up(self) -> None:
+        """After a failure: end the waits of all ranks. Nothing can be sent any more."""
         # A wait that times out closes all connections of a gloo group. No call does so: seen with torch 2.13.
         # On a connection that another rank has closed already nothing times out, so each is tried.
         for rank in range(dist.get_world_size(self._heads)):
@@ -175,90 +221,74 @@ class GroupTransport:
 
     def close(self) -> None:
         """End the threads. Before `give_up` only between two steps."""
-        for peer in self._peers.values():
-            peer.asked.put(None)
-            peer.sent.put(None)
-            for thread in peer.threads:
-                thread.join(_PATIENCE_SECONDS)
-        self._peers.clear()
+        for waiting in self._queues.values():
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(_PATIENCE_SECONDS)
+        self._queues.clear()
+        self._threads.clear()
         self._asked.clear()
 
-    # -- threads -------------------------------------------------------------------------------------------------------
+    # -- what follows --------------------------------------------------------------------------------------------------
 
-    def _peer(self, rank: int) -> _Peer:
-        if rank not in self._peers:
-            peer = self._peers[rank] = _Peer()
-            for work in (self._receive, self._let_go):
-                name = f"lowtide-pipeline-{work.__name__.strip('_')}-{rank}"
-                thread = threading.Thread(target=work, args=(rank, peer), name=name, daemon=True)
-                peer.threads.append(thread)
-                thread.start()
-        return self._peers[rank]
+    def _key_of(self, result: Result) -> tuple[Kind, int, int] | None:
+        """Under which it is known what follows; None outside of steps, and for sums of weight gradients."""
+        if result.kind is Kind.BACKWARD_WEIGHT or not self._shapes:
+            return None
+        return result.kind, result.stage, self._shapes[result.micro_batch]
 
-    def _receive(self, source: int, peer: _Peer) -> None:
-        while (asked := peer.asked.get()) is not None:
-            try:
-                self._take_in(source, asked)
-            except BaseException as error:  # whatever it is, the thread that reads must hear of it
-                asked.error = error
-            asked.is_there.set()
-            del asked  # the thread waits for the next one without holding this one's tensors
-
-    def _take_in(self, source: int, asked: _Asked) -> None:
-        words = torch.empty(heads.NUM_WORDS, dtype=torch.int64)
-        dist.recv(words, group=self._heads, group_src=source)
-        start = time.perf_counter()
-        head = self._checked(words, asked.result, source)
-        if asked.stream is not None:
-            torch.accelerator.set_stream(asked.stream)  # of this thread: memory and order are those of the reader
-        way = self._ways[int(source > self.rank)]
-        tensors: list[torch.Tensor | None] = []
-        for blank in head.blanks:
-            if blank is None:
-                tensors.append(None)
-                continue
-            tensor = torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
-            if tensor.numel():
-                work: Any = dist.irecv(_bytes_of(tensor), group=way, group_src=source)
-                if asked.stream is None:
-                    work.wait()
-                else:
-                    asked.works.append(work)
-            tensors.append(tensor.requires_grad_(blank.requires_grad))
-        asked.tensors = tuple(tensors)
-        if self._log is not None:
-            self._log.passed("receive", str(receive_of(asked.result)), start, time.perf_counter())
-
-    def _checked(self, words: torch.Tensor, expected: Result, source: int) -> heads.Head:
+    def _read_head(self, expected: Result, source: int) -> _Blanks:
+        head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        self._take_in(head, source, f"waited for {send_of(expected)} of it")
         wanted = f"rank {self.rank} stands at {receive_of(expected)}"
         try:
-            head = heads.read(words)
-        except heads.HeadError as error:
-            raise PipelineError(f"pipeline: {wanted}, and from rank {source}: {error}") from None
-        if head.result != expected:
-            raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {send_of(head.result)}")
-        if head.divide_by != self._divide_by:
-            raise PipelineError(
-                f"pipeline: rank {self.rank} divides gradients by {self._divide_by:g} in this step, and rank {source} "
-                f"by {head.divide_by:g}; give all ranks the same divide_by"
-            )
-        return head
+            (kind, *place), blanks = json.loads(head.numpy().tobytes())
+        except ValueError:
+            raise PipelineError(f"pipeline: {wanted}, and from rank {source} came no head of a message") from None
+        result = Result(Kind(kind), *place)
+        if result != expected:
+            raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {send_of(result)}")
+        return tuple(
+            None if each is None else _Blank(tuple(each[0]), getattr(torch, each[1]), each[2]) for each in blanks
+        )
 
-    def _let_go(self, to: int, peer: _Peer) -> None:
-        while (sent := peer.sent.get()) is not None:
-            result, start, head_work, works, tensors = sent
+    def _take_in(self, words: torch.Tensor, source: int, doing: str) -> None:
+        try:
+            dist.recv(words, group=self._heads, group_src=source)
+        except RuntimeError as error:
+            raise self._lost(source, doing, error) from error
+
+    # -- threads that send ---------------------------------------------------------------------------------------------
+
+    def _post(self, result: Result | None, tensors: Sequence[torch.Tensor], way: Any, to: int, doing: str) -> None:
+        start = time.perf_counter()
+        try:
+            works = [dist.isend(_bytes_of(tensor), group=way, group_dst=to) for tensor in tensors]
+        except RuntimeError as error:
+            raise self._lost(to, doing, error) from error
+        if to not in self._queues:
+            self._queues[to] = queue.SimpleQueue()
+            name = f"lowtide-pipeline-let-go-{to}"
+            self._threads.append(threading.Thread(target=self._let_go, args=(to,), name=name, daemon=True))
+            self._threads[-1].start()
+        self._queues[to].put((result, start, works, tensors))
+
+    def _let_go(self, to: int) -> None:
+        waiting = self._queues[to]
+        while (sent := waiting.get()) is not None:
+            result, start, works, tensors = sent
             error: BaseException | None = None
             try:
-                head_work.wait()
-                for work in works:
-                    _wait_on_host(work, self._device)
-                if self._log is not None:
+                while works:
+                    _wait_on_host(works.pop(0), self._device)  # nothing of this thread holds it any longer
+                if self._log is not None and result is not None:
                     self._log.passed("send", str(send_of(result)), start, time.perf_counter())
             except BaseException as raised:
                 error = raised
-            del sent, head_work, works, tensors
+            del sent, works, tensors
             with self._sending:
-                self._on_the_way.discard(result)
+                if result is not None:
+                    self._on_the_way.discard(result)
                 if error is not None and self._send_error is None:
                     self._send_error = (to, error)
                 self._sending.notify_all()
@@ -282,6 +312,31 @@ class GroupTransport:
             own = f"rank {peer} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
             noted = self._note.settle(own)
         return PipelineError(f"pipeline: {noted}")
+
+
+def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
+    """So many bytes, whatever they say. Raises ConfigError for what they cannot say."""
+    every = [None if each is None else [each.shape, _name(each.dtype), each.requires_grad] for each in blanks]
+    text = json.dumps([result, every]).encode()
+    if len(text) > HEAD_BYTES:
+        raise ConfigError(
+            f"pipeline: stage {result.stage} passes on {len(blanks)} tensors, too many for the {HEAD_BYTES} bytes that "
+            "say what follows. Pass on fewer, for instance stacked"
+        )
+    return torch.frombuffer(bytearray(text.ljust(HEAD_BYTES)), dtype=torch.uint8)
+
+
+def _told(blanks: _Blanks | None) -> str:
+    words = {True: " with a graph", False: ""}
+    every = [
+        "nothing" if each is None else f"{_name(each.dtype)}{list(each.shape)}{words[each.requires_grad]}"
+        for each in blanks or ()
+    ]
+    return ", ".join(every) or "nothing"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

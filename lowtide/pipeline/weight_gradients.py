@@ -14,7 +14,7 @@ than once are summed up before they are added, as autograd does.
 Cost: input and output gradient of each such call stay from I to W. Nothing is copied. The call goes through a function
 written in Python, 10 to 20 us.
 Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way, or twice under
-autocast, whose uses are then added one by one; double backward; DDP and FSDP2 inside a stage with a split backward.
+autocast, whose uses are then added one by one; double backward; DDP inside a stage with a split backward.
 """
 
 from __future__ import annotations

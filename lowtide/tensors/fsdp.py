@@ -66,6 +66,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor; any other tensor itself. Collective over the ranks that have its parts."""
+    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole
+
+
 def sharded_parameters(model: nn.Module) -> set[int]:
     """Identities of the parameters that FSDP2 holds as shards; a DTensor of tensor parallelism alone is not one."""
     groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]

@@ -16,7 +16,7 @@ Cost: functions of torch are bound here as they are, so a call costs what it did
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import FunctionType
@@ -583,12 +583,33 @@ def gathered_parameter(parameter: Any) -> torch.Tensor | None:
 
 def schedule_stages(schedule: Any) -> list[Any]:
     """The stages of this rank."""
-    return list(schedule._stages)
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def schedule_micro_batches(schedule: Any) -> int:
     """How many micro-batches a step has."""
     return int(schedule._n_microbatches)
+
+
+def make_schedule_runtime(stages: list[Any], num_micro_batches: int, rows: Sequence[Sequence[str]]) -> Any:
+    """Torch's runtime of pipeline schedules with these rows, one for each rank, sends and receives among their actions.
+
+    Its stages are not asked for shapes, and its loss function is never called: whoever registers functions for all
+    actions that compute does both.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    class Runtime(_PipelineScheduleRuntime):
+        def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+            """Without the exchange in which torch's stages learn shapes."""
+
+    def no_loss(*_: Any) -> Any:
+        raise AssertionError("a function is registered for every forward")
+
+    runtime = Runtime(stages, num_micro_batches, loss_fn=no_loss, scale_grads=False)
+    actions = {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(rows)}
+    runtime._prepare_schedule_with_comms(actions, format="compute_comms")
+    return runtime
 
 
 def await_unshard(schedule: Any, stage: Any) -> None:

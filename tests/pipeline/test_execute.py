@@ -52,9 +52,13 @@ FOR_TWO: dict[str, Job] = {
     "trial": ("trial", {}),
     "kept gradients": ("kept_gradients", {}),
     "swapped": ("swapped", {}),
+    "changing": ("changing", {}),
 }
 """Jobs that more ranks would only make longer."""
-FOR_FOUR: dict[str, Job] = {"experts": ("with_experts", {"names": ["gpipe", "dualpipev", "zb_v", "1f1b"]})}
+FOR_FOUR: dict[str, Job] = {
+    "experts": ("with_experts", {"names": ["gpipe", "dualpipev", "zb_v", "1f1b"]}),
+    "fully sharded": ("fully_sharded", {"names": ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev"]}),
+}
 ON_FOUR = [
     words
     for words, (function, how) in JOBS.items()
@@ -206,6 +210,25 @@ def test_two_pipelines_whose_stages_share_experts(answers: dict[str, tuple[Any, 
         losses, gradients = schedules[0]
         assert (len(losses), len(gradients)) == (MANY, 4 * 10)
         assert all(other == schedules[0] for other in schedules[1:])
+
+
+@pytest.mark.parametrize("answers", ["two"], indirect=True)
+def test_what_a_stage_passes_on_may_change_with_its_weights_and_not_by_itself(
+    answers: dict[str, tuple[Any, ...]],
+) -> None:
+    text = (
+        "at 0SEND_F7 stage 0 passes on float32[1, 5, 8] with a graph, float32[8] with a graph, int64[1, 5], and for "
+        "another micro-batch of the same shape it was float32[2, 5, 8] with a graph, float32[8] with a graph, int64[2, "
+        "5]; what a stage passes on must follow from the shapes of its batch"
+    )
+    first, second = answers["changing"]
+    assert first == [f"pipeline: {text}"]
+    assert second == [f"pipeline: rank 0 failed at 0F7 of step 4: ConfigError: pipeline: {text}"]
+
+
+@pytest.mark.parametrize("answers", ["four"], indirect=True)
+def test_stages_that_fsdp2_shards_have_the_mean_of_two_processes(answers: dict[str, tuple[Any, ...]]) -> None:
+    assert answers["fully sharded"] == ([],) * 4
 
 
 @pytest.mark.parametrize("answers", ["two"], indirect=True)

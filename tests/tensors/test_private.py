@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -800,6 +801,29 @@ def test_what_a_functional_collective_gives_out() -> None:
     assert (type(pending).__module__, type(pending).__name__) == private.PENDING_COLLECTIVE
     assert private.is_traceable_wrapper_subclass(pending)
     pending.trigger_wait()
+
+
+def test_torchs_runtime_carries_out_rows_that_it_is_given() -> None:
+    from torch.distributed.pipelining import schedules
+
+    asked: list[str] = []
+
+    def stage(number: int) -> Any:
+        asks = {f"get_{way}_recv_ops": lambda place: asked.append(f"ask {place}") or [] for way in ("fwd", "bwd")}
+        gives = {f"get_{way}_send_ops": lambda place: [] for way in ("fwd", "bwd")}
+        about = {"stage_index": number, "num_stages": 2, "is_last": number == 1, "group_rank": number, "group_size": 2}
+        return SimpleNamespace(submod=nn.Identity(), clear_runtime_states=lambda: None, **about, **asks, **gives)
+
+    first = ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0I0", "0W0", "0RECV_B1", "0B1"]
+    second = ["1RECV_F0", "1F0", "1RECV_F1", "(1F1;1B0)OVERLAP_F_B", "1SEND_B0", "1B1", "1SEND_B1"]
+    for number, wanted in ((0, "0F0 0F1 ask 0 0I0 0W0 ask 1 0B1"), (1, "ask 0 1F0 ask 1 (1F1;1B0)OVERLAP_F_B 1B1")):
+        asked.clear()
+        runtime = private.make_schedule_runtime([stage(number)], 2, [first, second])
+        for kind in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"):
+            runtime.register_custom_function(getattr(schedules, kind), lambda action, _: asked.append(str(action)))
+        runtime.step(return_outputs=False)
+        assert " ".join(asked) == wanted
+        assert runtime.fwd_recv_ops.keys() | runtime.bwd_recv_ops.keys() == {(number, 0), (number, 1)}
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,0 +1,143 @@
+"""A stage of ours in torch's pipeline runtime: the runtime asks it for receives, and is given nothing to send.
+
+What: torch's runtime walks the row of this rank, and calls the functions that are registered with it for what computes.
+For a receive of the row it asks the stage; this one begins it with the transport and gives the runtime no work of its
+own. Sends of the row ask for nothing: a result goes as soon as it is made.
+Why not the receives of `PipelineStage`: they have a buffer for each micro-batch, allocated once, of one shape.
+FSDP2: a stage whose module is sharded as a whole is gathered before its first action of a step; its gradients are
+added up whole, and reduced once, after its last action.
+Cost: none of its own; gathered weights and whole gradients of a stage under FSDP2 stay for the step, as torch has it.
+Not covered: what torch's own actions do with a stage that holds no outputs (they are not used).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as Collection
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+)
+
+from lowtide.pipeline.schedule import TRANSFERS, Action, AnyAction, Kind, Pair, Schedule
+from lowtide.tensors.fsdp import is_fsdp
+from lowtide.tensors.private import await_unshard, make_schedule_runtime
+
+
+class Actor(Protocol):
+    """Carries out the actions of one rank."""
+
+    rank: int
+
+    def do(self, every: AnyAction, /) -> None:
+        """An action of the row, but for sends."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of this step has raised."""
+
+
+_KINDS = {
+    FORWARD: Kind.FORWARD,
+    FULL_BACKWARD: Kind.BACKWARD,
+    BACKWARD_INPUT: Kind.BACKWARD_INPUT,
+    BACKWARD_WEIGHT: Kind.BACKWARD_WEIGHT,
+}
+
+
+class Stage(PipelineStage):
+    """Of one rank. What torch's class would hold for its own actions (buffers, caches) is never made."""
+
+    def __init__(self, module: nn.Module, number: int, schedule: Schedule, actor: Actor) -> None:
+        self.submod = module
+        self.stage_index, self.num_stages = number, schedule.num_stages
+        self.group_rank, self.group_size = actor.rank, schedule.num_ranks
+        self.has_backward = True
+        self._actor = actor
+
+    def clear_runtime_states(self) -> None:
+        """There are none."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        self._actor.do(Action(Kind.RECEIVE_FORWARD, self.stage_index, fwd_chunk_id))
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        self._actor.do(Action(Kind.RECEIVE_BACKWARD, self.stage_index, bwd_chunk_id))
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return []
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # After a failure others must not train on a part of the sum: they wait, until they hear of it.
+        if not self._actor.has_failed:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def runtime_of(schedule: Schedule, modules: Mapping[int, nn.Module], actor: Actor) -> Any:
+    """Torch's runtime with the rows of `schedule`, for the rank of the actor and the stages that it has."""
+    rank = actor.rank
+    stages = [Stage(module, number, schedule, actor) for number, module in sorted(modules.items())]
+    rows = [[str(action) for action in row] for row in schedule.actions]
+    rows[rank] = _with_gathers(schedule.actions[rank], {number for number, each in modules.items() if is_fsdp(each)})
+    runtime = make_schedule_runtime(stages, schedule.num_micro_batches, rows)
+    by_number = {stage.stage_index: stage for stage in stages}
+
+    def carry_out(action: Any, _: Any) -> None:
+        every = _ours(action)
+        for part in every.parts:
+            await_unshard(runtime, by_number[part.stage])
+        actor.do(every)
+
+    for kind in (*_KINDS, OVERLAP_F_B):
+        runtime.register_custom_function(kind, carry_out)
+    return runtime
+
+
+def _with_gathers(row: Sequence[AnyAction], sharded: Collection[int]) -> list[str]:
+    """With the actions that gather and reduce these stages."""
+    computes = [[part.stage for part in every.parts if part.kind not in TRANSFERS] for every in row]
+    cells = []
+    for place, every in enumerate(row):
+        own = sharded & set(computes[place])
+        cells += [f"{stage}UNSHARD" for stage in sorted(own) if not any(stage in before for before in computes[:place])]
+        cells.append(str(every))
+        for stage in sorted(own):
+            if not any(stage in after for after in computes[place + 1 :]):
+                cells += [f"{stage}REDUCE_GRAD", f"{stage}RESHARD"]
+    return cells
+
+
+def keep_whole(module: Any) -> None:
+    """Before a backward: a stage under FSDP2 stays gathered and its gradients whole, until the row reduces them."""
+    if is_fsdp(module):
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(False)
+
+
+def walk(runtime: Any) -> None:
+    """Carry out the row of this rank once."""
+    for asked in (runtime.fwd_recv_ops, runtime.bwd_recv_ops):
+        asked.clear()  # torch's own functions would take these out
+    with torch.enable_grad():
+        runtime.step(return_outputs=False)
+
+
+def _ours(action: Any) -> AnyAction:
+    if action.sub_actions:
+        return Pair(*(Action(_KINDS[each.computation_type], each.stage_index, each.microbatch_index)
+                      for each in action.sub_actions))  # fmt: skip
+    return Action(_KINDS[action.computation_type], action.stage_index, action.microbatch_index)
