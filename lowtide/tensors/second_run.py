@@ -1,6 +1,6 @@
 """Why a layer cannot be run again, as far as one look at it tells.
 
-What: recompute refuses by name what it cannot put back (tensors/run_state.py, runtime/recompute/region.py). What of
+What: recompute refuses by name what it cannot put back (runtime/recompute/watch.py, region.py). What of
 that shows in one call of a layer is found here, so that a planner does not choose what the runtime would refuse:
 something that cannot be wound back, a key-value cache that holds tokens, a layer that writes to its own parameters.
 

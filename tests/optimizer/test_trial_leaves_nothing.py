@@ -15,6 +15,7 @@ from torch import nn
 from what_moved import changed
 
 import lowtide
+from lowtide.optimizer.trial import why_not_in_parts
 from lowtide.tensors.snapshot import take
 
 STEPS: list[int] = []
@@ -91,6 +92,7 @@ def test_a_trial_leaves_nothing(place: str, refused: bool) -> None:
         held.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer = Keeps(weights, move, held, refused=refused)
     before = take(beside=optimizer, called=True)
+    weight = held.weight.tolist() if isinstance(held, nn.Linear) else None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
@@ -99,6 +101,27 @@ def test_a_trial_leaves_nothing(place: str, refused: bool) -> None:
             assert refused or place != "nothing"
     assert changed(before) == []
     assert not optimizer.state
+    assert weight is None or held.weight.tolist() == weight
+
+
+class ByShape(torch.optim.Optimizer):
+    """Counts the steps of each parameter in a table that its copies share."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.tally = types.SimpleNamespace(steps={})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            count = self.tally.steps[parameter.shape] = self.tally.steps.get(parameter.shape, 0) + 1
+            parameter.sub_(parameter.grad / count)
+
+
+def test_both_twins_begin_with_the_same_state() -> None:
+    optimizer = ByShape([nn.Parameter(torch.ones(30, 20)), nn.Parameter(torch.ones(3))])
+    assert why_not_in_parts(optimizer) == ""
+    assert optimizer.tally.steps == {}
 
 
 def test_what_a_trial_cannot_wind_back_is_named() -> None:

@@ -102,6 +102,7 @@ _OF_THE_TIDE = (
     "Known",
     "Tree",
     "Path",
+    "_Origin",
 )
 _OWNERS = {
     found

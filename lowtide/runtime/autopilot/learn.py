@@ -73,8 +73,7 @@ class Learning:
         """An observed step runs the model's collectives once more: then all ranks have to be there."""
         if not self._in_force.shapes:
             return True
-        what = f"shape {shape.shapes} {shape.numbers} {shape.model}"
-        return self._in_force.decide(what) or not self._has_collectives
+        return self._in_force.decide(f"shape {shape.shapes}") or not self._has_collectives
 
     def largest_for(self, shape: ShapeBucket) -> ShapeBucket:
         """The plan for inputs that no plan was made for, and that cannot be observed."""

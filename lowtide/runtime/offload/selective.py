@@ -250,13 +250,15 @@ _GIVEN = object()
 class _Region:
     """One call of a checkpointed function: the outputs that its second run is given, by operator and number."""
 
-    __slots__ = ("numbers", "offload", "outputs", "places", "queue", "start")
+    __slots__ = ("numbers", "offload", "outputs", "overwritten", "places", "queue", "start")
 
     def __init__(self, offload: SelectiveOffload) -> None:
         self.offload = offload
         self.outputs: dict[Any, list[Any]] = {}
         self.places: dict[int, list[tuple[StorageWeakRef, Shape, _Witness, Any, int]]] = {}
         """By storage: which part of it is held, and as the output of which operator, by number."""
+        self.overwritten: list[tuple[_Witness, Any, int]] = []
+        """Those that the last operator wrote to."""
         self.numbers: dict[Any, int] = {}
         self.queue: PrefetchQueue | None = None
         self.start = 0
@@ -269,6 +271,7 @@ class _Region:
 
     def end(self) -> None:
         assert self.queue is not None
+        self._forget_overwritten()
         self.queue.turn(self.start)
         self.offload.counters.num_forwards += 1
 
@@ -276,8 +279,9 @@ class _Region:
         """Run `op`, and hold what the policy wants held."""
         before = _states((args, kwargs)) if _draws(op) else None
         output = op(*args, **kwargs)
+        self._forget_overwritten()
         if _writes(op):
-            self._forget_overwritten(op, args, kwargs)
+            self._note_overwritten(op, args, kwargs)
         said = self.offload.decide(op, output, args, kwargs)
         held: _Output | None = _AGAIN
         if said in _SAVES or said in _OFFLOADS:
@@ -292,16 +296,22 @@ class _Region:
         outputs.append(held)
         return output
 
-    def _forget_overwritten(self, op: Any, args: tuple, kwargs: dict) -> None:
-        """An operator wrote to something: what it wrote to is not held, if no version counter tells of it. (Chunks of
-        the gates of a recurrent cell have counters of their own.) Its operator is run again."""
+    def _note_overwritten(self, op: Any, args: tuple, kwargs: dict) -> None:
+        """An operator writes to these; counters tell of it once it has returned."""
         for tensor in written_arguments(op, args, kwargs):
             if not is_plain(tensor):
                 continue
-            for weak, shape, witness, maker, number in self.places.get(storage_key(tensor.untyped_storage()), ()):
-                is_unseen = version_of(witness.counter) == witness.version
-                if is_unseen and not weak.expired() and may_overlap(shape, Shape.of(tensor)):
-                    self.outputs[maker][number] = _AGAIN
+            for weak, shape, *place in self.places.get(storage_key(tensor.untyped_storage()), ()):
+                if not weak.expired() and may_overlap(shape, Shape.of(tensor)):
+                    self.overwritten.append(tuple(place))
+
+    def _forget_overwritten(self) -> None:
+        """What was written to is not held, if no counter of its own tells of it: chunks of the gates of a recurrent
+        cell have one each. Its operator is run again."""
+        for witness, maker, number in self.overwritten:
+            if version_of(witness.counter) == witness.version:
+                self.outputs[maker][number] = _AGAIN
+        self.overwritten.clear()
 
     def _hold(self, output: Any, said: CheckpointPolicy, given: Any, before: RandomState | None) -> _Output:
         leaves, tree = tree_flatten(output)

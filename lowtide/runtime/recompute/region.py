@@ -13,8 +13,10 @@ What this file adds to `checkpoint`:
 - an in-place write to a tensor saved inside a region raises, as in plain autograd (`checkpoint` would recompute
   silently);
 - a region that writes into its own input runs again from a copy of the input as it was;
-- everything else that a region reads is the same in the second run as in the first, or the second run is refused
-  (tensors/run_state.py, tensors/modes.py): parameters, buffers, attributes, modes, random generators of all kinds;
+- what the second run gives is compared with what the first one gave, by fingerprints, before a gradient is used
+  (fingerprint.py, saves.py); a difference is refused by name, and the module is not run again from the next step on;
+- what common modules move is put back, so that they are not refused (watch.py): attributes, buffers, settings, random
+  generators of all kinds;
 - a second run stops after the last tensor that is needed, but not before that tensor has been filled (`nn.RReLU` saves
   its noise first and draws it afterwards);
 - an error of a second run is raised in words of lowtide's, with the module's name;
@@ -23,9 +25,9 @@ What this file adds to `checkpoint`:
 Torch's random state and autocast are restored by checkpoint for regions, and by `Rerun` for outputs.
 
 Cost: the region's forward time once more (a module whose output is dropped: up to twice, of something cheap), and, for
-a decoder layer with 13 modules that saves 38 tensors, 1.4 ms of Python beyond checkpoint's own 0.8: 0.6 for what it
-reads (tensors/run_state.py), 0.6 for what it drops. Not covered: side effects that leave no trace in Python's objects
-or torch's settings (a forward that prints does so twice); a key-value cache: see `without_cache` (call.py).
+a decoder layer with 13 modules that saves 38 tensors, about 0.75 of the Python of checkpoint itself (docs/LOG.md). Not
+covered: differences that fingerprints miss (docs/limits.md); side effects that leave no trace in what the region saves
+or gives (a forward that prints does so twice); a key-value cache: see `without_cache` (call.py).
 """
 
 from __future__ import annotations

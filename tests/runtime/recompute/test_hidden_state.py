@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import RecomputeRefusedError
+from lowtide.runtime.recompute.flow import Flow
 from tests import zoo
 
 WIDTH = 16
@@ -337,3 +339,27 @@ def test_a_state_that_begins_to_move_later_is_refused_within_some_steps() -> Non
         with pytest.raises(RecomputeRefusedError, match="of what it gives, tensor 1 differs"):  # noqa: PT012
             for _ in range(64):
                 model(x).square().mean().backward()
+
+
+def test_the_frontier_is_what_no_later_tensor_comes_from() -> None:
+    """Dropout saves a mask as large as its input and reads nothing of it; a threshold keeps little of what it reads."""
+    weight = torch.randn(WIDTH, WIDTH)
+
+    def frontier(forward: Callable[[Tensor], Tensor]) -> list[int]:
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        flow = Flow([x], is_sharded=False)
+
+        def pack(tensor: Tensor) -> Tensor:
+            flow.save(tensor)
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), flow:
+            forward(x)
+        return flow.frontier
+
+    assert frontier(lambda x: x.tanh().exp().sin()) == [1]
+    # Saved: the weight, the sigmoid, the weight, what dropout reads, and its mask.
+    assert frontier(lambda x: (x @ weight).sigmoid() + F.dropout((x @ weight).tanh(), 0.5)) == [1, 3, 4]
+    assert frontier(lambda x: torch.where(x.tanh() > 0, x, 0.0) * 2) == [0, 1]
+    halves = frontier(lambda x: torch.stack([half.sin() for half in (x * 2).chunk(2, -1)]))
+    assert halves == [0, 1]
