@@ -1,8 +1,8 @@
 """The form of a result: one JSON file for one question on one hardware.
 
 What: `Record` is what a benchmark leaves behind, `write` puts it at `results/<hardware>/<question>.json`, `read_all`
-gives back what is there. report.py makes RESULTS.md, the plots and the README's table from them alone, so nothing
-stands in a table that was not written down by a run.
+gives back what is there. report.py makes RESULTS.md, the plots and the table of docs/benchmarks.md from them alone, so
+nothing stands in a table that was not written down by a run.
 Why one form: methods, models and machines are compared across files; a figure without its versions, its command and the
 hardware's name cannot be.
 Cost: none. Not covered: merging two machines' results into one row; every row belongs to one file.

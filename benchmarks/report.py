@@ -1,4 +1,4 @@
-"""RESULTS.md, the plots and the README's table, from the records alone.
+"""RESULTS.md, the plots and the table of docs/benchmarks.md, from the records alone.
 
     python -m benchmarks.report            # writes them
     python -m benchmarks.report --check    # writes nothing; exit status 1 if they are not what the records say
@@ -26,7 +26,7 @@ from benchmarks.record import RESULTS, Record, read_all
 from benchmarks.tables import Column, columns, label_of, markdown_table, value_text
 
 PAGE = RESULTS.parent / "RESULTS.md"
-README = RESULTS.parent.parent / "README.md"
+GUIDE = RESULTS.parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 QUESTIONS = {
     "time_against_memory": "What does a step cost at less activation memory?",
@@ -56,7 +56,7 @@ _SIDE_BY_SIDE = ("time_against_memory", "idle")
 _SHORT = ("model", "title", "method", "setting", "ratio_median", "peak_bytes", "activation_share", "is_equal", "error")
 _LONG = ("batch", "sequence", "peak_resident_bytes", "seconds_median", "copied_bytes", "stall_seconds", "pinned_bytes",
          "package")  # fmt: skip
-"""Columns of questions in which methods stand side by side: of the README, and more."""
+"""Columns of questions in which methods stand side by side: of docs/benchmarks.md, and more."""
 _SCALING = ("num_devices", "which", "layout", "num_micro_batches", "state_bytes", "peak_bytes", "kept_share",
             "swapped_share", "gain_over_full_recompute_percent", "tokens_per_second", "published_tokens_per_second",
             "outcome", "error")  # fmt: skip
@@ -174,14 +174,16 @@ def _machine(hardware: Mapping[str, Any]) -> list[str]:
     return texts
 
 
-# -- the README's table ------------------------------------------------------------------------------------------------
+# -- the table of the guide --------------------------------------------------------------------------------------------
 
 
 def passage(records: Sequence[Record]) -> str:
-    """What stands between the marks in README.md: time against memory, one table for each hardware."""
+    """What stands between the marks in docs/benchmarks.md: time against memory, one table for each hardware."""
     answers = [record for record in records if record.question == "time_against_memory"]
     if not answers:
-        return "No results yet: `make bench` makes them. What there is: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."
+        return (
+            "No results yet: `make bench` makes them. What there is: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md)."
+        )
     parts = []
     for record in answers:
         parts += [_grid(with_activation_share(record.rows)), "", _source(record), ""]
@@ -240,15 +242,15 @@ def _source(record: Record) -> str:
         f"{kind}{record.hardware['name']}, {versions}; `{record.command}`. Each cell: time of a step over that of the "
         "plain one beside it, median over rounds, at what is left of the bytes that plain saves for backward. NO: loss "
         "and gradients are not plain's to the bit; everywhere else they are. Ranges, peaks, seconds, copies and all "
-        "other questions: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."
+        "other questions: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md)."
     )
 
 
-def with_passage(readme: str, text: str) -> str:
-    """README.md with the passage replaced."""
-    before, _, rest = readme.partition(BEGIN)
+def with_passage(guide: str, text: str) -> str:
+    """docs/benchmarks.md with the passage replaced."""
+    before, _, rest = guide.partition(BEGIN)
     _, mark, after = rest.partition(END)
-    assert rest and mark, "README.md has lost its marks"
+    assert rest and mark, "docs/benchmarks.md has lost its marks"
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
@@ -266,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
         _draw(records)
     wanted = {
         PAGE: page(records, RESULTS),
-        README: with_passage(README.read_text(encoding="utf-8"), passage(records)),
+        GUIDE: with_passage(GUIDE.read_text(encoding="utf-8"), passage(records)),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:

@@ -1,4 +1,4 @@
-"""Writes docs/memory.svg and two tables in README.md from what was measured. No number is written by hand.
+"""Writes docs/memory.svg and two tables in docs/benchmarks.md from what was measured. No number is written by hand.
 
     python examples/demo.py --steps 4 --json > benchmarks/results/cpu-2-core/demo.json
     python -m benchmarks.host_swap
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "cpu-2-core" / "demo.json"
 INTERLEAVED = RESULT.with_name("host_swap.json")
 PICTURE = ROOT / "docs" / "memory.svg"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 VARIANTS = {
     "plain": "plain, malloc",
     "plain_default": "plain",
@@ -107,8 +107,8 @@ def interleaved_table(result: Mapping[str, Any]) -> str:
     )
 
 
-def readme(text: str, report: Mapping[str, Any], interleaved: Mapping[str, Any]) -> str:
-    """README.md with the measured parts replaced."""
+def page(text: str, report: Mapping[str, Any], interleaved: Mapping[str, Any]) -> str:
+    """docs/benchmarks.md with the measured parts replaced."""
     return _replaced(_replaced(text, "measured", markdown_table(report)), "host_swap", interleaved_table(interleaved))
 
 
@@ -116,7 +116,7 @@ def _replaced(text: str, mark: str, part: str) -> str:
     begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    assert rest and after, f"README.md has lost its marks '{mark}'"
+    assert rest and after, f"docs/benchmarks.md has lost its marks '{mark}'"
     return f"{before}{begin}\n{part}\n{end}{after}"
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     report = json.loads(RESULT.read_text(encoding="utf-8"))
     PICTURE.write_text(picture(report), encoding="utf-8")
     interleaved = json.loads(INTERLEAVED.read_text(encoding="utf-8"))
-    README.write_text(readme(README.read_text(encoding="utf-8"), report, interleaved), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), report, interleaved), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""RESULTS.md, the README's table and the plots are what the records say."""
+"""RESULTS.md, the table of docs/benchmarks.md and the plots are what the records say."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PASSAGE = """\
 CPU, 2 cores, torch 2.13.0; `python -m benchmarks.time_against_memory`. Each cell: time of a step over that of the \
 plain one beside it, median over rounds, at what is left of the bytes that plain saves for backward. NO: loss and \
 gradients are not plain's to the bit; everywhere else they are. Ranges, peaks, seconds, copies and all other \
-questions: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."""
+questions: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md)."""
 
 SECTION = """\
 ## What does a step cost at less activation memory?
@@ -97,7 +97,7 @@ def test_the_page_says_what_the_records_say(tmp_path: Path) -> None:
     assert "## Not built yet\n\n- How large are the bubbles of pipeline schedules, predicted and real?\n" in page
 
 
-def test_the_readme_has_the_table_of_time_against_memory() -> None:
+def test_the_guide_has_the_table_of_time_against_memory() -> None:
     assert report.passage([NEW, TIME]) == PASSAGE
     text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
     assert report.with_passage(text, PASSAGE) == f"before\n{report.BEGIN}\n{PASSAGE}\n{report.END}\nafter\n"
@@ -112,12 +112,12 @@ def test_committed_pages_are_made_from_committed_records() -> None:
     records = read_all()
     assert records
     assert report.PAGE.read_text(encoding="utf-8") == report.page(records, report.RESULTS)
-    readme = report.README.read_text(encoding="utf-8")
-    assert readme == report.with_passage(readme, report.passage(records))
+    guide = report.GUIDE.read_text(encoding="utf-8")
+    assert guide == report.with_passage(guide, report.passage(records))
 
 
 def test_the_questions_of_the_makefile_have_a_command_and_a_place() -> None:
-    makefile = (report.README.parent / "Makefile").read_text(encoding="utf-8")
+    makefile = (report.PAGE.parent.parent / "Makefile").read_text(encoding="utf-8")
     (line,) = [line for line in makefile.splitlines() if line.startswith("QUESTIONS := ")]
     assert line.removeprefix("QUESTIONS := ").split() == list(report.QUESTIONS)
     assert set(gpu_run.PIECES) - {"tests", "gpu"} < set(report.QUESTIONS)
@@ -158,7 +158,7 @@ def test_committed_plots_are_drawn_from_committed_records(tmp_path: Path) -> Non
     matplotlib = pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install -e '.[bench]'")
     from benchmarks.plots import draw
 
-    constraints = (report.README.parent / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    constraints = (report.PAGE.parent.parent / "constraints.txt").read_text(encoding="utf-8").splitlines()
     if f"matplotlib=={matplotlib.__version__}" not in constraints:
         pytest.skip("plots are the same bytes only with the matplotlib of constraints.txt")
     for record in read_all():
