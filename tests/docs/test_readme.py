@@ -93,7 +93,7 @@ def test_the_python_of_the_page_on_reports_runs(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("page", ["budget.md", "techniques/sliced-loss.md"])
 def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = blocks(ROOT / "docs" / page, "python")
+    (code,) = [text for text in blocks(ROOT / "docs" / page, "python") if text.startswith("import lowtide, torch")]
     exec(compile(code, page, "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert all("of the plain step" in line for line in printed) and len(printed) == 3 * (page == "budget.md")
@@ -179,10 +179,10 @@ def test_every_test_that_is_named_exists(page: Path) -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
-def test_the_contract_has_twelve_points_with_tests() -> None:
+def test_the_contract_has_twenty_points_with_tests() -> None:
     text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
     points = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    assert [point.split(".")[0] for point in points[:12]] == [str(number) for number in range(1, 13)]
+    assert [point.split(".")[0] for point in points[:20]] == [str(number) for number in range(1, 21)]
     assert all("::test_" in point for point in points)
 
 
