@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 
@@ -19,16 +20,23 @@ import lowtide.engines.host
 import lowtide.mindformers.follow  # noqa: F401
 from tests.attack.draw import Draw, Verdict, judge
 
+_WALL_SECONDS = 1800
+"""The limit for a draw that waits; one that computes uses up its processor time first."""
 
-def judge_apart(draw: Draw, seconds: float = 60.0) -> Verdict:
-    """`judge(draw)`, whatever it does to its process."""
+
+def judge_apart(draw: Draw, seconds: int = 60) -> Verdict:
+    """`judge(draw)`, whatever it does to its process, within so many seconds of processor time.
+
+    Wall-clock time would call a draw endless on a busy machine.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 10))
         _report(draw, writing)
     os.close(writing)
     try:
-        is_ready, _, _ = select.select([reading], [], [], seconds)
+        is_ready, _, _ = select.select([reading], [], [], _WALL_SECONDS)
         text = b"".join(iter(lambda: os.read(reading, 65536), b"")) if is_ready else b""
     finally:
         os.close(reading)
@@ -36,9 +44,11 @@ def judge_apart(draw: Draw, seconds: float = 60.0) -> Verdict:
         _, status = os.waitpid(child, 0)
     if text:
         return Verdict(*json.loads(text))
-    if is_ready:
-        return Verdict("killed", f"the process ended with status {status}")
-    return Verdict("no end", f"did not end within {seconds:.0f} s")
+    if not is_ready:
+        return Verdict("no end", f"did not end within {_WALL_SECONDS} s")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return Verdict("no end", f"did not end within {seconds} s of a processor")
+    return Verdict("killed", f"the process ended with status {status}")
 
 
 def _report(draw: Draw, writing: int) -> None:

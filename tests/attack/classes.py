@@ -298,15 +298,6 @@ COUNTED_CORES = frozenset({"preference", "siamese", "gpipe_by_hand"})
 
 NOT_YET: frozenset[str] = frozenset(
     {
-        "namespace",
-        "thread_local",
-        "context_variable",
-        "bytes",
-        "object_array",
-        "weak_dictionary",
-        "locked_object",
-        "enum_member",
-        "imported_module",
         "in_place_distribution",
         "global_module",
         "global_norm",
