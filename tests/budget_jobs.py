@@ -177,7 +177,7 @@ def budgets(
     it.end()
     it.begin()
     with pytest.raises(BudgetError) as caught:
-        it.fit(1000, **memory)
+        it.fit(1 << 10, **memory)
     floor = caught.value.floor_bytes
     most = max(max(peaks) for peaks in _everywhere(plain))
     rows = []

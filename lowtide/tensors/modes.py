@@ -105,7 +105,7 @@ class Modes:
         self._modes = _modes_of_the_user()
 
     @property
-    def _values(self) -> list[Any]:
+    def values(self) -> list[Any]:
         return [*self._quick, *self._slow]
 
     @contextlib.contextmanager
@@ -113,12 +113,16 @@ class Modes:
         """Inside, all is as it was when this was made; afterwards it is as it was before. `of_pass`: taken in the
         backward pass that is running."""
         now = Modes(of_pass)
+        values = now.values
         if now._quick == self._quick and now._slow == self._slow and not self._modes:
-            yield
+            try:
+                yield
+            finally:  # the block may have set some
+                after = Modes(of_pass)
+                self._set(values, after.values)
             return
-        values = now._values
         try:
-            self._set(self._values, values)
+            self._set(self.values, values)
             with contextlib.ExitStack() as stack:
                 for mode in self._modes:
                     if not any(mode is other for other in now._modes):

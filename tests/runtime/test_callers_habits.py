@@ -94,9 +94,9 @@ def test_a_plan_that_is_corrected_before_a_backward_says_nothing_of_a_forward() 
     with lowtide.optimize(model, budget="1GiB", engine="virtual:1") as tide, warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = model(torch.ones(4, 8)).sum()
-        in_force = tide._in_force
-        shape = in_force.shapes[in_force.state.key]
-        in_force.replace(shape, shape.plan)
-        in_force.use(in_force.state.key, why="corrected")
+        machine = tide._machine
+        shape = machine.shapes[machine.state.key]
+        machine.replace(shape, shape.plan)
+        machine.use(machine.state.key, why="corrected")
         loss.backward()
         model(torch.ones(4, 8)).sum().backward()

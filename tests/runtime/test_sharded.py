@@ -195,7 +195,7 @@ def made_again(rank: int, way: str) -> dict[str, Any]:
     truth = plain_steps(way, rank)
     rules = {"min_bytes": 1, "swap": "none"}
     model = net(way)
-    with pytest.raises(lowtide.BudgetError) as caught, lowtide.optimize(model, budget=1000, memory=rules, strict=True):
+    with pytest.raises(lowtide.BudgetError) as caught, lowtide.optimize(model, budget=1 << 10, memory=rules, strict=True):
         step(model, rank)
     model = net(way)
     with lowtide.optimize(model, budget=caught.value.floor_bytes + SLACK, memory=rules, engine="virtual:0") as tide:
@@ -329,7 +329,7 @@ def goes_on_after_an_error(rank: int, way: str) -> bool:
         is_right = same(step(model, rank), truth)
     model = net(way)
     before = footprint(model)
-    with lowtide.optimize(model, budget=1000, engine="virtual:0", strict=True):
+    with lowtide.optimize(model, budget=1 << 10, engine="virtual:0", strict=True):
         with pytest.raises(lowtide.BudgetError):
             model(tokens(rank))
         # The hook that says that this trains without a plan goes in the next forward pass.

@@ -591,6 +591,7 @@ def test_hooks_of_all_modules() -> None:
     ]
     try:
         assert [list(found.values()).count(print) for found in private.global_module_hooks()] == [1] * 4
+        assert [list(found.values()).count(print) for found in private.GLOBAL_FORWARD_HOOKS[:2]] == [1] * 2
     finally:
         for hook in hooks:
             hook.remove()

@@ -24,7 +24,6 @@ _LIBRARIES = ("torch", "transformers", "torch_npu")
 
 ALLOWED = {
     "sys._getframe": "Python's own: the only way to look at the frames below",
-    "os._exit": "Python's own, and documented",
     "self.lock._is_owned": "of Python's RLock: nothing public says that this very thread holds it",
 }
 """Foreign private names that may stand where they do, and why. None is torch's."""

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lowtide.tensors.fsdp import fsdp_modules
-from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS
+from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS, own_modules, own_parameters
 
 _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS = (int, float)
@@ -91,11 +91,11 @@ class ModelState:
 
     def _read(self) -> None:
         """Make the flat lists."""
-        modules = [module for module in self._model.modules() if isinstance(module._modules, dict)]
-        self._children = [module._modules for module in modules]
+        modules = [module for module in self._model.modules() if isinstance(own_modules(module), dict)]
+        self._children = [own_modules(module) for module in modules]
         self._below = [*chain.from_iterable(map(dict.values, self._children))]
         # FSDP2 puts other tensors in the place of its parameters while it has them gathered.
-        self._parameters = [] if fsdp_modules(self._model) else [module._parameters for module in modules]
+        self._parameters = [] if fsdp_modules(self._model) else [own_parameters(module) for module in modules]
         self._hooks = [vars(module)[name] for module in modules for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)]
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []

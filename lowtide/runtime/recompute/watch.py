@@ -216,7 +216,7 @@ class Tree:
         return [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def key(self) -> tuple[bool, ...]:
-        return tuple([own["training"] for own in self._own])
+        return tuple([own.get("training", True) for own in self._own])
 
     def is_still(self) -> bool:
         """Whether all attributes, tables and hooks hold the very objects that they held."""

@@ -337,11 +337,11 @@ def test_a_budget_below_the_floor_leaves_the_model_as_it_was() -> None:
     model, x = net(), rows()
     before = zoo.footprint(model)
     (truth,) = plain_steps(net(), [x])
-    tide = optimize(model, 1000)
+    tide = optimize(model, 1 << 10)
     torch.manual_seed(5)
     with pytest.raises(lowtide.BudgetError, match="no plan fits; the least that can be reached is") as caught:
         model(x)
-    assert caught.value.floor_bytes > 1000
+    assert caught.value.floor_bytes > 1 << 10
     with pytest.warns(UserWarning, match="trains without a plan from here on"):
         assert_same(step(model, x), truth)
     assert zoo.footprint(model) == before
@@ -582,7 +582,7 @@ def plans_with_another(rank: int) -> dict[str, Any]:
             step(model, rows(256))
         found["corrected"] = [event.why for event in tide.events]
         found["after"] = tide.plan.digest()
-    with optimize(model, 1000) as tide, pytest.raises(lowtide.BudgetError) as caught:
+    with optimize(model, 1 << 10) as tide, pytest.raises(lowtide.BudgetError) as caught:
         model(rows(64 * (1 + rank)))
     return found | {"floor": caught.value.floor_bytes, "text": str(caught.value)}
 

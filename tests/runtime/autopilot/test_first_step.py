@@ -80,7 +80,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
-        self.runs_out = False
+        self.runs_out: list[bool] = []  # in a list: a flag of its own would be another model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -98,7 +98,7 @@ def test_it_is_said_once_and_an_error_has_the_words_of_the_plan() -> None:
             model(torch.ones(512, 64)).sum().backward()
         lines = [line for line in said if line.startswith("lowtide: step 1: ")]
         assert len(lines) == 1 and re.match(r"lowtide: step 1: predicted peak .* counted without temporaries", lines[0])
-        model.runs_out = True
+        model.runs_out.append(True)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             model(torch.ones(512, 64))
     (note,) = caught.value.__notes__

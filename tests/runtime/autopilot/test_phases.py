@@ -148,7 +148,7 @@ def test_what_was_removed_is_not_tightened() -> None:
 
 
 def refused() -> None:
-    model, tide = start(1000)
+    model, tide = start(1 << 10)
     with tide, pytest.raises(lowtide.BudgetError):
         step(model)
     assert "forward" not in vars(model)
@@ -238,7 +238,7 @@ LIVES: tuple[Callable[[], None], ...] = (
 
 def test_micro_batches_after_a_refusal_are_plain_ones() -> None:
     """Also one that runs out of memory: nothing is wrapped again, and the one after it is no surprise."""
-    model, tide = start(1000)
+    model, tide = start(1 << 10)
     with pytest.raises(lowtide.BudgetError):
         tide.step(lambda: step(model))
 

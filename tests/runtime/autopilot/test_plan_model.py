@@ -99,7 +99,7 @@ def test_a_budget_below_the_floor_names_the_floor_and_what_sets_it() -> None:
     assert ways[0].startswith("  - with 'half the micro-batch' it needs 0.")
     assert not any(" about " in way for way in ways)
     assert 1024 < caught.value.floor_bytes < 1 << 17
-    with lowtide.optimize(Net(), budget=1024, memory={"min_bytes": 1}, engine="virtual:0") as tide:
+    with lowtide.optimize(Net(), budget=1024, memory={"min_bytes": 1}, engine="virtual:0", strict=True) as tide:
         with pytest.raises(lowtide.BudgetError) as seen:
             tide.model(rows())
         assert seen.value.floor_bytes == caught.value.floor_bytes

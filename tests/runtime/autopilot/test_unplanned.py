@@ -25,7 +25,7 @@ def _model() -> nn.Module:
 
 def _refused() -> tuple[nn.Module, lowtide.Autopilot]:
     model = _model()
-    tide = lowtide.optimize(model, budget=1000, memory={"min_bytes": 0, "strict": True}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget=1 << 10, memory={"min_bytes": 0, "strict": True}, engine="virtual:1")
     try:
         model(torch.ones(4, 16))
     except ValueError:
@@ -44,7 +44,7 @@ def test_the_next_forward_pass_that_trains_says_so_once(recwarn: pytest.Warnings
         model(torch.ones(4, 16))
     lowtide.observe(model, (torch.ones(4, 16),), loss=torch.Tensor.sum)
     with pytest.raises(lowtide.BudgetError):
-        lowtide.plan(model, (torch.ones(4, 16),), loss=torch.Tensor.sum, budget=1000)
+        lowtide.plan(model, (torch.ones(4, 16),), loss=torch.Tensor.sum, budget=1 << 10)
     assert not _said(recwarn)
     with pytest.warns(UserWarning, match=WORDS):
         model(torch.ones(4, 16)).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,13 @@ def test_what_was_written_to_is_not_spilled() -> None:
             loss.backward()
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Of an expert. A bare number would make another plan."""
+
+    number: int
+
+
 class ChoosingLayer(nn.Module):
     """A frozen expert, chosen by the step: recipes of the first step do not hold in others."""
 
@@ -242,8 +250,8 @@ class ChoosingLayer(nn.Module):
         self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
         self.experts = nn.ModuleList(nn.Linear(64, 64).requires_grad_(False) for _ in range(4))
 
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
-        return x + self.after(nn.functional.silu(self.experts[choice](torch.tanh(self.before(x)))))
+    def forward(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return x + self.after(nn.functional.silu(self.experts[choice.number](torch.tanh(self.before(x)))))
 
 
 class Chosen(nn.Module):
@@ -252,7 +260,7 @@ class Chosen(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(ChoosingLayer() for _ in range(4))
 
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, choice)
         return x.square().mean()
@@ -262,19 +270,19 @@ def test_where_recipes_do_not_hold_the_step_stays_within_its_budget() -> None:
     """What was to be recomputed is sent away in place of that, as far as the budget has no room for it."""
     x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
     memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
-    predicted = lowtide.plan(Chosen(), (x, 0), budget="1GiB", memory=memory).predicted
+    predicted = lowtide.plan(Chosen(), (x, Choice(0)), budget="1GiB", memory=memory).predicted
     assert predicted is not None
     budget = predicted.peak_bytes + 64
     model, truth = Chosen(), Chosen()
     tide = lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:0")
-    model(x, 0).backward()  # observes, which is not what the budget is about
+    model(x, Choice(0)).backward()  # observes, which is not what the budget is about
     model.zero_grad(set_to_none=True)
     assert tide.stats is not None and tide.stats.recomputed_bytes == 4 * 16 * 32 * 64 * 4
     with IndependentCount([*model.parameters(), x]) as live:
-        model(x, 2).backward()
+        model(x, Choice(2)).backward()
     assert live.peak_bytes <= budget, live.peak_bytes / budget
     assert tide.stats.num_divergences == tide.stats.num_spills == 4
-    truth(x, 2).backward()
+    truth(x, Choice(2)).backward()
     for one, other in zip(model.parameters(), truth.parameters(), strict=True):
         assert one.grad is other.grad or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
     tide.remove()
@@ -283,8 +291,8 @@ def test_where_recipes_do_not_hold_the_step_stays_within_its_budget() -> None:
 class LossLayer(ChoosingLayer):
     """Nothing is saved after what the recipe was to make."""
 
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
-        return nn.functional.mse_loss(self.experts[choice](torch.tanh(self.before(x))), self.after(x))
+    def forward(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return nn.functional.mse_loss(self.experts[choice.number](torch.tanh(self.before(x))), self.after(x))
 
 
 class EndsInALoss(Chosen):
@@ -292,7 +300,7 @@ class EndsInALoss(Chosen):
         super().__init__()
         self.layers[3] = LossLayer()
 
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, choice)
         return x
@@ -302,13 +310,13 @@ class EndsInALoss(Chosen):
 def test_what_the_last_operator_saved_is_sent_away_when_the_forward_is_over() -> None:
     x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
     memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
-    plan = lowtide.plan(EndsInALoss(), (x, 0), budget="1GiB", memory=memory)
+    plan = lowtide.plan(EndsInALoss(), (x, Choice(0)), budget="1GiB", memory=memory)
     model = EndsInALoss()
     with lowtide.apply(model, plan, engine="virtual:0") as tide:
         tide.set_limit(1 << 40, slack_bytes=0)
-        model(x, 0).backward()
+        model(x, Choice(0)).backward()
         assert tide.stats.recomputed_bytes == 4 * 16 * 32 * 64 * 4
-        model(x, 2)
+        model(x, Choice(2))
         assert tide.stats.num_divergences == tide.stats.num_spills == 4
 
 
@@ -343,14 +351,14 @@ def test_what_was_sent_away_for_the_mark_is_not_asked_for_twice() -> None:
 def test_where_there_is_no_room_to_send_anything_the_step_says_what_it_takes() -> None:
     x = torch.randn(16, 32, 64, generator=torch.Generator().manual_seed(0))
     memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
-    predicted = lowtide.plan(Chosen(), (x, 0), budget="1GiB", memory=memory).predicted
+    predicted = lowtide.plan(Chosen(), (x, Choice(0)), budget="1GiB", memory=memory).predicted
     assert predicted is not None
     model = Chosen()
     engine = VirtualEngine(0, host_bytes=0, disk_bytes=0)
     tide = lowtide.optimize(model, budget=predicted.peak_bytes + 64, memory=memory, engine=engine)
-    model(x, 0).backward()
+    model(x, Choice(0)).backward()
     model.zero_grad(set_to_none=True)
     with pytest.warns(UserWarning, match=r"0\.5 MiB of what the plan makes again had to stay.* by 0\.5 MiB"):
-        model(x, 2).backward()
+        model(x, Choice(2)).backward()
     assert tide.stats is not None and tide.stats.num_over_limit
     tide.remove()

@@ -38,12 +38,12 @@ class Dropping(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.has_rrelu = has_rrelu
-        self.levels = 2
+        self.levels = [2]  # in a list: a number of its own would be another model
         self.mask = torch.empty(0)
         self.keeps_mask = False
 
     def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randint(1, 1 + self.levels, x.shape).to(x.dtype).div_(0.9)
+        noise = torch.randint(1, 1 + self.levels[0], x.shape).to(x.dtype).div_(0.9)
         x = self.linear(x * noise)
         dropped, mask = torch.native_dropout(x, 0.3, True)
         if self.keeps_mask:
@@ -244,12 +244,12 @@ def test_values_that_do_not_fit_any_more_are_stored_whole() -> None:
     plan = smaller(profile)
     with lowtide.apply(model, plan, engine="host") as tide:
         assert same(step(model), _plainly(tide, model))
-        model.layers[1].levels = 3
+        model.layers[1].levels[0] = 3
         got = step(model)
         assert tide.failed_recipes == {noise: "it does not fit its codec any more (two values)"}
         assert tide.stats.num_divergences == 1
         assert same(got, _plainly(tide, model))
-        model.layers[1].levels = 2  # it is not tried again
+        model.layers[1].levels[0] = 2  # it is not tried again
         before = tide.stats.narrowed_bytes
         assert same(step(model), _plainly(tide, model))
         whole = next(site for site in plan.sites if site.name == noise)
@@ -338,7 +338,7 @@ def test_a_budget_is_kept_in_the_step_in_which_a_codec_does_not_hold(monkeypatch
 
     def run(levels: int, seed: int) -> list[Tensor]:
         for layer in model.layers:
-            layer.levels = levels
+            layer.levels[0] = levels
         return step(model, seed)
 
     want = [run(*each) for each in steps]
