@@ -20,6 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class IndependentCount(TorchDispatchMode):
     """`with IndependentCount(state) as count: step()`, then `count.peak_bytes`."""
 
+    # Not in its `__dict__`: an observed step puts back what a user's mode holds there, and what the step has made is
+    # freed, and subtracted here, only after that.
+    __slots__ = ("_known", "now_bytes", "peak_bytes")
+
     def __init__(self, state: Iterable[Any] = (), *, engine: Any = None) -> None:
         super().__init__()
         self.now_bytes = self.peak_bytes = 0

@@ -127,6 +127,18 @@ def storage_keys(module: nn.Module) -> set[int]:
     return {storage_key(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
 
 
+def unregistered_in(module: nn.Module) -> list[nn.Module]:
+    """Modules that stand in a list, tuple, set or dictionary of a module's attributes and are nobody's children, as a
+    teacher does that must not be trained or saved along."""
+    held: list[nn.Module] = []
+    for each in modules_of(module):
+        for name, value in [*vars(each).items()]:
+            if name != "_modules" and isinstance(value, list | tuple | set | dict):
+                inside_of = value.values() if isinstance(value, dict) else value
+                held += [one for one in inside_of if isinstance(one, nn.Module)]
+    return held
+
+
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """A module and all that are inside of it, each once. Faster than `module.modules()`: layers are walked in every
     pass."""

@@ -45,9 +45,14 @@ def reached_iterator(records: Iterable[Any]) -> str:
     for record in records:
         if isinstance(record, Attributes):
             for key, value in record.then.items():
-                if hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+                if is_iterator(value):
                     return str(Name(record.name, key, record.is_item))
     return ""
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it moves on by itself; where a file stands can be read."""
+    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def num_cached(module: nn.Module, cache: Any) -> int:

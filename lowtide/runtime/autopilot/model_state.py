@@ -128,8 +128,7 @@ class ModelState:
     def _note(self) -> int:
         """The number of the state that was just found; a new one if it is new."""
         structures, trained, hooks, settings, attention = self._now
-        plain = (value if type(value) in _PLAIN else type(value) for value in settings)
-        key = (structures, tuple(trained), tuple(hooks), tuple(plain), attention)
+        key = (structures, tuple(trained), tuple(hooks), tuple(map(_plain, settings)), attention)
         if key not in self._number_of:
             self._num_states += 1
             self._number_of[key] = self._num_states
@@ -162,6 +161,13 @@ class ModelState:
             return "another attention backend"
         pairs = zip(self._names, before[3], now[3], strict=True)
         return next(f"{name} is {new}, not {old}" for name, old, new in pairs if old != new)
+
+
+def _plain(value: Any) -> Any:
+    """What decides of a setting. Nothing for an iterator: a step that was observed for it would move it on."""
+    if type(value) in _PLAIN:
+        return value
+    return None if hasattr(type(value), "__next__") else type(value)
 
 
 def _codes(hooks: dict[int, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tensors.kinds import is_plain, leads_to_parameter, storage_keys
+from lowtide.tensors.kinds import is_plain, leads_to_parameter, storage_keys, unregistered_in
 from lowtide.tensors.private import base_of, is_view, storage_key
 from lowtide.tensors.wrappers import inside
 
@@ -79,7 +79,7 @@ class Parameters:
 
     def _has_key(self, key: int, layer: nn.Module) -> bool:
         if self._keys_of_model is None:
-            self._keys_of_model = storage_keys(self._model)
+            self._keys_of_model = storage_keys(self._model).union(*map(storage_keys, unregistered_in(self._model)))
         if self._keys_of_layer is None:
             self._keys_of_layer = storage_keys(layer)
         return key in self._keys_of_model or key in self._keys_of_layer

@@ -56,7 +56,7 @@ from lowtide.tensors.private import (
 )
 from lowtide.tensors.random_state import Draws
 from lowtide.tensors.remembered import WRAPPED, Array, Attributes, Empty, State
-from lowtide.tensors.second_run import reached_iterator
+from lowtide.tensors.second_run import is_iterator, reached_iterator
 from lowtide.tensors.snapshot import take
 from lowtide.tensors.view import byte_view, same_bytes
 from lowtide.tensors.wrappers import inside
@@ -181,6 +181,7 @@ class Tree:
         "addressed",
         "has_compiled",
         "is_light",
+        "iterator",
         "small",
         "tensors",
     )
@@ -203,6 +204,9 @@ class Tree:
             self.tensors = [each for each in self.tensors if not isinstance(each, nn.Parameter)]
         self.addressed = [is_plain(each) for each in self.tensors]
         self.has_compiled = has_compiled(module)
+        attributes = chain.from_iterable(own.items() for own in self._own)
+        self.iterator = next((name for name, value in attributes if is_iterator(value)), "")
+        """Its name, if an attribute is one."""
         sizes = [_bytes_to_copy(each) for each in self.tensors]
         self.small = [index for index, size in enumerate(sizes) if 0 < size <= _SMALL_BYTES]
         buffers = {id(each) for own in self._own for each in own[MODULE_TABLES[1]].values()}
@@ -306,6 +310,7 @@ class Before:
         self.watch = watch
         self._modes = Modes()
         self._tree = tree = watch.tree()
+        self._refuse_iterator(tree.iterator)
         self.known = known = watch.known(tree)
         self._tensors = [*tree.tensors, *known.others()] if known.read else tree.tensors
         self._addressed = [is_plain(tensor) for tensor in self._tensors] if known.read else tree.addressed
@@ -349,13 +354,15 @@ class Before:
         modules = [root for root in roots if isinstance(root, nn.Module)]
         beside = [root for root in roots if root is not None and not isinstance(root, nn.Module)]
         records = take(*modules, beside=beside or None, code=True, process=False).records
-        iterator = reached_iterator(records)
-        if iterator:
+        self._refuse_iterator(reached_iterator(records))
+        return [record for record in records if not _is_of_a_module(record)]
+
+    def _refuse_iterator(self, name: str) -> None:
+        if name:
             raise self.watch.refusal_of(
-                f"lowtide: the recomputed {self.watch} can reach an iterator, '{iterator}', and an iterator cannot be "
+                f"lowtide: the recomputed {self.watch} can reach an iterator, '{name}', and an iterator cannot be "
                 "wound back to run the module again. Give it the fate keep or swap, or keep the position as a number."
             )
-        return [record for record in records if not _is_of_a_module(record)]
 
     @property
     def has_compiled(self) -> bool:

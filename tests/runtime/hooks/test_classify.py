@@ -46,3 +46,13 @@ def test_parameters_that_come_with_a_layer_are_found_once_it_runs() -> None:
     assert not parameters.has(view, layer)  # it is not looked for again within one layer
     parameters.forget_layer()
     assert parameters.has(view, layer)
+
+
+def test_a_teacher_in_a_list_is_the_models_own() -> None:
+    """Reached, and not registered: neither its parameters nor its buffers are activations."""
+    student, teacher = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+    student.teachers = [teacher]
+    parameters = Parameters(student)
+    weight, buffer = teacher[0].weight, teacher[1].running_mean
+    assert all(parameters.has(tensor, student) for tensor in (weight, weight.t(), weight.detach(), buffer, buffer[1:]))
+    assert not parameters.has(teacher(torch.ones(2, 3)), student)
