@@ -33,10 +33,9 @@ from typing import Any
 import torch
 
 from lowtide.errors import PartialStepError
-from lowtide.optimizer.buckets import runs
 from lowtide.optimizer.cuts import Cut, Stretch
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
-from lowtide.optimizer.homes import Bucket, Home, Piece
+from lowtide.optimizer.homes import Bucket, Home, Piece, runs
 from lowtide.optimizer.store import StateStore, entries_of
 from lowtide.optimizer.stretches import ends_of, is_cut_now
 from lowtide.optimizer.transfers import Arrival

@@ -41,11 +41,9 @@ from lowtide.optimizer.asked import (
     why_none_stays,
     why_not_exact,
 )
-from lowtide.optimizer.checkpoint import Checkpoints
-from lowtide.optimizer.in_backward import InBackward, StepCalls, check_alone
-from lowtide.optimizer.overlap import Overlap
+from lowtide.optimizer.in_backward import InBackward, Overlap, StepCalls, check_alone
 from lowtide.optimizer.residency import Choice, Residency
-from lowtide.optimizer.state import SettledState
+from lowtide.optimizer.state import Checkpoints, SettledState
 from lowtide.optimizer.step import Stepper, StepRun
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import NUM_BUFFERS

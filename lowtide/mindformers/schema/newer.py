@@ -25,11 +25,9 @@ from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.expressions import problem
 from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.layers import Work
+from lowtide.mindformers.schema.layers import Resolution, Work, report_lost, report_nothing
 from lowtide.mindformers.schema.names import Names, Tree, find_whole, is_within, trees_of
-from lowtide.mindformers.schema.plans import Resolution
 from lowtide.mindformers.schema.recompute import Recompute, Selection
-from lowtide.mindformers.schema.remarks import report_lost, report_nothing
 from lowtide.mindformers.schema.swap import Entry, Swap
 
 KEYS: Mapping[str, tuple[str, ...]] = {
