@@ -48,7 +48,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class PlanChange:
     """Sites of one name in a run of layers that have another fate in the second plan."""
 
     before: str
@@ -66,7 +66,7 @@ class PlanDiff:
     """Two plans, side by side."""
 
     figures: tuple[Figure, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[PlanChange, ...]
     """The most bytes first."""
     rules_gone: tuple[str, ...]
     rules_new: tuple[str, ...]
@@ -127,7 +127,9 @@ def _rules(plan: Plan) -> list[str]:
     return [str(rule) for rule in plan.rules.rules]
 
 
-def _changes(moved: Iterable[tuple[SiteDecision | None, SiteDecision | None]], layers: tuple[str, ...]) -> list[Change]:
+def _changes(
+    moved: Iterable[tuple[SiteDecision | None, SiteDecision | None]], layers: tuple[str, ...]
+) -> list[PlanChange]:
     """Sites of one name and one change in neighbouring layers make one row."""
     groups: dict[tuple[str, str, str], dict[str | None, list[int]]] = {}
     for before, after in moved:
@@ -143,9 +145,9 @@ def _changes(moved: Iterable[tuple[SiteDecision | None, SiteDecision | None]], l
         for first, last in runs(inside, [None] * len(inside)):
             sizes = [size for layer in inside[first : last + 1] for size in by_layer[layer]]
             where = f"{layers_label(inside, first, last)}: {name}"
-            changes.append(Change(before=was, after=becomes, where=where, num_sites=len(sizes), nbytes=sum(sizes)))
+            changes.append(PlanChange(before=was, after=becomes, where=where, num_sites=len(sizes), nbytes=sum(sizes)))
         for size in by_layer.get(None, ()):
-            changes.append(Change(before=was, after=becomes, where=name, num_sites=1, nbytes=size))
+            changes.append(PlanChange(before=was, after=becomes, where=name, num_sites=1, nbytes=size))
     return sorted(changes, key=lambda change: -change.nbytes)
 
 

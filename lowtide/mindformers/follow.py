@@ -79,7 +79,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Any odd number will do: as a factor it makes the sum depend on the order.
 _FACTOR = 0x9E3779B97F4A7C1
 
-Parts = dict[int, tuple[StorageWeakRef, int, "Part"]]
+Parts = dict[int, tuple[StorageWeakRef, int, "InputSlice"]]
 """What one forward pass has cut, by storage key: the storage, its version then, and this rank's part."""
 
 
@@ -92,7 +92,7 @@ def tensor_parallel_group(model: nn.Module) -> Any:
     return None
 
 
-class Part:
+class InputSlice:
     """This rank's part of one storage. Counts its bytes in the ledger."""
 
     __slots__ = ("__weakref__", "flat", "group", "nbytes")
@@ -116,7 +116,7 @@ class Sliced:
 
     __slots__ = ("part", "view")
 
-    def __init__(self, part: Part, tensor: torch.Tensor) -> None:
+    def __init__(self, part: InputSlice, tensor: torch.Tensor) -> None:
         self.part = part
         self.view = View(tensor)
 
@@ -169,7 +169,7 @@ class Slices:
                     f"storage of their own that {num_ranks} ranks could share equally"
                 )
             return handle
-        part = Part(flat, self.group, ledger)
+        part = InputSlice(flat, self.group, ledger)
         counters.kept_bytes += part.nbytes - storage.nbytes()
         parts[storage_key(storage)] = (StorageWeakRef(storage), version_of(tensor), part)
         return Sliced(part, tensor)

@@ -58,7 +58,7 @@ import torch
 from lowtide.errors import ConfigError
 from lowtide.optimizer.groups import OwnedHook
 from lowtide.optimizer.homes import Home, Piece
-from lowtide.optimizer.step import Part, Stepper, StepRun
+from lowtide.optimizer.step import StepPart, Stepper, StepRun
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.private import current_graph_task_id, queue_callback, version_of
@@ -156,7 +156,7 @@ class BackwardPrefetch:
         self._arrivals.clear()
 
 
-class Overlap:
+class StepOverlap:
     """Which way of fetching is in force. With 'auto' it is tried: `NUM_TRIED` steps of each, and the faster one stays.
 
     `stall_seconds` says how long steps have waited so far. Where the device has no counter of its memory 'auto' is
@@ -356,7 +356,7 @@ class InBackward:
         if self._run is None:
             self._calls.refresh()
 
-    def _step(self, part: Part | None) -> None:
+    def _step(self, part: StepPart | None) -> None:
         """None: it waits for `step()`, since its state was replaced, or one of its groups must step at once."""
         if part is None:
             return

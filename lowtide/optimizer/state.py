@@ -35,7 +35,7 @@ from lowtide.optimizer.homes import movable
 from lowtide.optimizer.store import StateStore, entries_of
 
 
-class _Held:
+class _HeldState:
     """A tensor that torch's `load_state_dict` passes on as it is."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ class Checkpoints:
             return value
         if not movable(value, None, self._store.min_bytes):
             return value
-        return _Held(value, self._dtype_of(parameter, key, value))
+        return _HeldState(value, self._dtype_of(parameter, key, value))
 
     def _dtype_of(self, parameter: torch.Tensor, key: Any, value: torch.Tensor) -> torch.dtype:
         own = entries_of(self._optimizer.state, parameter).get(key)
@@ -112,7 +112,7 @@ class Checkpoints:
         optimizer, store = self._optimizer, self._store
         for parameter, entries in optimizer.state.items():
             if isinstance(entries, dict):
-                held = {key: value for key, value in entries.items() if isinstance(value, _Held)}
+                held = {key: value for key, value in entries.items() if isinstance(value, _HeldState)}
                 device = store.device if parameter in store.residents else None
                 entries.update({key: value.tensor.detach().to(device, value.dtype) for key, value in held.items()})
         made = optimizer.state

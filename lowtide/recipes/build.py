@@ -115,7 +115,7 @@ def build_recipes(calls: Sequence[Call], targets: Sequence[Target]) -> Mapping[i
     recipes: dict[int, Recipe | str] = {}
     for rank, target in enumerate(targets):
         try:
-            recipes[target.storage.index] = _Builder(graph, target, rank).build()
+            recipes[target.storage.index] = _RecipeBuilder(graph, target, rank).build()
         except _NoRecipeError as reason:
             recipes[target.storage.index] = str(reason)
     return recipes
@@ -135,7 +135,7 @@ def build_collective_recipes(
     found: dict[int, Recipe | str] = {}
     for rank, target in asked:
         try:
-            found[target.storage.index] = _Builder(graph, target, rank, with_collectives=True).build()
+            found[target.storage.index] = _RecipeBuilder(graph, target, rank, with_collectives=True).build()
         except _NoRecipeError as reason:
             found[target.storage.index] = str(reason)
     return found
@@ -212,7 +212,7 @@ class _Graph:
 
 
 @dataclass(slots=True)
-class _Builder:
+class _RecipeBuilder:
     """The recipe of one target."""
 
     graph: _Graph

@@ -55,7 +55,7 @@ def resolve_newer(
     """
     grid = make_grid(num_layers, 1, 1, 0, issues)
     indices = range(num_layers) if held is None else held
-    reader = _Reader(num_layers=num_layers, trees=trees_of(names, num_layers, issues), held=indices, issues=issues)
+    reader = _NewerReader(num_layers=num_layers, trees=trees_of(names, num_layers, issues), held=indices, issues=issues)
     swap = reader.swap(reader.section(sections, "swap"))
     recompute = reader.recompute(reader.section(sections, "recompute"), reader.section(sections, "recompute_comm"))
     work = Work(grid=grid, trees=reader.trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
@@ -76,7 +76,7 @@ def resolve_newer(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reader:
+class _NewerReader:
     num_layers: int
     trees: list[Tree | None]
     held: range
