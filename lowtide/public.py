@@ -153,7 +153,7 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
     """
     from torch.nn import Module
 
-    from lowtide.report.of_handle import report_of_handle
+    from lowtide.report.run_folder import report_of_handle
     from lowtide.report.write import check_form
     from lowtide.report.write import write_report as write
     from lowtide.runtime.autopilot.autopilot import Autopilot

@@ -32,7 +32,7 @@ from examples.train.ranks import Ranks, StopRequest, TrainingError
 from examples.train.trainer import Trainer
 from lowtide.cli.run_step import device_of_run
 from lowtide.config.run import RunConfig
-from lowtide.report.run_files import METRICS, RunFiles
+from lowtide.report.run_folder import METRICS, RunFiles
 from lowtide.tensors.out_of_memory import is_out_of_memory
 
 

@@ -11,8 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lowtide.cli.terminal import width_of_stdout
-from lowtide.cli.waiting import Waiting
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.core.text_table import wrapped
 
 if TYPE_CHECKING:

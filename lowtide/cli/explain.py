@@ -15,8 +15,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.run_file import load_run
-from lowtide.cli.terminal import width_of_stdout
-from lowtide.cli.waiting import Waiting
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
 from lowtide.core.text_table import wrapped

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from lowtide.cli.terminal import width_of_stdout
+from lowtide.cli.waiting import width_of_stdout
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError, did_you_mean
 

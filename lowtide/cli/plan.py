@@ -24,15 +24,14 @@ from lowtide.cli import plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
-from lowtide.cli.terminal import width_of_stdout
-from lowtide.cli.waiting import Waiting
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, check_unit
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
-from lowtide.report.optimizer_forecast import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
+from lowtide.report.budget_sweep import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
 from lowtide.units import MIB, format_bytes, parse_bytes
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from lowtide.core.profile import Profile
     from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
-    from lowtide.report.memory_curve import Curve
+    from lowtide.report.compared_curves import Curve
     from lowtide.timeline.hardware import Hardware
     from lowtide.timeline.step import Link
 
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.presets import plan_settled
         from lowtide.report.budget_sweep import budget_sweep
-        from lowtide.report.memory_curve import memory_curve
+        from lowtide.report.compared_curves import memory_curve
 
         settled = wanted.settled(lambda: _memory(settings, args, profile))
         if args.hardware is not None:
@@ -337,7 +336,7 @@ def _lines(
 ) -> list[str]:
     from lowtide.core.plan_table import plan_table
     from lowtide.report.budget_sweep import sweep_lines
-    from lowtide.report.memory_curve import curve_lines
+    from lowtide.report.compared_curves import curve_lines
 
     width = width_of_stdout()
     lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.cli.plan import check_writable, write
 from lowtide.cli.run_file import load_run
-from lowtide.cli.terminal import width_of_stdout
-from lowtide.cli.waiting import Waiting
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 

@@ -3,14 +3,30 @@
 What: `Waiting` shows what is going on and for how long: one line that renews itself on a terminal, plain lines in a log
 (after 1 s, 10 s, 20 s, ...). Something that is over within a second shows nothing. stdout is never touched.
 Cost: one sleeping thread. Not covered: shares of a hundred; nothing here knows how long it will take.
+
+How wide the terminal is that stdout goes to.
+
+Why: a table that is wider than the terminal is broken in the middle of words, and its columns are lost. Where stdout is
+a pipe or a file, there is no width: each row stays one line, for `grep` and for other programs.
+Not covered: a terminal whose width changes while a command prints.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 from types import TracebackType
+
+_LEAST = 40
+"""A narrower terminal is taken for this wide: no table can be read in it."""
+
+
+def width_of_stdout() -> int | None:
+    """Characters of a line (`COLUMNS` where it is set, as everywhere); None where stdout is no terminal."""
+    return max(shutil.get_terminal_size().columns, _LEAST) if sys.stdout.isatty() else None
+
 
 _FIRST_SECONDS = 1.0
 _TERMINAL_SECONDS = 0.5

@@ -96,7 +96,7 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
     """
     root = read_yaml(path)
     if section is None:
-        return typing.cast(T, _Builder(in_file=True).build(root, cls, ""))
+        return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
     if root.kind != "mapping":
         raise ConfigError(
             f"{root.place}: expected a mapping with the section '{section}', not {root.describe()}; write "
@@ -104,7 +104,7 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
         )
     for entry in root.entries:
         if entry.key == section:
-            return typing.cast(T, _Builder(in_file=True).build(entry.node, cls, section))
+            return typing.cast(T, _SettingsBuilder(in_file=True).build(entry.node, cls, section))
     for entry in root.entries:
         if hint := did_you_mean(entry.key, (section,)):
             raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
@@ -114,7 +114,7 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
 
 def load_tree(root: Node, cls: type[T]) -> T:
     """Build `cls` from the tree of a YAML file. Raises `ConfigError` for any mistake in a key or value."""
-    return typing.cast(T, _Builder(in_file=True).build(root, cls, ""))
+    return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
 
 
 def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memory") -> T:
@@ -122,11 +122,11 @@ def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memo
 
     Raises `ConfigError` for any mistake in a key or value.
     """
-    return typing.cast(T, _Builder(in_file=False).build(read_mapping(mapping, where), cls, where))
+    return typing.cast(T, _SettingsBuilder(in_file=False).build(read_mapping(mapping, where), cls, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Builder:
+class _SettingsBuilder:
     """One load. `in_file` decides only how messages name the key."""
 
     in_file: bool

@@ -71,7 +71,7 @@ _VERBS = {Fate.RECOMPUTE: "recomputed", Fate.SWAP: "away and back"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _SiteRow:
     label: str
     fate: str
     bytes_by_fate: tuple[int, ...]
@@ -194,7 +194,7 @@ def _unobserved_lines(plan: TabledPlan, width: int | None) -> list[str]:
     return align(cells, numeric=(), width=width)
 
 
-def _site_rows(plan: TabledPlan, make_row: Callable[[str, int, Sequence[SiteDecision]], _Row]) -> list[_Row]:
+def _site_rows(plan: TabledPlan, make_row: Callable[[str, int, Sequence[SiteDecision]], _SiteRow]) -> list[_SiteRow]:
     by_layer: dict[str | None, list[SiteDecision]] = {layer: [] for layer in plan.layers}
     for site in plan.sites:
         by_layer.setdefault(site.layer if site.layer in by_layer else None, []).append(site)
@@ -212,21 +212,21 @@ def _signature(layer: str, sites: Iterable[SiteDecision]) -> Hashable:
     return tuple((site.name.removeprefix(layer), site.stored_bytes, site.dtype, site.fate, site.tier) for site in sites)
 
 
-def _row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
+def _row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _SiteRow:
     totals = tuple(sum(site.nbytes for site in sites if site.fate is fate) for fate in _FATES)
     counts = [(sum(site.fate is fate for site in sites) // num_layers, fate) for fate in _FATES]
     mix = " + ".join(f"{count} {fate.value}" for count, fate in counts if count)
     moved = [site for site in sites if site.fate is not Fate.KEEP]
     reasons = list(dict.fromkeys(site.reason for site in moved or sites))
-    return _Row(label=label, fate=mix or "no sites", bytes_by_fate=totals, why="; ".join(reasons))
+    return _SiteRow(label=label, fate=mix or "no sites", bytes_by_fate=totals, why="; ".join(reasons))
 
 
-def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _Row:
+def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _SiteRow:
     saved = [site for site in sites if site.anchor is None]
     anchors = [site for site in sites if site.anchor is not None]
     counts = [(sum(site.fate is fate for site in saved) // num_layers, fate) for fate in _FATES]
     mix = " + ".join(f"{count} {fate.value}" for count, fate in counts if count)
-    return _Row(
+    return _SiteRow(
         label=label,
         fate=mix or "no sites",
         bytes_by_fate=tuple(sum(site.stored_bytes for site in saved if site.fate is fate) for fate in _FATES),
@@ -264,11 +264,11 @@ def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
-def _solved_table(rows: Sequence[_Row], width: int | None) -> list[str]:
+def _solved_table(rows: Sequence[_SiteRow], width: int | None) -> list[str]:
     cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "anchors", "cost", "why")]
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
     anchor_bytes, cost_seconds = sum(row.anchor_bytes for row in rows), sum(row.cost_seconds for row in rows)
-    total = _Row(
+    total = _SiteRow(
         label="total", fate="", bytes_by_fate=tuple(totals), anchor_bytes=anchor_bytes,
         cost_seconds=cost_seconds, why="",
     )  # fmt: skip
@@ -282,7 +282,7 @@ def _solved_table(rows: Sequence[_Row], width: int | None) -> list[str]:
     return align(cells, numeric=(2, 3, 4, 5, 6), width=width)
 
 
-def _table(rows: Sequence[_Row], width: int | None) -> list[str]:
+def _table(rows: Sequence[_SiteRow], width: int | None) -> list[str]:
     cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "why")]
     cells += [(row.label, row.fate, *map(_size, row.bytes_by_fate), row.why) for row in rows]
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]

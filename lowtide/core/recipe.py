@@ -77,7 +77,7 @@ class Recipe:
 
     @property
     def can_follow_sizes(self) -> bool:
-        """Whether a forward pass of other shapes that is compared with it can say in which sizes (recipes/bind.py)."""
+        """Whether a forward pass of other shapes that is compared with it can say in which sizes (recipes/build.py)."""
         return not any(step.op in _REINTERPRETS for step in self.steps) and not self.collectives
 
     def serves_all(self, *, is_proven: bool) -> bool:

@@ -41,13 +41,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
-from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, Stream, TorchDevice
+from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, StallMeter, Stream, TorchDevice
 from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Job, LaneWorker, Staging
-from lowtide.engines.stall_meter import StallMeter
 from lowtide.engines.tiers.arena import ALIGN_BYTES, Arena, Block
-from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import DiskTier
-from lowtide.engines.tiers.host_limit import host_limit
+from lowtide.engines.tiers.host_limit import Cap, host_limit
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
 

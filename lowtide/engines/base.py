@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.host_limit import Cap
 
 
 class Lane(enum.Enum):

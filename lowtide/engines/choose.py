@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import ConfigError, did_you_mean
 
 _NAMES = ("accelerator", "host", "virtual")

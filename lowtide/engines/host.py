@@ -31,9 +31,9 @@ from typing import cast
 import torch
 
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
-from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, touch_seconds_per_byte
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.tensors.view import byte_view
 
 IDLE_BUFFER_BYTES = 16 << 20

@@ -25,7 +25,7 @@ import torch
 
 from lowtide.engines.device_ops import DeviceOps, RawEvent, Stream
 from lowtide.engines.tiers.disk import DiskTier
-from lowtide.engines.tiers.numa import stay_on
+from lowtide.engines.tiers.host_limit import stay_on
 
 STAGE_BYTES = 8 * 2**20
 """One chunk on its way to or from the disk: large enough for full disk bandwidth. To be measured on a device."""

@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.engines.base import Bandwidth, Lane, Slot
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 from lowtide.tensors.private import disable_current_modes, storage_at, storage_key
 from lowtide.tensors.view import byte_view

@@ -25,7 +25,7 @@ from lowtide.loss.cross_entropy import (
     sliced_cross_entropy,
     whole_cross_entropy,
 )
-from lowtide.loss.parallel import Part, dtensor_cross_entropy, parallel_cross_entropy
+from lowtide.loss.parallel import VocabularyPart, dtensor_cross_entropy, parallel_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import FakeTensor, are_transforms_active, is_forward_mode
@@ -89,7 +89,7 @@ def cross_entropy(
             return dtensor_cross_entropy(logits, labels, **parallel)
         if first_word is None:
             first_word = torch.distributed.get_rank(group) * logits.shape[1]
-        return parallel_cross_entropy(logits, labels, Part(group, first_word), **parallel)
+        return parallel_cross_entropy(logits, labels, VocabularyPart(group, first_word), **parallel)
     upcast = upcast or torch.is_autocast_enabled(logits.device.type)
     how: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
     asked = (upcast, label_smoothing > 0, z_loss > 0)

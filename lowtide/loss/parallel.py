@@ -54,7 +54,7 @@ NONE = float("-inf")
 
 
 @dataclass(frozen=True)
-class Part:
+class VocabularyPart:
     """The words that a rank has: from `first_word` on, as many as its logits have columns."""
 
     group: Any
@@ -65,7 +65,7 @@ class Part:
 def parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
-    part: Part,
+    part: VocabularyPart,
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -85,7 +85,7 @@ def parallel_cross_entropy(
     dtype = torch.float32 if upcast and logits.dtype.itemsize < 4 else logits.dtype
     is_counted = target != ignore_index
     words = torch.where(is_counted, target, 0)
-    loss = _OfRows.apply(logits, words, _How(part, dtype, slice_rows or _rows_at_a_time(logits, dtype)))
+    loss = _PartOfRows.apply(logits, words, _How(part, dtype, slice_rows or _rows_at_a_time(logits, dtype)))
     loss = torch.where(is_counted, loss, 0)
     if reduction == "none":
         return loss
@@ -105,7 +105,7 @@ def dtensor_cross_entropy(logits: Any, target: Any, **how: Any) -> torch.Tensor:
     return made
 
 
-def part_of_dtensor(logits: Any) -> Part:
+def part_of_dtensor(logits: Any) -> VocabularyPart:
     """Where the local part of a DTensor `[rows, words]` stands. ConfigError where it is sharded in another way."""
     if not are_words_spread(logits):
         raise ConfigError(
@@ -114,7 +114,7 @@ def part_of_dtensor(logits: Any) -> Part:
         )
     ranks, rank = logits.device_mesh.size(), logits.device_mesh.get_local_rank()
     words_a_rank = -(-logits.shape[-1] // ranks)  # as torch.chunk cuts
-    return Part(logits.device_mesh.get_group(), min(rank * words_a_rank, logits.shape[-1]))
+    return VocabularyPart(logits.device_mesh.get_group(), min(rank * words_a_rank, logits.shape[-1]))
 
 
 def are_words_spread(logits: Any) -> bool:
@@ -138,8 +138,8 @@ def _rows_at_a_time(logits: torch.Tensor, dtype: torch.dtype) -> int:
 def _keeps_bits(device: torch.device, logits_dtype: torch.dtype, num_words: int, dtype: torch.dtype) -> bool:
     def loss(slice_rows: int) -> Any:
         def of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            how = _How(Part(ALONE, 0), dtype, slice_rows)
-            return _OfRows.apply(logits.view(-1, num_words), labels.view(-1).clamp(min=0), how).sum()
+            how = _How(VocabularyPart(ALONE, 0), dtype, slice_rows)
+            return _PartOfRows.apply(logits.view(-1, num_words), labels.view(-1).clamp(min=0), how).sum()
 
         return of
 
@@ -155,14 +155,14 @@ def _keeps_bits(device: torch.device, logits_dtype: torch.dtype, num_words: int,
 
 @dataclass(frozen=True)
 class _How:
-    part: Part
+    part: VocabularyPart
     dtype: torch.dtype
     """Of the log-probabilities."""
     num_rows: int
     """At a time."""
 
 
-class _OfRows(torch.autograd.Function):
+class _PartOfRows(torch.autograd.Function):
     """Of each row: minus the log-probability of its word."""
 
     @staticmethod
@@ -212,7 +212,7 @@ class _OfRows(torch.autograd.Function):
         return only_once(gradient, logits, of_rows), None, None
 
 
-def _all_reduce_most(most: torch.Tensor, part: Part, num_words: int) -> int:
+def _all_reduce_most(most: torch.Tensor, part: VocabularyPart, num_words: int) -> int:
     """The maximum over ranks, in place; and how many words they have together. Raises ConfigError on all ranks where
     their parts do not make one vocabulary."""
     if part.group is ALONE:

@@ -17,8 +17,7 @@ from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
-from lowtide.optimizer.homes import storages_of
+from lowtide.optimizer.homes import LEAST_BYTES, MOST_BYTES, storages_of
 from lowtide.optimizer.store import entries_of
 from lowtide.optimizer.trial import KNOWN
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE

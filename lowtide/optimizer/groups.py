@@ -11,18 +11,52 @@ changed in place is noted and taken back before the next part, found by its vers
 device unless an optimizer does this.
 
 Cost: a shallow copy of each group a part. Not covered: attributes of the optimizer itself (see trial.py).
+
+Hooks on parameters and modules that do not keep what they belong to alive.
+
+What: `OwnedHook` calls a function with its owner as long as that lives; after that it takes itself off.
+Why: parameters and modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state
+and the engine with its memory for as long as the model lives.
+Cost: below a microsecond a call. Not covered: owners that nobody else holds.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from lowtide.tensors.private import version_of
 from lowtide.tensors.view import same_bytes
+
+
+class OwnedHook:
+    """See the module's text. `call(owner, *arguments)` must not hold the owner."""
+
+    def __init__(self, owner: object, call: Callable[..., None]) -> None:
+        self._owner = weakref.ref(owner)
+        self._call = call
+        self._handle: Any = None
+
+    def put_on(self, register: Callable[..., Any], **options: Any) -> Any:
+        """What `register(hook)` returns, which takes the hook off."""
+        self._handle = register(self, **options)
+        return self._handle
+
+    def __call__(self, *arguments: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._call(owner, *arguments)
+        elif self._handle is not None:
+            self._handle.remove()
+
+    def __deepcopy__(self, memo: dict) -> OwnedHook:
+        """A copied module has the same hook, as with a function."""
+        return self
+
 
 _CONTAINERS = (list, dict, set)
 _MEMBERS = ("params", "param_names")

@@ -2,7 +2,7 @@
 
 What: `Residency` looks on for three steps while all of the state is elsewhere: how high the device's memory rises, and
 how long steps wait for copies. Then it brings whole buckets back to stay, first ones first, and looks on for three more
-steps, so that what was predicted stands beside what came of it (`Choice`).
+steps, so that what was predicted stands beside what came of it (`StateChoice`).
 
     room = what this process can have of the device - 5 % of the device (HEADROOM) - the highest allocation so far
 
@@ -39,7 +39,7 @@ NUM_WATCHED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StateChoice:
     """What 'auto' chose, of this rank. Seconds are of one step."""
 
     moved_bytes: int
@@ -107,7 +107,7 @@ class Residency:
         self._is_short = False
         self._is_watching = not why_none
         self._is_timing = not why_none
-        self.choice: Choice | None = self._say(why_none) if why_none else None
+        self.choice: StateChoice | None = self._say(why_none) if why_none else None
         """None while it looks on."""
 
     def after_step(
@@ -218,6 +218,6 @@ class Residency:
             free_from=choice.free_from,
         )
 
-    def _say(self, reason: str, **seconds: float | None) -> Choice:
+    def _say(self, reason: str, **seconds: float | None) -> StateChoice:
         store = self._store
-        return Choice(moved_bytes=store.moved_bytes, resident_bytes=store.staying_bytes, reason=reason, **seconds)
+        return StateChoice(moved_bytes=store.moved_bytes, resident_bytes=store.staying_bytes, reason=reason, **seconds)

@@ -33,10 +33,9 @@ from typing import Any
 import torch
 
 from lowtide.errors import PartialStepError
-from lowtide.optimizer.buckets import runs
 from lowtide.optimizer.cuts import Cut, Stretch
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
-from lowtide.optimizer.homes import Bucket, Home, Piece
+from lowtide.optimizer.homes import Bucket, Home, Piece, runs
 from lowtide.optimizer.store import StateStore, entries_of
 from lowtide.optimizer.stretches import ends_of, is_cut_now
 from lowtide.optimizer.transfers import Arrival
@@ -44,14 +43,14 @@ from lowtide.tensors.wrappers import inside
 
 
 @dataclass(slots=True)
-class Part:
+class StepPart:
     """Parameters that step together, and the buckets that have their state; or a stretch of one parameter."""
 
     chosen: list[Chosen]
     homes: list[Home] = field(default_factory=list)
     """Which are fetched whole."""
     stretch: Stretch | None = None
-    then: Part | None = None
+    then: StepPart | None = None
     """What else steps in this part's turn: more of the parameter, or what there was no memory for at a time."""
 
     def pieces(self) -> list[Piece]:
@@ -74,7 +73,7 @@ class StepRun:
     """The optimizer's own step, over whatever `param_groups` shows."""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """Of each parameter that steps, when the step began."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StepPart] = field(default_factory=list)
     todo: list[int] = field(default_factory=list)
     """Numbers of the parts that have not stepped, in the order in which they will."""
     result: Any = None
@@ -124,20 +123,20 @@ class Stepper:
         run.todo += range(len(run.parts), len(run.parts) + len(parts))
         run.parts += parts
 
-    def part_of(self, home: Home, among: Collection[torch.Tensor]) -> Part | None:
+    def part_of(self, home: Home, among: Collection[torch.Tensor]) -> StepPart | None:
         """A part for one bucket, of those of its parameters that are `among` these and have a gradient; None where one
         of their groups steps at once."""
         number_of = self._stepping_now([p for p in home.parameters if p in among])
         return self._of_home(home, number_of) if number_of else None
 
-    def part_without_home(self, parameters: list[torch.Tensor]) -> Part | None:
+    def part_without_home(self, parameters: list[torch.Tensor]) -> StepPart | None:
         """A part for parameters that have no bucket, as far as they have a gradient; None where there is none, or one
         of their groups steps at once."""
         number_of = self._stepping_now([p for p in parameters if p not in self.store.home_of])
         if not number_of:
             return None
         staying, fresh, _ = self._sorted_out(number_of, set())
-        return Part(_by_group([*staying, *fresh], number_of)) if staying else self._of_fresh(fresh, number_of)
+        return StepPart(_by_group([*staying, *fresh], number_of)) if staying else self._of_fresh(fresh, number_of)
 
     def _stepping_now(self, parameters: list[torch.Tensor]) -> dict[torch.Tensor, int]:
         """The groups of those of these parameters that have a gradient; empty where one of them must step at once."""
@@ -152,7 +151,7 @@ class Stepper:
         with contextlib.suppress(torch.OutOfMemoryError):
             self._start(run, piece)
 
-    def plan(self) -> list[Part]:
+    def plan(self) -> list[StepPart]:
         self.store.refresh()
         groups = self.optimizer.param_groups
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
@@ -163,8 +162,8 @@ class Stepper:
             self.store.part_company(number_of.keys())
         staying, fresh, at_once = self._sorted_out(number_of, together)
         first, *others = self._in_runs(staying) or [[]]
-        parts = [Part(sorted([*idle, *_by_group(first, number_of)], key=_number))]
-        parts += [Part(_by_group(parameters, number_of)) for parameters in others]
+        parts = [StepPart(sorted([*idle, *_by_group(first, number_of)], key=_number))]
+        parts += [StepPart(_by_group(parameters, number_of)) for parameters in others]
         if at_once:
             parts.append(self._part(at_once, number_of, self._homes_of(at_once)))
         done = {id(home) for part in parts for home in part.homes}
@@ -175,7 +174,7 @@ class Stepper:
         parts += [self._of_fresh(parameters, number_of) for parameters in self._in_runs(fresh)]
         parts = [part for part in parts if part.chosen]
         # Not even a gradient: the optimizer is called all the same, as without lowtide.
-        return parts or [Part([])]
+        return parts or [StepPart([])]
 
     def _in_runs(self, parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """These parameters, cut where about a bucket of state is full."""
@@ -203,7 +202,7 @@ class Stepper:
         home_of = self.store.home_of
         return list({id(home_of[p]): home_of[p] for p in parameters if p in home_of}.values())
 
-    def _of_home(self, home: Home, number_of: dict[torch.Tensor, int]) -> Part:
+    def _of_home(self, home: Home, number_of: dict[torch.Tensor, int]) -> StepPart:
         """All of a bucket that steps."""
         parameter = home.parameters[0]
         if home.is_cut and parameter in number_of and is_cut_now(self.optimizer, parameter):
@@ -211,19 +210,19 @@ class Stepper:
             return _chain(number_of[parameter], Cut(self.store, parameter, home, ends).stretches())
         return self._part(home.parameters, number_of, [home])
 
-    def _of_fresh(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]) -> Part:
+    def _of_fresh(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]) -> StepPart:
         """Parameters without state."""
         first, ratio = parameters[0], self.store.state_bytes_per_parameter_byte
         if len(parameters) == 1 and is_cut_now(self.optimizer, first):
             ends = ends_of(self.optimizer, first, ratio * first.element_size(), self.store.bucket_bytes)
             if ends:
                 return _chain(number_of[first], Cut(self.store, first, None, ends).stretches())
-        return Part(_by_group(parameters, number_of))
+        return StepPart(_by_group(parameters, number_of))
 
-    def _part(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], homes: list[Home]) -> Part:
+    def _part(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], homes: list[Home]) -> StepPart:
         """These parameters, and with each home all that live there, since a home is fetched once."""
         everyone = dict.fromkeys([*parameters, *(p for home in homes for p in home.parameters)])
-        return Part(_by_group([p for p in everyone if p in number_of], number_of), homes)
+        return StepPart(_by_group([p for p in everyone if p in number_of], number_of), homes)
 
     def _steps_at_once(self, group: dict[str, Any], active: list[torch.Tensor]) -> bool:
         if (
@@ -279,7 +278,9 @@ class Stepper:
             self._put_away(part, whole)
         run.is_tainted = False
 
-    def _bind(self, part: Part, buckets: list[Bucket | None]) -> list[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
+    def _bind(
+        self, part: StepPart, buckets: list[Bucket | None]
+    ) -> list[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
         """For each home of a part its bytes on the device, and what `optimizer.state` shows of them."""
         storages = [
             home.on_device() if bucket is None else bucket[0] for home, bucket in zip(part.homes, buckets, strict=True)
@@ -287,7 +288,7 @@ class Stepper:
         state = self.optimizer.state
         return [(s, home.bind_device(state, s)) for home, s in zip(part.homes, storages, strict=True)]
 
-    def _step(self, run: StepRun, part: Part, stretch: torch.Tensor | None) -> None:
+    def _step(self, run: StepRun, part: StepPart, stretch: torch.Tensor | None) -> None:
         optimizer = self.optimizer
         own = optimizer.param_groups
         groups = run.snapshot.subset(part.chosen)
@@ -363,7 +364,7 @@ class Stepper:
         if piece.home.resident is None and id(piece) not in run.arrivals:
             run.arrivals[id(piece)] = self.transfers.fetch(piece)
 
-    def _stop(self, run: StepRun, part: Part, buckets: list[Bucket | None]) -> None:
+    def _stop(self, run: StepRun, part: StepPart, buckets: list[Bucket | None]) -> None:
         """Show the state again as it was before this part, and let go of what was fetched."""
         run.snapshot.take_back()
         if part.stretch is not None:
@@ -381,7 +382,7 @@ class Stepper:
             self.transfers.give_up(arrival)
         run.arrivals.clear()
 
-    def _put_away(self, part: Part, whole: list[tuple[torch.UntypedStorage, list[torch.Tensor]]]) -> None:
+    def _put_away(self, part: StepPart, whole: list[tuple[torch.UntypedStorage, list[torch.Tensor]]]) -> None:
         """Send the buckets back, and give what the optimizer made anew a home."""
         state = self.optimizer.state
         outgrown: dict[torch.Tensor, None] = {}
@@ -443,11 +444,11 @@ def _by_group(parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]
     return sorted(chosen.items(), key=_number)
 
 
-def _chain(number: int, stretches: list[Stretch]) -> Part:
+def _chain(number: int, stretches: list[Stretch]) -> StepPart:
     """A part for the first of these stretches, and the others in its turn."""
-    part: Part | None = None
+    part: StepPart | None = None
     for stretch in reversed(stretches):
-        part = Part([(number, [stretch.cut.parameter])], stretch=stretch, then=part)
+        part = StepPart([(number, [stretch.cut.parameter])], stretch=stretch, then=part)
     assert part is not None
     return part
 

@@ -24,8 +24,20 @@ import torch
 
 from lowtide.engines.base import Engine, Slot
 from lowtide.errors import TierFull
-from lowtide.optimizer.buckets import ALIGN_BYTES, PART_ALIGN_BYTES, bucket_bytes_for, lay_out, runs
-from lowtide.optimizer.homes import Bucket, Entry, Home, Piece, describe, movable, storages_of
+from lowtide.optimizer.homes import (
+    ALIGN_BYTES,
+    PART_ALIGN_BYTES,
+    Bucket,
+    Entry,
+    Home,
+    Piece,
+    bucket_bytes_for,
+    describe,
+    lay_out,
+    movable,
+    runs,
+    storages_of,
+)
 from lowtide.optimizer.stretches import ends_in, in_order
 from lowtide.optimizer.transfers import Transfers
 from lowtide.tensors.private import storage_key

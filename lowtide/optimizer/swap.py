@@ -41,11 +41,9 @@ from lowtide.optimizer.asked import (
     why_none_stays,
     why_not_exact,
 )
-from lowtide.optimizer.checkpoint import Checkpoints
-from lowtide.optimizer.in_backward import InBackward, StepCalls, check_alone
-from lowtide.optimizer.overlap import Overlap
-from lowtide.optimizer.residency import Choice, Residency
-from lowtide.optimizer.state import SettledState
+from lowtide.optimizer.in_backward import InBackward, StepCalls, StepOverlap, check_alone
+from lowtide.optimizer.residency import Residency, StateChoice
+from lowtide.optimizer.state import Checkpoints, SettledState
 from lowtide.optimizer.step import Stepper, StepRun
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import NUM_BUFFERS
@@ -161,7 +159,7 @@ class OptimizerSwap:
         self._residency: Residency | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._attach()
-        self._overlap = Overlap(overlap, store, self._stall_seconds)
+        self._overlap = StepOverlap(overlap, store, self._stall_seconds)
         self._adopt_all()
         if overlap == "in_backward":
             calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)
@@ -490,7 +488,7 @@ class OptimizerSwap:
         return {id(host) for home in self._store.homes if home.resident is None for host in home.hosts}
 
     @property
-    def residency(self) -> Choice | None:
+    def residency(self) -> StateChoice | None:
         """What `resident="auto"` chose, and why; None until it has, and where a share was given."""
         return None if self._residency is None else self._residency.choice
 

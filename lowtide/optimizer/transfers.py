@@ -11,7 +11,7 @@ The rules:
 Nothing waits for the whole device. At most `num_buffers` buckets are on the device: one that is computed with, one
 that arrives, one that leaves.
 
-Cost: about 30 us of Python a bucket. Not covered: what to fetch and when (step.py, overlap.py).
+Cost: about 30 us of Python a bucket. Not covered: what to fetch and when (step.py, in_backward.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from lowtide.core.codec import Codec
 from lowtide.profiling.compiled_calls import StepRecord
 from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node
-from lowtide.recipes.graph import Storage
-from lowtide.recipes.index_limit import index_limit
+from lowtide.recipes.graph import Storage, index_limit
 from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
 from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
 from lowtide.tensors.private import base_of, next_sequence_number

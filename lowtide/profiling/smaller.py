@@ -48,7 +48,7 @@ _LEAST_BYTES = 1024
 
 def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None = None) -> Codec | None:
     """The smallest form that holds these bytes, and what it took; None where none is smaller. `limit`: elements are
-    below it, and not below 0, whatever the step (recipes/index_limit.py)."""
+    below it, and not below 0, whatever the step (recipes/graph.py)."""
     kinds = kinds_of(dtype) if storage.device.type == "cpu" else _kinds_unseen(dtype, limit)
     if storage.nbytes() < _LEAST_BYTES:
         return None

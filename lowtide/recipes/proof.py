@@ -221,7 +221,7 @@ class Made:
 
 
 @dataclass(slots=True)
-class _Step:
+class _ProofStep:
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
@@ -247,7 +247,7 @@ class Proof:
 
     kinds: frozenset = frozenset()
     """Operators that the log must note for it."""
-    _steps: list[_Step] = field(default_factory=list)
+    _steps: list[_ProofStep] = field(default_factory=list)
     _views: dict[int, tuple[Made, RecipeView]] = field(default_factory=dict)
     _writers: dict[tuple[int, int], list[tuple[int, Shape | None]]] = field(default_factory=dict)
     """By step and output: the steps that write to it in place, and where, if that is known."""
@@ -287,7 +287,7 @@ def proof_of(recipe: Recipe) -> Proof:
         func = find_operator(step.op)
         args = [_template(proof, arg) for arg in step.args]
         kwargs = {key: _template(proof, arg) for key, arg in step.kwargs.items()}
-        compiled = _Step(func, args, kwargs, has_statistics(func))
+        compiled = _ProofStep(func, args, kwargs, has_statistics(func))
         proof._steps.append(compiled)
         if step.op == WAIT or _is_view(func):
             base = args[0]
@@ -382,7 +382,7 @@ class _Comparison:
                 found.append(Repeated(index, (step.args, step.kwargs), (_args(step, ran), ran.kwargs), ran.outputs))
         return found
 
-    def _compare_step(self, step: _Step, ran: Ran) -> str:
+    def _compare_step(self, step: _ProofStep, ran: Ran) -> str:
         if ran.func is not step.func:
             return f"{ran.func} ran in place of {step.func}"
         args = _args(step, ran)
@@ -463,7 +463,7 @@ class _Comparison:
         return "" if known is ran else f"read the result of another {ran.func} than the recipe"
 
 
-def _args(step: _Step, ran: Ran) -> Sequence[Any]:
+def _args(step: _ProofStep, ran: Ran) -> Sequence[Any]:
     return pure_args(ran) if step.has_statistics else ran.args  # type: ignore[arg-type]
 
 

@@ -3,26 +3,88 @@
 Why: a budget is often a guess. Beside the plan for it, the user wants to see what a little more or less would change.
 The optimizer's state is placed for each budget anew, as far as the configuration lets it move.
 Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes.
+
+What other optimizers would need: state, the peak with everything kept, and the floor, by kind of optimizer.
+
+Why: the state is often the largest part, and which optimizer it will be is decided before the first step.
+The state stays through the whole step, so that another one moves every peak by the difference: no plan is made anew.
+Cost: some arithmetic. Not covered: temporaries of other optimizers' steps; state that a plan keeps elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowtide.core.decisions import Prediction
+from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
 from lowtide.core.plan_table import percent
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, StateBytes
 from lowtide.core.text_table import align
 from lowtide.errors import BudgetError
+from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, state_by_kind
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerForecast:
+    """One kind of optimizer. Bytes."""
+
+    name: str
+    state_bytes: int
+    plain_peak_bytes: int
+    floor_bytes: int
+
+
+def optimizer_forecast(
+    predicted: Prediction, state: StateBytes, weights: Sequence[Weight]
+) -> tuple[OptimizerForecast, ...]:
+    """For a step whose optimizer has `state.optimizer` bytes on the device throughout."""
+    return tuple(
+        OptimizerForecast(
+            name=name,
+            state_bytes=nbytes,
+            plain_peak_bytes=predicted.plain_peak_bytes - state.optimizer + nbytes,
+            floor_bytes=predicted.floor_bytes - state.optimizer + nbytes,
+        )
+        for name, nbytes in state_by_kind(weights).items()
+    )
+
+
+def forecast_lines(forecast: Sequence[OptimizerForecast], state: StateBytes, width: int | None = None) -> list[str]:
+    """A head, one line for each kind, those that are left out for parameters in shards, and the gradients."""
+    cells: list[tuple[str, ...]] = [("optimizer", "its state", "everything kept", "floor")]
+    for kind in forecast:
+        sizes = (kind.state_bytes, kind.plain_peak_bytes, kind.floor_bytes)
+        cells.append((kind.name, *map(format_bytes, sizes)))
+    gradients = f"gradients: {format_bytes(state.gradients)} when backward is over; none are there before it begins"
+    unknown = [name for name in NOT_OF_SHARDS if name not in [kind.name for kind in forecast]]
+    left_out = [f"not counted for parameters in shards: {', '.join(unknown)}"] if unknown else []
+    table = align(cells, numeric=(1, 2, 3), width=width)
+    return ["what other optimizers would need", *table, *left_out, gradients]
+
+
+def in_backward_lines(
+    account: Sequence[AccountLine], state: StateBytes, link: Link, backward_seconds: float
+) -> list[str]:
+    """A head, the account of a step whose gradients are freed as they are used, and what its copies take."""
+    cells: list[tuple[str, ...]] = [("at the worst moment", "everything kept", "least")]
+    cells += [(line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)) for line in account]
+    seconds = state.optimizer_movable / min(link.in_bytes_per_second, link.out_bytes_per_second)
+    return [
+        "with each gradient freed as it is used: lowtide.swap_optimizer(optimizer, overlap='in_backward')",
+        "needs one backward pass a step, no clipping over all parameters, one rank",
+        *align(cells, numeric=(1, 2)),
+        f"copies: {format_bytes(state.optimizer_movable)} of state each way, {format_seconds(seconds)} of the link, "
+        f"beside a backward pass of {format_seconds(backward_seconds)}",
+    ]
+
 
 _WAY_UP = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 """The budgets that are tried: shares of the way from the floor to the peak with everything kept."""

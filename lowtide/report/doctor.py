@@ -25,8 +25,7 @@ from lowtide.engines.bandwidth import measure_link
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory, file_system_type
 from lowtide.engines.tiers.host_buffers import MALLOC_VARIABLE
-from lowtide.engines.tiers.host_limit import host_limit
-from lowtide.engines.tiers.numa import cpus_near
+from lowtide.engines.tiers.host_limit import cpus_near, host_limit
 from lowtide.errors import ConfigError
 from lowtide.tensors.versions import TESTED
 from lowtide.units import GIB, format_bytes

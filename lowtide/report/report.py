@@ -1,6 +1,6 @@
 """What a report says, before it has a form: figures, remarks, tables, and the step on its clock.
 
-What: `report_of_plan` gathers the report of a plan, whether it has run or not. `page.py` makes HTML of it, `trace.py` a
+What: `report_of_plan` gathers the report of a plan, whether it has run or not. `write.py` makes HTML of it, or a
 trace, and `document` plain data for JSON. Predicted figures stand beside measured ones where a run has any.
 Cost: one run of the timeline. Not covered: other steps than the one that was planned for.
 """

@@ -1,13 +1,30 @@
 """The report of a run from the files that it left: also of one that failed, was stopped, or is still going on.
 
-What: `report_of_folder` reads what `lowtide train` wrote: metrics.jsonl, a line a step, and the files of run_files.py.
+What: `report_of_folder` reads what `lowtide train` wrote: metrics.jsonl, a line a step, and the files of `RunFiles`.
 Whatever is missing is left out: a run without a budget has no plan, one without stages no rank files.
 Cost: that of drawing. Not covered: runs of other trainers (`lowtide.write_report` has those); the other ranks of a run
 without a pipeline; rank files that are on other machines.
+
+What a run of the trainer (examples/train) leaves for its report, kept up to date while it goes on.
+
+What: run.json (how the run stands), plan.json, step.json (the plan on the clock) and events.json (what the autopilot
+decided) of the first rank; rank-R.json (its last step) of each rank of a pipeline. Each file is replaced
+as a whole, so a reader never sees half of one.
+A full disk ends no training: what cannot be written is left out, which is said once.
+Cost: a run of the timeline for each plan that is made; a file of a rank each 16 steps. Not covered: metrics.jsonl,
+which examples/train/progress.py writes.
+
+The report of a model that trains: what its handle planned, beside what its counters say.
+
+What: `report_of_handle` reads an `Autopilot` or a `Tide`; it changes neither. A handle with a budget has the whole step
+on the clock. One that follows rules predicts nothing, and its report has the plan and the figures.
+Cost: one run of the timeline. Not covered: other shapes than those in force.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +34,190 @@ from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
 from lowtide.core.plan_table import plural
 from lowtide.errors import ConfigError
+from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.report import rank_step, run_state
 from lowtide.report.parts import Measured, StepRow, Table, Tile
-from lowtide.report.played_step import Played, played_from_json
+from lowtide.report.played_step import Played, play, played_from_json, played_to_json
 from lowtide.report.rank_step import RankStep, rank_table
-from lowtide.report.report import Report, account_table, remarks_of, saved_tile_of_forwards, tiles_of
-from lowtide.report.run_files import EVENTS, METRICS, PLAN, RUN, STEP, rank_name
-from lowtide.report.story import story_from_json, tables_of
+from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
+from lowtide.report.run_state import RunState
+from lowtide.report.story import Story, story_from_json, story_of, story_to_json, tables_of
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot.plan_source import BudgetSource
+from lowtide.runtime.saved.stats import Stats
+from lowtide.runtime.session.tide import Tide
 from lowtide.units import format_bytes, format_seconds
+
+
+def report_of_handle(handle: Tide | Autopilot) -> Report:
+    """Raises ConfigError before the first step, which shows what there is to report."""
+    plan, stats = handle.plan, handle.stats
+    tide = handle.tide if isinstance(handle, Autopilot) else handle
+    audited_bytes = 0 if plan is None else plan.audited_peak_bytes or 0
+    if plan is None or not (stats.num_forwards or audited_bytes):  # an audit starts the totals anew
+        raise ConfigError("lowtide.write_report: no step has run under this handle yet; run one, then report")
+    name = type(handle.model).__name__
+    if isinstance(handle, Autopilot) and isinstance(handle.source, BudgetSource):
+        assert handle.profile is not None
+        assert handle.link is not None
+        return report_of_plan(
+            plan,
+            handle.profile,
+            handle.source.config,
+            link=handle.link,
+            has_gradients=handle.has_gradients,
+            costs=HOST_COSTS,
+            measured=Measured(
+                peak_bytes=max(stats.peak_device_bytes, audited_bytes),
+                is_without_temporaries=not audited_bytes and handle.engine.device_peak_bytes() is None,
+                stall_seconds=stats.stall_seconds,
+                curve=None if tide is None else tide.audited_curve,
+            ),
+            title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
+            tables=(_figures(stats), *tables_of(story_of(handle))),
+        )
+    return _of_rules(name, plan, stats, max(stats.peak_device_bytes, audited_bytes))
+
+
+def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
+    tiles = (
+        Tile(what="peak, measured", value=format_bytes(peak_bytes)),
+        saved_tile_of_forwards(
+            "the rules",
+            saved_bytes=stats.saved_bytes,
+            held_bytes=stats.kept_bytes + stats.aliased_bytes,
+            num_forwards=stats.num_forwards,
+        ),
+        Tile(what="swapped", value=format_bytes(stats.swapped_bytes), beside="in all forward passes"),
+        Tile(what="recomputed", value=format_bytes(stats.recomputed_bytes), beside="in all forward passes"),
+        Tile(what="waits for copies", value=format_seconds(stats.stall_seconds)),
+    )
+    return Report(
+        title=f"{name}: a run by rules",
+        subtitle=f"{stats.num_forwards} forward passes. Rules predict nothing, so there is no clock to compare with.",
+        tiles=tiles,
+        plan=plan,
+        tables=(_figures(stats),),
+    )
+
+
+def _figures(stats: Stats) -> Table:
+    rows = [("", "since the plan came into force")]
+    for what, value in (
+        ("forward passes", str(stats.num_forwards)),
+        ("kept", format_bytes(stats.kept_bytes)),
+        ("swapped", format_bytes(stats.swapped_bytes)),
+        ("recomputed", format_bytes(stats.recomputed_bytes)),
+        ("copied out, and back", f"{format_bytes(stats.copied_out_bytes)}, {format_bytes(stats.copied_in_bytes)}"),
+        ("compute waited for copies", format_seconds(stats.stall_seconds)),
+        ("saved tensors that the plan did not expect", str(stats.num_divergences)),
+        ("sent away near the limit", format_bytes(stats.spilled_bytes)),
+        ("host and disk bytes reserved now", f"{format_bytes(stats.host_bytes)}, {format_bytes(stats.disk_bytes)}"),
+    ):
+        rows.append((what, value))
+    return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
+
+
+METRICS, RUN, PLAN, STEP, EVENTS = "metrics.jsonl", "run.json", "plan.json", "step.json", "events.json"
+_EVERY_STEPS = 16
+"""Of the files of ranks, once so many steps have had one each: counted, so that all ranks write the same steps."""
+_MOST_WRITES = 64
+"""Batches that change their shape all the time change plans as often; those after that are not worth a file."""
+_MOST_PEAKS = 4096
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+class RunFiles:
+    """Of one rank. `warn` hears, once, that a file could not be written."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._warn = warn
+        self._has_warned = False
+        self._state: RunState | None = None
+        self._digest: str | None = None
+        self._story: Story | None = None
+        self._num_writes = 0
+        self._peaks: list[tuple[int, int]] = []
+        self._num_rank_steps = 0
+
+    def begin(self, *, num_steps: int, num_ranks: int, is_first: bool, device: str) -> None:
+        """Training begins. The first rank says so, and clears what an earlier run has left."""
+        self._state = RunState.now(num_steps=num_steps, num_ranks=num_ranks, device=device)
+        if is_first:
+            for name in (PLAN, STEP, EVENTS, *(path.name for path in self._folder.glob("rank-*.json"))):
+                with contextlib.suppress(OSError):
+                    (self._folder / name).unlink(missing_ok=True)
+            self._write(RUN, run_state.to_json(self._state))
+
+    def end(self, *, stopped_by: str | None) -> None:
+        """Of the first rank: all steps are done, or a signal came. Nothing where there was none to do."""
+        if self._state is None:
+            return
+        state = dataclasses.replace(self._state, state="stopped" if stopped_by else "done", why=stopped_by or "")
+        self._write(RUN, run_state.to_json(state))
+
+    def failed(self, why: str, *, step: int, rank: int) -> None:
+        """Of the rank that failed first. Nothing before training has begun."""
+        if self._state is not None:
+            state = dataclasses.replace(self._state, state="failed", why=why, step=step, rank=rank)
+            self._write(RUN, run_state.to_json(state))
+
+    def follow(self, handle: Any) -> None:
+        """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing."""
+        if not isinstance(handle, Autopilot) or self._num_writes == _MOST_WRITES:
+            return
+        plan = handle.plan
+        if plan is None or plan.predicted is None:
+            return
+        story = story_of(handle)
+        if story != self._story:
+            self._story = story
+            self._write(EVENTS, story_to_json(story))
+        if plan.digest() == self._digest:
+            return
+        assert isinstance(handle.source, BudgetSource)
+        assert handle.profile is not None and handle.link is not None
+        known: Any = {"link": handle.link, "has_gradients": handle.has_gradients, "costs": HOST_COSTS}
+        played = play(plan, handle.profile, handle.source.config, **known)
+        self._digest = plan.digest()
+        self._num_writes += 1
+        self._write(PLAN, plan.to_json())
+        self._write(STEP, played_to_json(played))
+
+    def note_peak(self, step: int, peak_bytes: int | None) -> None:
+        """Of this rank, after each step."""
+        if peak_bytes is not None:
+            self._peaks.append((step, peak_bytes))
+        if len(self._peaks) > _MOST_PEAKS:
+            self._peaks = self._peaks[::2]
+
+    def note_rank(self, make: Callable[[], RankStep], *, step: int, is_last: bool) -> None:
+        """Write what this rank did in a step: of the first steps, of some later ones, and of the last."""
+        self._num_rank_steps += 1
+        if is_last or self._num_rank_steps <= _EVERY_STEPS or step % _EVERY_STEPS == 0:
+            made = dataclasses.replace(make(), peaks=tuple(self._peaks))
+            self._write(rank_name(made.rank), rank_step.to_json(made))
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self._folder / f".{name}.partial"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self._folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(
+                    f"lowtide: {self._folder / name} cannot be written: {error.strerror}; training goes on, and its "
+                    "report will lack what happens from now on"
+                )
+
 
 _MOST_BYTES = 1 << 28
 _MOST_RANKS = 4096

@@ -1,23 +1,411 @@
 """A report into a file, in the form that the file's name asks for.
 
-What: HTML (page.py), a memory snapshot (memory_snapshot.py), JSON, and here the trace for Perfetto or chrome://tracing:
+What: HTML, a memory snapshot, JSON, and the trace for Perfetto or chrome://tracing:
 what compute and copies do when, and the memory. Its format is that of Chrome's trace events in JSON: complete events
 `X`, counters `C`, names of threads `M`; times in microseconds. Cost: about 150 bytes an event.
 Not covered: what really ran inside of a step; torch's profiler records that.
+
+A report as one HTML file: it opens offline, needs no script, and follows the reader's light or dark theme.
+
+What: `page` puts pictures and tables of a `Report` into one text. Pictures are images inside of the file, each in both
+themes; the browser shows the one that fits. Every picture has a title with its subject, and a caption that says what is
+predicted and what was measured.
+Cost: milliseconds beyond the pictures. Not covered: reports of several runs at once; `lowtide diff` compares plans.
+
+A step as a memory snapshot: the pickle that PyTorch's viewer (pytorch.org/memory_viz) opens, from a plan alone.
+
+What: `snapshot` writes the predicted step of a plan, or of several, as `torch.cuda.memory._snapshot()` would have
+recorded it: an `alloc` and a `free` for each activation when it comes and goes, with its name and fate in place of a
+stack. Model state, gradients and temporaries, of which only sums are known, are blocks that are stacked: what comes
+last goes first. No device and no run is needed. Format: `torch/cuda/memory.py` of torch 2.13.
+Exact: after the events of each tick, the allocated bytes are those of the plan's curve; in between they are never more.
+Addresses are made up (the smallest hole that fits), so what the viewer says of fragmentation means nothing.
+Cost: some microseconds and 100 bytes an event. Not covered: what really ran; torch records that itself on CUDA.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from lowtide.core.plan_table import percent, plan_table
 from lowtide.errors import ConfigError, wrong_argument
+from lowtide.report.compared_curves import largest_difference
+from lowtide.report.pictures import (
+    DARK,
+    LIGHT,
+    fate_picture,
+    history_picture,
+    lane_picture,
+    memory_picture,
+    sweep_picture,
+)
 from lowtide.report.played_step import OWNERS, Played
 from lowtide.report.rank_step import COMPUTE, RankStep
 from lowtide.report.report import Report, document
+from lowtide.units import format_bytes
+from lowtide.version import __version__
+
+PROTOCOL = 4
+"""The viewer reads 2 to 4."""
+_BASE = 1 << 40
+_UNNAMED = "state, gradients, temporaries: sum"
+_WORDS = ("optimizer state, while here", "kept", "swapped, while here", "recomputed, while here")
+Frames = list[dict[str, Any]]
+
+
+def snapshot(steps: Sequence[Played]) -> dict[str, Any]:
+    """The document. Each step is a device of its own: rank 0 is device 0."""
+    devices = [_Device(number, played) for number, played in enumerate(steps)]
+    return {"segments": [device.segment() for device in devices], "device_traces": [d.trace() for d in devices]}
+
+
+def to_bytes(document: dict[str, Any]) -> bytes:
+    """As the file that the viewer opens, and `pickle.load`."""
+    return pickle.dumps(document, protocol=PROTOCOL)
+
+
+class _Device:
+    """One step, on addresses of its own."""
+
+    def __init__(self, number: int, played: Played) -> None:
+        self._number = number
+        self._room = _Room()
+        self._events: list[dict[str, Any]] = []
+        self._live: dict[int, tuple[int, Frames]] = {}
+        """Address -> bytes and their owner."""
+        self._unnamed: list[tuple[int, int]] = []
+        """Addresses and bytes of what has no name, the newest last."""
+        self._play(played)
+
+    def trace(self) -> list[dict[str, Any]]:
+        first = {"action": "segment_alloc", "addr": _BASE, "size": self._room.end, "stream": 0, "frames": []}
+        # The viewer adds this category by itself where it is missing, and some versions of it fail there.
+        return [{**first, "time_us": 0, "category": "unknown"}, *self._events]
+
+    def segment(self) -> dict[str, Any]:
+        """What is on the device when the step is over."""
+        blocks: list[dict[str, Any]] = []
+        at = 0
+        for address, (nbytes, frames) in sorted(self._live.items()):
+            if address > at:
+                blocks.append(_block(at, address - at, "inactive", []))
+            blocks.append(_block(address, nbytes, "active_allocated", frames))
+            at = address + nbytes
+        if at < self._room.end:
+            blocks.append(_block(at, self._room.end - at, "inactive", []))
+        allocated = sum(nbytes for nbytes, _ in self._live.values())
+        return {
+            "device": self._number,
+            "address": _BASE,
+            "total_size": self._room.end,
+            "allocated_size": allocated,
+            "active_size": allocated,
+            "requested_size": allocated,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+            "blocks": blocks,
+        }
+
+    def _play(self, played: Played) -> None:
+        coming, going = defaultdict(list), defaultdict(list)
+        named = [0] * (len(played.starts) + 1)
+        for number, block in enumerate(played.blocks):
+            coming[block.start].append(number)
+            going[block.end].append(number)
+            for tick in range(block.start, block.end) if block.owner == 0 else ():
+                named[tick] += block.nbytes
+        others = _others(played, named)
+        address_of: dict[int, int] = {}
+        for tick, start in enumerate((*played.starts, played.step_seconds)):
+            for number in going[tick]:
+                self._free(address_of.pop(number), start)
+            if tick == len(played.starts):
+                break
+            self._level(others[tick], start, _frames(_UNNAMED, tick, played.curve.num_forward_ticks))
+            for number in coming[tick]:
+                block = played.blocks[number]
+                frames = _frames(block.name, tick, played.curve.num_forward_ticks, _WORDS[block.owner])
+                address_of[number] = self._alloc(block.nbytes, start, frames, OWNERS[block.owner])
+
+    def _level(self, wanted: int, start: float, frames: Frames) -> None:
+        """Bring what has no name to so many bytes."""
+        have = sum(nbytes for _, nbytes in self._unnamed)
+        while have > wanted:
+            address, nbytes = self._unnamed.pop()
+            self._free(address, start)
+            have -= nbytes
+        if wanted > have:
+            address = self._alloc(wanted - have, start, frames, OWNERS[0])
+            self._unnamed.append((address, wanted - have))
+
+    def _alloc(self, nbytes: int, start: float, frames: Frames, category: str) -> int:
+        address = self._room.take(nbytes)
+        self._live[address] = (nbytes, frames)
+        self._note("alloc", address, start, category=category)
+        return address
+
+    def _free(self, address: int, start: float) -> None:
+        for action in ("free_requested", "free_completed"):
+            self._note(action, address, start)
+        nbytes, _ = self._live.pop(address)
+        self._room.give_back(address, nbytes)
+
+    def _note(self, action: str, address: int, start: float, **more: str) -> None:
+        nbytes, frames = self._live[address]
+        self._events.append(
+            {
+                "action": action,
+                "addr": _BASE + address,
+                "size": nbytes,
+                "stream": 0,
+                "frames": frames,
+                "time_us": round(start * 1e6),
+                **more,
+            }
+        )
+
+
+class _Room:
+    """Addresses from 0 up: the smallest hole that fits, or the end."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._holes: list[tuple[int, int]] = []
+        """(start, bytes), by start; no two touch."""
+
+    def take(self, nbytes: int) -> int:
+        fitting = [hole for hole in self._holes if hole[1] >= nbytes]
+        if not fitting:
+            self.end += nbytes
+            return self.end - nbytes
+        start, size = hole = min(fitting, key=lambda hole: (hole[1], hole[0]))
+        self._holes.remove(hole)
+        if size > nbytes:
+            insort(self._holes, (start + nbytes, size - nbytes))
+        return start
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        for hole in [hole for hole in self._holes if hole[0] + hole[1] == start or start + nbytes == hole[0]]:
+            self._holes.remove(hole)
+            start, nbytes = min(start, hole[0]), nbytes + hole[1]
+        insort(self._holes, (start, nbytes))
+
+
+def _others(played: Played, named: Sequence[int]) -> list[int]:
+    """In each tick, bytes that are in no block: state, gradients, temporaries, and what recipes need while they run."""
+    recomputed = [0] * (len(played.starts) + 1)
+    for block in played.blocks:
+        if block.owner == len(OWNERS) - 1:
+            recomputed[block.start] += block.nbytes
+            recomputed[block.end] -= block.nbytes
+    others, made = [], 0
+    for tick, state in enumerate(played.bytes_by_owner[0]):
+        made += recomputed[tick]
+        others.append(state - named[tick] + played.bytes_by_owner[-1][tick] - made)
+    assert min(others, default=0) >= 0
+    return others
+
+
+def _frames(name: str, tick: int, num_forward_ticks: int, what: str = "") -> Frames:
+    """Lines in place of a stack: the operator that was running, the owner of the bytes, and what the plan does."""
+    is_forward = tick < num_forward_ticks
+    file = "forward" if is_forward else "backward"
+    line = tick if is_forward else tick - num_forward_ticks
+    return [{"filename": file, "line": line, "name": each} for each in (name, what) if each]
+
+
+def _block(address: int, nbytes: int, state: str, frames: Frames) -> dict[str, Any]:
+    return {
+        "address": _BASE + address,
+        "size": nbytes,
+        "requested_size": nbytes,
+        "state": state,
+        "frames": frames,
+    }
+
+
+_FAR_GAP = 0.1
+"""Share of the fastest step possible that a plan may be away from it before a caption says so."""
+_CSS = """
+:root { color-scheme: light dark;
+  --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; --bad: #c2352b; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --soft: #9aa6b2; --paper: #11161c; --card: #1a2129; --line: #323c47; --bad: #ff7b6e; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1.2rem 4rem; max-width: 62rem; background: var(--paper); color: var(--ink);
+       font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .4rem; }
+p { margin: .3rem 0; } .soft { color: var(--soft); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1.1rem 0; }
+.tile { background: var(--card); border-radius: .5rem; padding: .7rem .8rem; }
+.tile b { display: block; font-size: 1.2rem; } .tile span { color: var(--soft); font-size: .85rem; }
+figure { margin: .5rem 0; } figure > div { overflow-x: auto; }
+figure img { width: 100%; min-width: 40rem; height: auto; display: block; }
+figcaption { color: var(--soft); font-size: .9rem; }
+table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
+       border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right; }
+pre { background: var(--card); border-radius: .5rem; padding: .8rem; overflow-x: auto; font-size: .8rem; }
+.wide { overflow-x: auto; }
+.failure { border-left: .3rem solid var(--bad); background: var(--card); border-radius: .3rem; padding: .6rem .9rem;
+       margin: 1rem 0; overflow-wrap: anywhere; white-space: pre-line; } .failure b { color: var(--bad); }
+"""
+
+
+def page(report: Report) -> str:
+    """The whole HTML text."""
+    parts = [
+        f"<h1>{escape(report.title)}</h1>",
+        f'<p class="soft">{escape(report.subtitle)}</p>',
+        _failure(report),
+        _tiles(report),
+        *(f"<p>{escape(line)}</p>" for line in report.remarks),
+    ]
+    pictures = [history_picture(report.history, report.plan, theme) for theme in (LIGHT, DARK)]
+    parts += _section("The run", _of_run(report), pictures)
+    if report.ranks:
+        parts.append(_ranks(report))
+    if report.played is not None:
+        parts += _section(
+            "Memory over one step",
+            "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
+            + _second_runs(report)
+            + _measured_line(report),
+            [memory_picture(report.played, theme, report.measured) for theme in (LIGHT, DARK)],
+        )
+        parts += _section(
+            "What runs when",
+            "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so.",
+            [lane_picture(report.played, theme) for theme in (LIGHT, DARK)],
+        )
+    if report.plan is not None:
+        pictures = [fate_picture(report.plan, theme) for theme in (LIGHT, DARK)]
+        parts += _section(
+            "The fate of each activation", "Decided by the plan; the table at the end has the reasons.", pictures
+        )
+    if report.sweep:
+        pictures = [sweep_picture(report.sweep, theme, report.measured) for theme in (LIGHT, DARK)]
+        parts += _section("What other budgets would cost", _sweep_caption(report), pictures)
+    for table in report.tables:
+        parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
+    if report.plan is not None:
+        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
+    body = "\n".join(part for part in parts if part)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(report.title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
+        f'<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
+    )
+
+
+def _sweep_caption(report: Report) -> str:
+    """Says where a short search ended far from the bound: there the picture is worse than the truth may be."""
+    far = [swept for swept in report.sweep if swept.predicted.gap > _FAR_GAP]
+    caption = "Predicted: the best plan that a short search found for each budget."
+    if not far:
+        return caption
+    where = ", ".join(f"{format_bytes(swept.budget_bytes)} ({percent(swept.predicted.gap)})" for swept in far)
+    return f"{caption} A faster one may exist at {where}: plan for that budget itself, which searches longer."
+
+
+def _failure(report: Report) -> str:
+    """What a reader must know before all else."""
+    if not report.failure:
+        return ""
+    heading, *lines = report.failure
+    body = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
+    return f'<div class="failure"><b>{escape(heading)}</b>{body}</div>'
+
+
+def _of_run(report: Report) -> str:
+    whose = "of the first rank" if report.ranks else "of this rank"
+    return f"Measured, {whose}: every step that was done."
+
+
+def _second_runs(report: Report) -> str:
+    assert report.played is not None and report.plan is not None
+    layers = {f"recompute {layer}" for layer in report.plan.layers}
+    if layers.isdisjoint(event.name for event in report.played.events):
+        return ""
+    return " What a layer makes while it runs again counts as temporaries."
+
+
+def _measured_line(report: Report) -> str:
+    """Which lines of the memory picture are measured."""
+    if report.measured.peak_bytes is None:
+        return " Nothing here is measured: this plan has not run."
+    if report.measured.curve is None:
+        return (
+            " The measured line is one figure, the highest peak of all steps. The bytes over time were not measured; a "
+            "step inside of tide.audit() measures them."
+        )
+    said = (
+        " The measured line has the bytes after each operator of an audited step (tide.audit()). Counting makes a step "
+        "slower, so each layer's part is stretched to the predicted time; within a layer the line may lie to the left "
+        "or to the right of the prediction."
+    )
+    assert report.played is not None
+    apart, num_parts = largest_difference(report.measured.curve, report.played)
+    return said + (
+        f" From layer to layer the step has {num_parts} parts; their highest bytes, measured and predicted, are at "
+        f"most {format_bytes(apart)} apart."
+    )
+
+
+def _ranks(report: Report) -> str:
+    """Where the lanes of the ranks can be seen."""
+    first = report.ranks[0]
+    return (
+        f'<p class="soft">Step {first.step}, schedule {escape(first.schedule)}: what each rank did when, and its '
+        "memory after each action, is in the trace. Write a report that ends in .trace.json, for Perfetto.</p>"
+    )
+
+
+def _tiles(report: Report) -> str:
+    tiles = [
+        f'<div class="tile"><span>{escape(tile.what)}</span><b>{escape(tile.value)}</b>'
+        f"<span>{escape(tile.beside)}</span></div>"
+        for tile in report.tiles
+    ]
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _section(title: str, caption: str, pictures: Sequence[str | None]) -> list[str]:
+    """`pictures`: the light one and the dark one."""
+    light, dark = pictures
+    if light is None or dark is None:
+        return []
+    return [
+        f"<h2>{escape(title)}</h2>",
+        f'<figure><div><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+        f'<img alt="{escape(title)}" src="{_data(light)}"></picture></div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>",
+    ]
+
+
+def _data(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    cells = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in body]
+    return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
+
 
 FORMS = (".html", ".trace.json", ".json", ".pickle")
 _THREADS = {"compute": 1, "stall": 2, "out": 3, "in": 4}
@@ -50,16 +438,12 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> Path:
 
 def _content(report: Report, name: str) -> bytes:
     if name.endswith(".html"):
-        from lowtide.report.page import page
-
         return page(report).encode()
     if name.endswith(".trace.json"):
         if report.ranks:
             return json.dumps(trace_of_ranks(report.ranks, report.title)).encode()
         return json.dumps(trace(_step_of(report, name), report.title)).encode()
     if name.endswith(".pickle"):
-        from lowtide.report.memory_snapshot import snapshot, to_bytes
-
         return to_bytes(snapshot([_step_of(report, name)]))
     return json.dumps(document(report), indent=1).encode()
 

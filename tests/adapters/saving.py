@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.report.of_handle import report_of_handle
+from lowtide.report.run_folder import report_of_handle
 from lowtide.units import format_bytes
 
 

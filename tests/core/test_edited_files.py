@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from lowtide.cli.diff import diff_lines, plan_diff
 from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.export import export
-from lowtide.report.plan_diff import diff_lines, plan_diff
 from lowtide.timeline.hardware import load_hardware
 from tests.profiles import decoder_profile
 

@@ -16,7 +16,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import first_few, percent, placement_lines
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
-from lowtide.report.memory_curve import Curve, curve_lines, memory_curve
+from lowtide.report.compared_curves import Curve, curve_lines, memory_curve
 from lowtide.timeline.step import Link
 
 GOLDEN = Path(__file__).parent / "golden"

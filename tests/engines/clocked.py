@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from lowtide.engines.base import Bandwidth, Lane, Slot
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 from lowtide.tensors.private import TorchDispatchMode, disable_current_modes
 from lowtide.tensors.view import byte_view

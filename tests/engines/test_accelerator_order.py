@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engines import accelerator, staging, stall_meter
+from lowtide.engines import accelerator, device_ops, staging
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.base import Lane, Slot
 from lowtide.engines.device_ops import (
@@ -24,9 +24,8 @@ from lowtide.engines.device_ops import (
     allocated_bytes,
     reset_peak,
 )
-from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import DiskTier
-from lowtide.engines.tiers.numa import parse_cpu_list
+from lowtide.engines.tiers.host_limit import Cap, parse_cpu_list
 from lowtide.errors import ConfigError, TierFull
 from lowtide.profiling.op_timer import DeviceClock
 from lowtide.tensors.view import byte_view
@@ -431,7 +430,7 @@ def test_time_is_the_compute_streams_and_nobody_waits_for_it():
 
 
 def test_the_stall_ring_is_bounded(monkeypatch):
-    monkeypatch.setattr(stall_meter, "STALL_RING", 4)
+    monkeypatch.setattr(device_ops, "STALL_RING", 4)
     device = SimDevice("late")
     engine = AcceleratorEngine(device.device, MIB, ops=device)
     slot = engine.allocate(1000, "host")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.loss.cross_entropy import sliced_cross_entropy
-from lowtide.loss.parallel import ALONE, Part, parallel_cross_entropy
+from lowtide.loss.parallel import ALONE, VocabularyPart, parallel_cross_entropy
 
 
 def _run(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, *, is_autocast: bool) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def _run(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, *, is_aut
 
 
 def _ranks(logits: Tensor, target: Tensor) -> Tensor:
-    return parallel_cross_entropy(logits, target, Part(ALONE, 0), slice_rows=64)
+    return parallel_cross_entropy(logits, target, VocabularyPart(ALONE, 0), slice_rows=64)
 
 
 def test_dtypes() -> None:

@@ -16,7 +16,13 @@ from torch import Tensor
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.loss.parallel import Part, _keeps_bits, _rows_at_a_time, dtensor_cross_entropy, parallel_cross_entropy
+from lowtide.loss.parallel import (
+    VocabularyPart,
+    _keeps_bits,
+    _rows_at_a_time,
+    dtensor_cross_entropy,
+    parallel_cross_entropy,
+)
 from lowtide.tensors.private import TorchDispatchMode
 from lowtide.tensors.ranks import ALONE
 from tests.two_ranks import run
@@ -247,7 +253,7 @@ def test_one_rank_with_all_words_has_torch_s_loss() -> None:
     """Not to the bit: torch's kernel of the whole adds the exponentials in another order than its parallel one."""
     generator = torch.Generator().manual_seed(0)
     logits, target = torch.randn(130, 33, generator=generator), torch.randint(33, (130,), generator=generator)
-    made = parallel_cross_entropy(logits, target, Part(ALONE, 0), slice_rows=64)
+    made = parallel_cross_entropy(logits, target, VocabularyPart(ALONE, 0), slice_rows=64)
     torch.testing.assert_close(made, F.cross_entropy(logits, target))
 
 

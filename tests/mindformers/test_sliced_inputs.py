@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.mindformers.follow import follow, sections_in
-from lowtide.mindformers.sliced_inputs import tensor_parallel_group
+from lowtide.mindformers.follow import follow, sections_in, tensor_parallel_group
 from lowtide.tensors.live_bytes import LiveBytes
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY, NUM_ROWS, NUM_TOKENS = 4, 32, 64, 48, 2, 24

@@ -423,7 +423,7 @@ BUCKETS = [
     ),
     Mutant(
         "prefetched-bucket-is-believed",
-        "optimizer.overlap:BackwardPrefetch.take",
+        "optimizer.in_backward:BackwardPrefetch.take",
         without("_versions"),
         ("optimizer/test_overlap.py::test_a_write_to_a_tensor_that_was_kept_since_before_the_fetch_counts",),
         "state that was written to after its bucket was fetched is overwritten",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowtide.engines.base import Lane
 from lowtide.engines.virtual import VirtualEngine
-from lowtide.optimizer.overlap import NUM_TRIED
+from lowtide.optimizer.in_backward import NUM_TRIED
 
 
 class Counting(VirtualEngine):

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lowtide.core.decisions import Prediction
 from lowtide.core.profile import StateBytes
 from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, shard_of, state_by_kind
-from lowtide.report.optimizer_forecast import forecast_lines, optimizer_forecast
+from lowtide.report.budget_sweep import forecast_lines, optimizer_forecast
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.units import GIB
 

@@ -24,7 +24,7 @@ from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_tempor
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.state_items import StateShares, in_order, with_state
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
-from lowtide.report.memory_curve import memory_curve
+from lowtide.report.compared_curves import memory_curve
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link

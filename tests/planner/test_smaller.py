@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from lowtide.cli.diff import plan_diff
 from lowtide.config.memory import load_memory
 from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate
@@ -20,8 +21,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import send_ops
 from lowtide.planner.smaller import form_of
 from lowtide.report.budget_sweep import SweptBudget, sweep_lines
-from lowtide.report.memory_curve import memory_curve
-from lowtide.report.plan_diff import plan_diff
+from lowtide.report.compared_curves import memory_curve
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link

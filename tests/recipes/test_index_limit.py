@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowtide.recipes.graph import Value
-from lowtide.recipes.index_limit import index_limit
+from lowtide.recipes.graph import Value, index_limit
 from lowtide.tensors.codecs import kinds_below
 from tests.recording import record
 

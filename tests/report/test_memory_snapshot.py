@@ -21,8 +21,8 @@ from lowtide.config.memory import load_memory
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
-from lowtide.report.memory_snapshot import _Room, snapshot, to_bytes
 from lowtide.report.played_step import OWNERS, Played, play, played_from_json, played_to_json
+from lowtide.report.write import _Room, snapshot, to_bytes
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.cli.diff import diff_lines, plan_diff
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.report.plan_diff import diff_lines, plan_diff
 
 GOLDEN = Path(__file__).parents[1] / "core" / "golden"
 SOLVED = Plan.from_json((GOLDEN / "solved_plan.json").read_text(encoding="utf-8"))

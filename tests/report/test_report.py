@@ -23,11 +23,10 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
 from lowtide.report.compared_curves import compared_seconds, largest_difference
-from lowtide.report.of_handle import report_of_handle
-from lowtide.report.page import _sweep_caption, page
 from lowtide.report.played_step import play
 from lowtide.report.report import Report, document, report_of_plan
-from lowtide.report.write import trace
+from lowtide.report.run_folder import report_of_handle
+from lowtide.report.write import _sweep_caption, page, trace
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes

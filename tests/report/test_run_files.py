@@ -15,12 +15,11 @@ from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
 from lowtide.errors import ConfigError
 from lowtide.report import rank_step, run_state
-from lowtide.report.page import page
 from lowtide.report.rank_step import RankStep
-from lowtide.report.run_files import RunFiles
-from lowtide.report.run_folder import report_of_folder
+from lowtide.report.run_folder import RunFiles, report_of_folder
 from lowtide.report.run_state import RunState, verdict
 from lowtide.report.story import Story, story_from_json, story_to_json, tables_of
+from lowtide.report.write import page
 from lowtide.timeline.events import Event
 
 STATE = RunState(

@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 
 ALIGN_BYTES = 4096

@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowtide.engines.tiers.cap import Cap
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import ConfigError, TierFull
 
 BLOCK_BYTES = 4096

@@ -7,13 +7,103 @@ Cost: a few small files, about 0.1 ms.
 
 Not covered: memory that others take afterwards, `ulimit`, cgroup trees mounted elsewhere than /sys/fs/cgroup, swap
 space (never counted as room), systems without /proc (the user's number alone, or None).
+
+How many bytes of a tier may be reserved: by one engine, or by several that share what a user allows.
+
+What: `Cap` counts what is taken. Why: one plan may have two engines, one for activations and one for the optimizer's
+state, and a budget of the host is meant for both.
+Cost: a lock for each slab or file range. Not covered: engines that know nothing of each other.
+
+Which CPUs are near a device, and keeping a copy thread on them.
+
+What: `cpus_near` follows a device's PCI address through /sys to its NUMA node and that node's CPUs; `stay_on` binds the
+calling thread. Only threads of lowtide's own engines are bound (those that pin slabs and those that move bytes between
+pinned memory and disk), never the caller's.
+Why: memory on the far node costs a hop for every byte copied, and first touch decides where memory lies.
+Cost: three small files, once a device. Not covered: systems without /sys (nothing happens); devices that tell no PCI
+address; several devices that share a node compete for its CPUs as they would anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+
+def cpus_near(device: torch.device, root: Path = Path("/")) -> frozenset[int] | None:
+    """The CPUs of the device's NUMA node that this process may use, or None where that cannot be told."""
+    try:
+        properties = torch.get_device_module(device).get_device_properties(device)
+        return cpus_at(properties, root)
+    except (AttributeError, RuntimeError):
+        return None  # placement is a matter of speed only: no reason to stop
+
+
+def cpus_at(properties: Any, root: Path = Path("/")) -> frozenset[int] | None:
+    """As `cpus_near`, for an object with `pci_domain_id`, `pci_bus_id` and `pci_device_id`. `root` stands in for /."""
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int((root / f"sys/bus/pci/devices/{address}/numa_node").read_text())
+        if node < 0:  # one node, or firmware that does not say
+            return None
+        near = parse_cpu_list((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
+        return near & os.sched_getaffinity(0) or None
+    except (AttributeError, OSError, ValueError, TypeError):
+        return None
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """The kernel's list format: '0-3,8,10-11'."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def stay_on(cpus: frozenset[int] | None) -> None:
+    """Bind the calling thread to these CPUs; nothing if they are unknown or no longer ours."""
+    if cpus:
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setaffinity(0, cpus)  # 0 is the calling thread
+
+
+class Cap:
+    """See the module's text. `most_bytes`: None = as many as there are. Thread-safe."""
+
+    def __init__(self, most_bytes: int | None) -> None:
+        assert most_bytes is None or most_bytes >= 0
+        self.most_bytes = most_bytes
+        self.taken_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What may be taken beyond what is."""
+        return None if self.most_bytes is None else max(0, self.most_bytes - self.taken_bytes)
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there was room for `nbytes`, which are taken then."""
+        with self._lock:
+            if self.most_bytes is not None and self.taken_bytes + nbytes > self.most_bytes:
+                return False
+            self.taken_bytes += nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self.taken_bytes -= nbytes
+            assert self.taken_bytes >= 0
+
 
 _V1_UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as the largest page-aligned number, about 2**63."""

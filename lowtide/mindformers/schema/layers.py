@@ -2,25 +2,89 @@
 
 What: `Work` holds the rules as read (recompute.py, swap.py) and the names of every layer, and gives a `LayerPlan` for
 each. On the way it collects upstream's log lines of the layers, and what has to be said once for many layers
-(remarks.py says it).
+(`report` says it).
 Why the log lines and the plans may differ: upstream logs a swap also where recompute undoes it, and of several parts
 with one parent only the last.
-Cost: a few expressions per pattern and layer. Not covered: what upstream prints before the first layer (remarks.py).
+Cost: a few expressions per pattern and layer. Not covered: what upstream prints before the first layer (`head_lines`).
+
+What is said once about many layers: upstream's tables, swaps that are undone, patterns that name nothing.
+
+The result of resolving the two sections: a plan for each layer, with its log lines, notes and warnings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from lowtide.mindformers.schema.aliases import family_of
 from lowtide.mindformers.schema.flow import LAYER, Verdict, judge, roles_of
-from lowtide.mindformers.schema.grid import Grid
-from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.names import Found, Tree, check, find, is_within, matches_everything, operator_in
-from lowtide.mindformers.schema.plans import LayerPlan
+from lowtide.mindformers.schema.grid import Grid, Table
+from lowtide.mindformers.schema.issues import Issues, layers_text
+from lowtide.mindformers.schema.names import (
+    Found,
+    Tree,
+    check,
+    find,
+    is_within,
+    matches_everything,
+    nearest,
+    operator_in,
+)
 from lowtide.mindformers.schema.recompute import SELECT_KEYS, Recompute
 from lowtide.mindformers.schema.swap import Prefetch, Swap, first_entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """What happens to one layer. Names are relative to the layer; `<layer>` is the layer as a whole."""
+
+    index: int
+    stage: int
+    chunk: int
+    full_recompute: bool = False
+    recompute_ops: list[str] = field(default_factory=list)
+    """Empty where the whole layer is recomputed."""
+    comm_recompute_ops: list[str] = field(default_factory=list)
+    """Operators whose collectives are recomputed."""
+    recompute_exclude_ops: list[str] = field(default_factory=list)
+    """Operators that are kept although the layer, or a part around them, is recomputed."""
+    comm_recompute_exclude_ops: list[str] = field(default_factory=list)
+    swap_ops: dict[str, Prefetch] = field(default_factory=dict)
+    """Part -> prefetch distance, in the order applied: a later part decides for what it shares with an earlier one."""
+    swap_holes: dict[str, list[str]] = field(default_factory=dict)
+    """Swapped part -> what in it is recomputed instead."""
+    swap_stays: dict[str, str] = field(default_factory=dict)
+    """Part of `swap_ops` -> the recomputed part that reads it: it is asked to be swapped, but stays on the device."""
+    swap_lost: dict[str, str] = field(default_factory=dict)
+    """Part -> why it is not swapped although a rule says so: it is recomputed."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Recomputed or swapped part, or `<layer>` -> the rule that decides, and where it was written."""
+    comm_why: dict[str, str] = field(default_factory=dict)
+    """The same for the operators of `comm_recompute_ops`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """Lists and dicts as JSON has them, so that it can be printed, dumped and compared."""
+
+    num_layers_per_stage: Table
+    """`[chunk][stage]`."""
+    normalized: dict[str, Any]
+    """Counts `[chunk][stage]`; with swap on, layer indices or `True`."""
+    layers: list[LayerPlan]
+    """Of the whole model, or of one stage of it."""
+    log_lines: list[str]
+    warnings: list[str]
+    notes: list[str]
+    """What has no effect here and why; nothing is wrong."""
+    prefetch_unit: str = "operators"
+    """What a prefetch distance counts: 'operators' of the backward pass, or 'layers'."""
+    gathers_again: bool | None = None
+    """Sharded parameters of recomputed layers are gathered again in backward; None: the file does not say."""
+    slices_inputs: bool = False
+    """Recomputed layers keep a slice of their inputs on each tensor-parallel rank."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,3 +338,70 @@ class Work:
 
     def _lose(self, path: str, sentence: str, index: int) -> None:
         self.lost.setdefault((path, sentence), []).append(index)
+
+
+def head_lines(work: Work) -> list[str]:
+    """What upstream prints before the first layer."""
+    lines = []
+    if not work.swap.is_on:
+        lines.append(f"num_layers per stage: {work.grid.table()}")
+        lines.append(f"Accumulated num_layers per stage: {work.grid.accumulated()}")
+    tables = work.recompute.log_texts() | work.swap.normalized()
+    lines.append(f"Formative layer_recompute: {tables['layer_recompute']}")
+    for key, pattern in work.recompute.removed:
+        lines.append(f"The pattern {pattern} in {key} conflicts with {key}_exclude and will be removed.")
+    lines += [f"Formative {key}: {tables[key]}" for key in SELECT_KEYS]
+    if work.swap.is_on:
+        lines.append(f"Formative layer swap: {tables['layer_swap']}")
+        lines.append(f"Formative op swap: {tables['op_swap']}")
+    return lines
+
+
+def report(work: Work) -> None:
+    """Warnings that are about many layers at once: undone swaps, and patterns that name nothing."""
+    report_lost(work)
+    defaults: dict[str, list[tuple[str, list[Found]]]] = {}
+    is_default = {(path, pattern): default for path, pattern, default in work.patterns()}
+    for (path, pattern), found in work.asked.items():
+        if is_default[path, pattern]:
+            defaults.setdefault(path, []).append((pattern, found))
+        else:
+            _report_pattern(work, path, pattern, found)
+    for path, group in defaults.items():
+        if not any(one.groups for _, found in group for one in found):
+            report_nothing(work, path, " and ".join(f"'{pattern}'" for pattern, _ in group), group[0][0])
+
+
+def report_lost(work: Work) -> None:
+    """Swaps that recompute undoes."""
+    for (path, sentence), layers in work.lost.items():
+        work.issues.warn(path, sentence.format(layers=layers_text(layers)))
+
+
+def _report_pattern(work: Work, path: str, pattern: str, found: list[Found]) -> None:
+    readings = {one.reading for one in found}
+    if readings == {"free"}:
+        work.issues.note(f"no effect: {path} '{pattern}', because it is a view or a cast in PyTorch")
+    elif not readings & {"exact", "plain dots", "alias"}:
+        report_nothing(work, path, f"'{pattern}'", pattern)
+    elif "plain dots" in readings and work.issues.compat:
+        separated = pattern.replace("\\.", ".").replace(".", "\\.")
+        work.issues.warn(
+            path, f"'{pattern}' has plain dots, with which upstream matches nothing; read as '{separated}'"
+        )
+    elif "alias" in readings and "exact" not in readings:
+        names = next(one for one in found if one.reading == "alias").matches
+        shown = ", ".join(f"'{match.name}'" for match in names)
+        if work.issues.compat and family_of(work.trees[0]) in ("legacy", "mcore"):
+            work.issues.warn(path, f"'{pattern}' is a Hugging Face name, which upstream does not know; read as {shown}")
+        else:
+            work.issues.note(f"{path}: '{pattern}' is here {shown}")
+
+
+def report_nothing(work: Work, path: str, shown: str, pattern: str) -> None:
+    tree = next((tree for tree in work.trees if tree is not None), {})
+    names = nearest(pattern, tree)
+    hint = "nearest: " + ", ".join(f"'{name}'" for name in names) if names else "names start below the layer"
+    if pattern.startswith(("layers", "model")):
+        hint = "names start below the layer, and layers are chosen by number"
+    work.issues.tolerate(path, f"{shown} names nothing in a layer", meaning=f"it does nothing; {hint}", fix=hint)

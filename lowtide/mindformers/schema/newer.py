@@ -25,11 +25,9 @@ from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.expressions import problem
 from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.layers import Work
+from lowtide.mindformers.schema.layers import Resolution, Work, report_lost, report_nothing
 from lowtide.mindformers.schema.names import Names, Tree, find_whole, is_within, trees_of
-from lowtide.mindformers.schema.plans import Resolution
 from lowtide.mindformers.schema.recompute import Recompute, Selection
-from lowtide.mindformers.schema.remarks import report_lost, report_nothing
 from lowtide.mindformers.schema.swap import Entry, Swap
 
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -57,7 +55,7 @@ def resolve_newer(
     """
     grid = make_grid(num_layers, 1, 1, 0, issues)
     indices = range(num_layers) if held is None else held
-    reader = _Reader(num_layers=num_layers, trees=trees_of(names, num_layers, issues), held=indices, issues=issues)
+    reader = _NewerReader(num_layers=num_layers, trees=trees_of(names, num_layers, issues), held=indices, issues=issues)
     swap = reader.swap(reader.section(sections, "swap"))
     recompute = reader.recompute(reader.section(sections, "recompute"), reader.section(sections, "recompute_comm"))
     work = Work(grid=grid, trees=reader.trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
@@ -78,7 +76,7 @@ def resolve_newer(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reader:
+class _NewerReader:
     num_layers: int
     trees: list[Tree | None]
     held: range

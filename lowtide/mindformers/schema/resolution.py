@@ -11,11 +11,9 @@ from __future__ import annotations
 from lowtide.mindformers.schema.aliases import family_of
 from lowtide.mindformers.schema.grid import Grid, make_grid
 from lowtide.mindformers.schema.issues import Issues, layers_text
-from lowtide.mindformers.schema.layers import Work
+from lowtide.mindformers.schema.layers import LayerPlan, Resolution, Work, head_lines, report
 from lowtide.mindformers.schema.names import Names, trees_of
-from lowtide.mindformers.schema.plans import LayerPlan, Resolution
 from lowtide.mindformers.schema.recompute import read_recompute
-from lowtide.mindformers.schema.remarks import head_lines, report
 from lowtide.mindformers.schema.swap import read_swap
 
 __all__ = ["LayerPlan", "Resolution", "resolve", "resolve_sections"]

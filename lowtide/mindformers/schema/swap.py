@@ -95,7 +95,7 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
         written = "default_prefetch" if "default_prefetch" in config else "swap"
         entry = Entry(prefetch=default, layers=True, path=join_path(ROOT, written))
         return Swap(is_on=is_on, is_default=True, ops={DEFAULT_OP: (entry,)})
-    reader = _Reader(num_layers=num_layers, is_on=is_on, issues=issues)
+    reader = _SwapReader(num_layers=num_layers, is_on=is_on, issues=issues)
     swap = Swap(is_on=is_on, layers=reader.layer_swap(layer_swap), ops=reader.op_swap(op_swap))
     if is_on and not swap.layers and not swap.ops:
         issues.note(f"{ROOT}: swap is on, but layer_swap and op_swap are empty, so nothing is swapped")
@@ -105,7 +105,7 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
+class _SwapReader:
     num_layers: int
     is_on: bool
     issues: Issues

@@ -7,17 +7,30 @@ be real (its parameters are lent fake ones for the time of the trace), on the me
 Of layers that are equal only three are traced and the rest copied (repeated_layers.py, expand_layers.py): a model of
 671 B parameters takes seconds.
 
-Differences from a real run that the trace bridges: attention that the host would not fuse (attention.py), and
+Differences from a real run that the trace bridges: attention that the host would not fuse (below), and
 expert loops that look at values, which transformers can replace by grouped products.
 
 Cost: about 0.3 ms an operator that is traced. Not covered: control flow that depends on data (an error that says
 where), sharded parameters, and fake accelerator tensors: a build of torch without that device aborts the process on
 them, so everything is traced as if on the host.
+
+Fused attention as an accelerator would run it, for steps that are traced without one.
+
+Why: on the host, torch falls back to plain products and a softmax when the head dimensions of keys and values differ
+(multi-head latent attention: 192 and 128) or when attention drops out. An accelerator has fused kernels for both, which
+save queries, keys, values, output and one number a row; a trace of the fallback would overstate them by gigabytes.
+
+What: inside `fused_attention()`, such calls of `scaled_dot_product_attention` go to an operator of our own that has
+shapes and no kernel: a planning operator, for fake tensors only.
+
+Cost: a torch function mode, 1 us a call. Not covered: attention that the model writes out itself (`eager`): that is
+what an accelerator would run, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +38,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lowtide.core.codec import Codec
 from lowtide.core.profile import Profile
@@ -33,7 +48,6 @@ from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.ends import Ends
-from lowtide.profiling.fake.attention import fused_attention as fused
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
     fake_of,
@@ -69,6 +83,98 @@ from lowtide.tensors.private import (
     unset_fake_temporarily,
 )
 from lowtide.timeline.hardware import Hardware
+
+
+def fused_attention() -> contextlib.AbstractContextManager:
+    """Inside, attention that the host would not fuse is fused, in shapes."""
+    return _Fused(_operator())
+
+
+class _Fused(TorchFunctionMode):
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self._operator = operator
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self._attend(*args, **kwargs)
+
+    def _attend(  # noqa: PLR0917 (the signature is torch's)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if query.dim() != 4 or (query.shape[-1] == value.shape[-1] and dropout_p == 0.0):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        return self._operator(query, key, value, attn_mask, dropout_p, is_causal)[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _operator() -> Any:
+    """Registered on first use: who never plans never sees it."""
+
+    @torch.library.custom_op("lowtide::planning_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+    def attend(  # noqa: PLR0917
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a planning operator has shapes, not values")
+
+    @attend.register_fake
+    def _(  # noqa: PLR0917
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch, heads, tokens, _ = query.shape
+        # Kernels write one row of all heads after the other: what follows needs no copy.
+        output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
+        return output, query.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+    @torch.library.custom_op("lowtide::planning_attention_backward", mutates_args=())
+    def attend_backward(  # noqa: PLR0917
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError("a planning operator has shapes, not values")
+
+    @attend_backward.register_fake
+    def _(  # noqa: PLR0917
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+        query, key, value, mask, ctx.dropout_p, ctx.is_causal = inputs
+        ctx.save_for_backward(query, key, value, *output, mask)
+
+    def backward(ctx: Any, grad: Tensor, grad_logsumexp: Tensor | None) -> tuple:
+        query, key, value, output, logsumexp, mask = ctx.saved_tensors
+        grads = attend_backward(grad, query, key, value, output, logsumexp, mask, ctx.dropout_p, ctx.is_causal)
+        return (*grads, None, None, None)
+
+    attend.register_autograd(backward, setup_context=setup)
+    return attend
+
 
 Compiled = Literal["nothing", "layers", "all"]
 
@@ -231,7 +337,7 @@ def _trace(
         stack.enter_context(skipping(model, setting.runs))
         stack.enter_context(mode)
         if setting.is_fused:
-            stack.enter_context(fused())
+            stack.enter_context(fused_attention())
         fake_batch = without_numbers(batch, mode)
         try:
             recorded = record_step(

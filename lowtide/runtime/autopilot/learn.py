@@ -27,7 +27,7 @@ from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.profiling.observe_step import device_of
-from lowtide.profiling.others import other_bytes
+from lowtide.profiling.rounding import other_bytes
 from lowtide.runtime.autopilot.observe_call import Witness, observe_call
 from lowtide.runtime.autopilot.phases import CHANGED, FIRST_STEP, NEW_SHAPE, VARIES, Phase
 from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket

@@ -8,7 +8,7 @@ that its recipe starts from. As soon as all of them are there, the recomputed so
 When a recipe is trusted: never because it was right once. Nodes are found by position, and at a position there can be
 another tensor than last time, or one computed from another weight or with another number. So a recomputed source drops
 its tensor only if, in this very forward pass,
-- the node, and what its recipe starts from, have the shapes that the recipe is for (or `recipes/bind.py` takes the
+- the node, and what its recipe starts from, have the shapes that the recipe is for (or `recipes/build.py` takes the
   shapes from the operators of this very pass), and
 - `recipes/proof.py` finds that the operators that made it are the recipe's, with the same numbers and operands. Where a
   plan says `check: sampled`, it does so in the first forward; in later ones the autograd graph behind the node must be
@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from lowtide.core.recipe import Recipe
-from lowtide.recipes.bind import bound
+from lowtide.recipes.build import bound
 from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler

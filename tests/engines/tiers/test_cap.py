@@ -12,8 +12,8 @@ from lowtide.core.plan import Plan
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.arena import Arena
-from lowtide.engines.tiers.cap import Cap
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
+from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 from tests.engines.sim_device import SimDevice
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowtide.engines.tiers.numa import cpus_at, cpus_near, parse_cpu_list, stay_on
+from lowtide.engines.tiers.host_limit import cpus_at, cpus_near, parse_cpu_list, stay_on
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="CPUs are chosen on Linux only")
 DEVICE = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)

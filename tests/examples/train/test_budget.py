@@ -46,7 +46,7 @@ def write(model: dict[str, object] = LLAMA, *, budget: int | None = None, **trai
     keys = {"steps": 3, "batch_size": 2, "device": "cpu", "log_every": 1, **train_keys}
     sections = {"model": model, "data": {"files": ["text"], "sequence_length": 64}, "train": keys}
     if budget is not None:
-        sections["memory"] = {"budget": budget, "min_bytes": 1024}
+        sections["memory"] = {"budget": budget, "min_bytes": 1024, "strict": True}
     path = Path("run.yaml")
     path.write_text("".join(f"{name}: {json.dumps(section)}\n" for name, section in sections.items()))
     return load_run(path)
