@@ -232,8 +232,8 @@ def _selecting(model: nn.Module, optimizer: Any, engine: Any, say: Any) -> Any:
     """Blocks that checkpoint themselves offload what they save."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # Not sums: the cells write to those, and what tells of a write is refused.
-        is_saved = "chunk" in str(op) or "split" in str(op) or "mul.Tensor" in str(op)
+        # Not sums and products: the cells write to those, their counters tell of it, and that is refused.
+        is_saved = "chunk" in str(op) or "split" in str(op)
         return CheckpointPolicy.MUST_CPU_OFFLOAD if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     offload = lowtide.selective_offload(policy, model, min_bytes=1, engine=engine)
