@@ -6,8 +6,8 @@ number of the state that it finds: the same number for an equal state. A state i
 - which submodules there are. Where they are others, all lists are made anew, and no older state comes back;
 - of each parameter, whether it is trained, and its dtype;
 - the code of forward and backward hooks of modules. A hook that is put on anew for each step is the same hook;
-- settings: what modules have under a public name that is a flag, a number or a word (`training`, `p`), and the fields
-  of their `config`;
+- settings: what modules have under a public name that is a flag, a number, a word or a frozen set of them (`training`,
+  `p`), and the fields of their `config`;
 - the switches of scaled dot product attention (`torch.nn.attention.sdpa_kernel`).
 
 Why numbers may be left out: a counter that the forward pass moves is no reason for another plan, nor is a number that
@@ -31,7 +31,7 @@ from torch import nn
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS, own_modules, own_parameters
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), frozenset)
 _NUMBERS = (int, float)
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
 
