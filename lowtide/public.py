@@ -63,7 +63,7 @@ def apply(
     check_group(group, "lowtide.apply")
     check_group(tp_group, "lowtide.apply", "tp_group")
     check_function("lowtide.apply", "say", say)
-    if first_layer is not None and (type(first_layer) is not int or first_layer < 0):
+    if first_layer is not None and (type(first_layer) is not int):
         raise wrong_argument("lowtide.apply", "first_layer", "the number of a layer, from 0", first_layer)
     _refuse_a_budget(memory)
     sections = sections_in(memory)

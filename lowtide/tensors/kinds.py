@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.tensors.private import (
+    MODULE_TABLES,
     FakeTensor,
     OpOverload,
     base_of,
@@ -133,7 +134,7 @@ def unregistered_in(module: nn.Module) -> list[nn.Module]:
     held: list[nn.Module] = []
     for each in modules_of(module):
         for name, value in [*vars(each).items()]:
-            if name != "_modules" and isinstance(value, list | tuple | set | dict):
+            if name not in MODULE_TABLES and isinstance(value, list | tuple | set | dict):
                 inside_of = value.values() if isinstance(value, dict) else value
                 held += [one for one in inside_of if isinstance(one, nn.Module)]
     return held

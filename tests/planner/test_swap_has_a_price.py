@@ -108,5 +108,3 @@ def test_who_must_swap_does() -> None:
     for plan in (planned(DEAR, share=0.1), planned(DEAR, rules={"swap": ["layers.0"]})):
         assert swaps(plan) and said(plan).touch_seconds > 0.5 and said(plan).swap_excess_seconds == 0.0
         assert "freed memory taken again" in str(plan) and "no activation is swapped" not in str(plan)
-
-

@@ -195,7 +195,8 @@ def made_again(rank: int, way: str) -> dict[str, Any]:
     truth = plain_steps(way, rank)
     rules = {"min_bytes": 1, "swap": "none"}
     model = net(way)
-    with pytest.raises(lowtide.BudgetError) as caught, lowtide.optimize(model, budget=1 << 10, memory=rules, strict=True):
+    how: Any = {"budget": 1 << 10, "memory": rules, "strict": True}
+    with pytest.raises(lowtide.BudgetError) as caught, lowtide.optimize(model, **how):
         step(model, rank)
     model = net(way)
     with lowtide.optimize(model, budget=caught.value.floor_bytes + SLACK, memory=rules, engine="virtual:0") as tide:

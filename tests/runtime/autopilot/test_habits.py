@@ -342,7 +342,7 @@ def test_numbers_that_change_nothing_cost_one_observed_step() -> None:
 def test_a_strict_budget_is_an_error_and_the_floor_that_it_names_will_do() -> None:
     """Also where micro-batches accumulate, and where a step has several forward passes."""
     for loop in (one, accumulating(one), joint(16, 16)):
-        budget = 1000
+        budget = 1 << 10
         for _ in range(4):
             model = Net()
             memory = {"min_bytes": 1, "strict": True}
