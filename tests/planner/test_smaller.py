@@ -152,7 +152,7 @@ WAYS = {"recompute": "auto", "swap": "none"}
         (1e-5, 1e-3, 2 * MIB, 20, True),  # the cheaper of the two
         (1e-3, 1e-5, 2 * MIB, 20, False),
         (1e-5, 1e-3, 50 * MIB, 20, False),  # cheap, but it frees 6 MiB
-        (1e-5, 1e-3, 50 * MIB, 4, True),
+        (1e-5, 1e-3, 50 * MIB, 3, True),
     ],
 )
 def test_a_codec_is_weighed_beside_a_recipe(
