@@ -225,7 +225,12 @@ def trained(
     return [*results, *(parameter.detach().clone() for parameter in model.parameters())], peaks, tide
 
 
-@pytest.mark.parametrize("name", HABITS)
+_MORE = ("hooks", "input gradients", "two passes of unlike lengths", "two passes, accumulated", "first in, first out")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] if name in _MORE else []) for name in HABITS]
+)
 def test_plans_follow_what_the_loop_does(name: str) -> None:
     phases = HABITS[name]
     truth, plain, _ = trained(phases)
@@ -247,7 +252,7 @@ def test_plans_follow_what_the_loop_does(name: str) -> None:
 # -- fine-tunings, optimizers, numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3, 4))])
 def test_no_fine_tuning_dies_of_a_length(seed: int) -> None:
     """Texts of drawn lengths, in a budget below the floor of the longest: such steps run, and one warning says so."""
     draw = Random(seed)
