@@ -151,7 +151,7 @@ def observe(
     may_be_made = [
         node.storage.nbytes for node in nodes if node.codec or isinstance(recipes.alone.get(node.storage.index), Recipe)
     ]
-    fingerprint, fingerprints = fingerprint_bytes(may_be_made, grain)
+    fingerprint, fingerprints = fingerprint_bytes(may_be_made, grain, num_regions=len(names))
     rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain) + fingerprints
     return profile_of(
         trace,

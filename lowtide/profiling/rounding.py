@@ -65,6 +65,7 @@ _OPTIMIZER_TENSORS = 4
 # Of a fingerprint, and of flags for many of them.
 _WORDS_BYTES = 256
 _FLAGS_BYTES = 512
+_WEIGHTS_BYTES = 4096
 
 
 def grain_of(device: torch.device) -> int:
@@ -121,14 +122,16 @@ def rounding_bytes(
     return most + per_parameter * beside + steps
 
 
-def fingerprint_bytes(sizes: Collection[int], grain: int) -> tuple[int, int]:
+def fingerprint_bytes(sizes: Collection[int], grain: int, *, num_regions: int = 0) -> tuple[int, int]:
     """What fingerprints (runtime/recompute/fingerprint.py) take of an allocator with this grain: for each storage that
-    is made again, and for all of them together. `sizes`: bytes of the storages that may be made again."""
+    is made again, and for all of them together. `sizes`: bytes of the storages that may be made again;
+    `num_regions`: layers that may run again."""
     if grain == 1:
         return 0, 0
-    # Together: which words are read, by size; the words of a storage that was just made, how they compare, and the
-    # flags of all.
-    return _up(_WORDS_BYTES, grain), len({*sizes}) * _up(2 * _WORDS_BYTES, grain) + 3 * _up(_FLAGS_BYTES, grain)
+    # Together: which words are read, by size; the words of a storage that was just made, how they compare, the flags of
+    # all, and the weights of the places, with what is made of them while one fingerprint is taken.
+    together = len({*sizes}) * _up(2 * _WORDS_BYTES, grain) + 3 * _up(_FLAGS_BYTES, grain)
+    return _up(_WORDS_BYTES, grain), together + 2 * _up(_WEIGHTS_BYTES, grain) + num_regions * grain
 
 
 def _up(nbytes: int, grain: int) -> int:

@@ -41,8 +41,8 @@ def test_the_grain_is_found_also_where_others_free_and_allocate(
 
 def test_fingerprints_take_a_grain_each_and_some_for_all() -> None:
     assert fingerprint_bytes([4096, 100, 4096], 1) == (0, 0)
-    assert fingerprint_bytes([4096, 100, 4096], 512) == (512, 2 * 512 + 3 * 512)
-    assert fingerprint_bytes([], 4096) == (4096, 3 * 4096)
+    assert fingerprint_bytes([4096, 100, 4096], 512) == (512, 2 * 512 + 3 * 512 + 2 * 4096)
+    assert fingerprint_bytes([], 4096, num_regions=3) == (4096, (3 + 2 + 3) * 4096)
 
 
 def test_it_is_that_of_what_is_alive_at_once_and_of_gradients() -> None:

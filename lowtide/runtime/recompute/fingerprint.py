@@ -42,7 +42,7 @@ _WORD = torch.int32
 # Backward passes that may be open at once; more than anybody nests.
 _MAX_OPEN = 64
 _NUM_FLAGS = 512
-_NUM_WEIGHTS = 2**12
+_NUM_WEIGHTS = 2**9
 _MAX_LAYOUTS = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

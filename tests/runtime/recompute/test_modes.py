@@ -317,10 +317,10 @@ def test_settings_are_put_back_and_back_again(change: Callable[[Any], None], oth
     with plain.again():
         change(other)
         changed = Modes()
-        assert changed._values != plain._values
+        assert changed.values != plain.values
         with plain.again():
-            assert Modes()._values == plain._values
-        assert Modes()._values == changed._values
+            assert Modes().values == plain.values
+        assert Modes().values == changed.values
         change(not other if isinstance(other, bool) else "highest")
 
 
