@@ -57,7 +57,7 @@ class ModelState:
     @property
     def trained(self) -> list[torch.Tensor]:
         """Parameters that get gradients now."""
-        return [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None and p.requires_grad]
+        return [p for p in chain.from_iterable(map(dict.values, self._own)) if p is not None and p.requires_grad]
 
     def look(self) -> int:
         """The number of the state that the model is in."""
@@ -94,8 +94,9 @@ class ModelState:
         modules = [module for module in self._model.modules() if isinstance(own_modules(module), dict)]
         self._children = [own_modules(module) for module in modules]
         self._below = [*chain.from_iterable(map(dict.values, self._children))]
+        self._own = [own_parameters(module) for module in modules]
         # FSDP2 puts other tensors in the place of its parameters while it has them gathered.
-        self._parameters = [] if fsdp_modules(self._model) else [own_parameters(module) for module in modules]
+        self._parameters = [] if fsdp_modules(self._model) else self._own
         self._hooks = [vars(module)[name] for module in modules for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)]
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
