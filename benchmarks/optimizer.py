@@ -171,7 +171,7 @@ class _Activations:
         from lowtide.timeline.events import run as play
 
         memory, has_gradients = load_memory({"budget": budget, "swap": swap}), num_micro_batches > 1
-        limits: Any = {"time_limit_seconds": _TIME_LIMIT_SECONDS, "with_ways_out": False}
+        limits: Any = {"time_limit_seconds": _TIME_LIMIT_SECONDS, "with_suggestions": False}
         try:
             plan = plan_profile(profile, memory, link=device.link, has_gradients=has_gradients, **limits)
         except BudgetError:

@@ -98,7 +98,7 @@ class Forecast:
 def forecast(run: Run) -> Forecast:
     """What lowtide says about `run`."""
     from lowtide.pipeline.fully_sharded import Sharding, play_network, sharded_profile
-    from lowtide.planner.again import run_again
+    from lowtide.planner.rerun_layers import run_again
     from lowtide.timeline.cluster import load_cluster
 
     hardware = device_of(run)

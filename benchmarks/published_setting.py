@@ -60,7 +60,7 @@ def run_setting(setting: Setting) -> Row:
     """Gain over full recompute of the ceiling and of lowtide's plan, percent."""
     from lowtide.cli.plan_cluster import make_question
     from lowtide.cli.run_file import load_run
-    from lowtide.pipeline.cluster.search import plan_cluster
+    from lowtide.cluster.search import plan_cluster
 
     options = argparse.Namespace(hardware=HARDWARE, cluster=None, devices=None, budget=None)
     question = make_question(load_run(FOLDER / setting.file), options)

@@ -34,9 +34,9 @@ def run_layout(devices: int, which: str, hardware: str) -> Row:
     """The row of one number of devices."""
     from lowtide.cli.plan_cluster import make_question
     from lowtide.cli.run_file import load_run
+    from lowtide.cluster.report import tokens_per_second
+    from lowtide.cluster.search import plan_cluster
     from lowtide.errors import ConfigError
-    from lowtide.pipeline.cluster.report import tokens_per_second
-    from lowtide.pipeline.cluster.search import plan_cluster
 
     options = argparse.Namespace(hardware=hardware, cluster=None, devices=devices, budget=None)
     question = make_question(load_run(FILES[which]), options)

@@ -214,16 +214,16 @@ def budgets(
 
 
 def _hold(link: Any, patch: pytest.MonkeyPatch) -> None:
-    is_asked = threading.Event()
+    is_requested = threading.Event()
 
     def releasing(wait: Callable[..., None], *results: Any) -> None:
-        is_asked.set()
+        is_requested.set()
         wait(*results)
-        is_asked.clear()
+        is_requested.clear()
 
     def wait_on_host(work: Any, device: torch.device) -> None:
         work.wait()
-        is_asked.wait()
+        is_requested.wait()
 
     patch.setattr(transport, "_wait_on_host", wait_on_host)
     let_go_of = link.let_go_of

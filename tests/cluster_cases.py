@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowtide.cluster.layer import Place
+from lowtide.cluster.layout import Batch, Layout
+from lowtide.cluster.search import Question
+from lowtide.cluster.shape import DENSE, MOE, Experts, ModelShape
 from lowtide.config.parallel import ParallelConfig
 from lowtide.core.fate import Fate
-from lowtide.pipeline.cluster.layer import Place
-from lowtide.pipeline.cluster.layout import Batch, Layout
-from lowtide.pipeline.cluster.search import Question
-from lowtide.pipeline.cluster.shape import DENSE, MOE, Experts, ModelShape
 from lowtide.timeline.cluster import load_cluster
 from lowtide.timeline.hardware import load_hardware
 from lowtide.units import GIB

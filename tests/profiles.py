@@ -1,13 +1,13 @@
 """A profile made of round numbers: a small decoder, layer after layer, with a head that nobody can move.
 
-Each layer has an anchor (its bf16 input), a norm that can be made from it, attention without a recipe, two matrix
-products, and `silu` and `mul` that can be made from these.
+Each layer has a retained input (its bf16 input), a norm that can be made from it, attention without a recipe, two
+matrix products, and `silu` and `mul` that can be made from these.
 """
 
 from __future__ import annotations
 
 from lowtide.core.profile import HiddenBytes, Profile, Site, StateBytes
-from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput, RecipeStep
+from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep, RetainedInput
 
 MIB = 1 << 20
 SECONDS = 1e-3
@@ -25,7 +25,15 @@ def decoder_profile(num_layers: int = 4, *, hidden: bool = False, is_fake: bool 
     for layer_index, layer in enumerate(layers):
         start = layer_index * len(OPS)
         nodes.append(
-            _node(f"{layer}.input", layer, 16, born=max(start - 1, 0), num_ops=num_ops, anchor=True, last=start + 1)
+            _node(
+                f"{layer}.input",
+                layer,
+                16,
+                born=max(start - 1, 0),
+                num_ops=num_ops,
+                retained_input=True,
+                last=start + 1,
+            )
         )
         for op_index, (op, mib) in enumerate(zip(OPS, MIBS, strict=True)):
             inputs = tuple(f"{layer}.{name}" for name in MAKES.get(op, ()))
@@ -59,7 +67,7 @@ def _node(
     *,
     born: int,
     num_ops: int,
-    anchor: bool = False,
+    retained_input: bool = False,
     last: int | None = None,
     inputs: tuple[str, ...] = (),
 ) -> Site:
@@ -77,12 +85,12 @@ def _node(
         nbytes=mib * MIB,
         dtype="bfloat16",
         op=name.rpartition(".")[2],
-        anchor=Anchor(module=layer or "", side="input", leaf=0) if anchor else None,
+        retained_input=RetainedInput(module=layer or "", side="input", leaf=0) if retained_input else None,
         born=born,
         saved=born,
         dies=last if last is not None else min(born + 2, num_ops // 2),
-        reads=() if anchor else (read,),
-        release=0 if anchor else read + 1,
+        reads=() if retained_input else (read,),
+        release=0 if retained_input else read + 1,
         first_sequence=born,
         last_sequence=born,
         recipe=recipe if inputs else None,

@@ -149,10 +149,12 @@ class _Mode(TorchDispatchMode):
                 storage.kind = "unknown"
         nodes = [(*entry, False) for entry in self.saved.values()]
         nodes += [(*entry, True) for index, entry in self.caught.items() if index not in self.saved]
-        for saved, _, value, bits, is_anchor in sorted(nodes, key=lambda node: (node[0], node[4], node[1])):
+        for saved, _, value, bits, is_retained_input in sorted(nodes, key=lambda node: (node[0], node[4], node[1])):
             storage = value.storage
             look = {"size": value.size, "stride": value.stride, "offset": value.offset, "dtype": value.dtype}
-            target = Target(storage=storage, version=value.version, saved=saved, is_anchor=is_anchor, **look)
+            target = Target(
+                storage=storage, version=value.version, saved=saved, is_retained_input=is_retained_input, **look
+            )
             self.recording.targets.append(target)
             self.recording.bits[storage.name] = bits
         return self.recording
@@ -179,8 +181,8 @@ def record(
     catches: Callable[[str], bool] = lambda name: True,
     sees_all: bool = False,
 ) -> Recording:
-    """One forward pass of `loss`. `catches(module name)`: whether its inputs and outputs may be anchors. `sees_all`:
-    every storage is a node, as if autograd had saved it when the pass was over."""
+    """One forward pass of `loss`. `catches(module name)`: whether its inputs and outputs may be retained inputs.
+    `sees_all`: every storage is a node, as if autograd had saved it when the pass was over."""
     mode = _Mode(model)
     for tensor in _tensors(inputs):
         mode.add(tensor, mode.name("input"), "input")

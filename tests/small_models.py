@@ -81,8 +81,9 @@ ALL_MADE = {"layers.0.silu": Fate.RECOMPUTE, "layers.0.mul": Fate.RECOMPUTE}
 
 
 def only_made(profile: Profile, **fates: Fate) -> Plan:
-    """Every saved site that can be made again is; anchors that this needs are kept, or get another fate by name."""
+    """Every saved site that can be made again is; retained inputs that this needs are kept, or get another fate by
+    name."""
     chosen = {node.name: Fate.RECOMPUTE for node in profile.sites if node.recipe is not None}
     needed = {name for node in profile.sites if node.recipe is not None for name in node.recipe.nodes}
-    anchors = {node.name for node in profile.nodes if node.anchor is not None}
-    return plan_with(profile, {**dict.fromkeys(needed & anchors, Fate.KEEP), **chosen, **fates})
+    retained_inputs = {node.name for node in profile.nodes if node.retained_input is not None}
+    return plan_with(profile, {**dict.fromkeys(needed & retained_inputs, Fate.KEEP), **chosen, **fates})

@@ -22,7 +22,7 @@ def random_plan(profile: Profile, seed: int, *, made: float = 0.5, swapped: floa
     fates = {node.name: _draw_fate(node, draw, made, swapped) for node in profile.nodes}
     needed: set[str] = set()
     for node in reversed(profile.nodes):
-        if node.anchor is not None and node.name not in needed:
+        if node.retained_input is not None and node.name not in needed:
             fates.pop(node.name)
             continue
         if fates[node.name] is Fate.RECOMPUTE:
@@ -46,7 +46,7 @@ def plan_with(profile: Profile, fates: Mapping[str, Fate], **more: int) -> Plan:
     decisions = []
     for node in profile.nodes:
         fate = fates.get(node.name, Fate.KEEP)
-        if node.anchor is not None and node.name not in fates:
+        if node.retained_input is not None and node.name not in fates:
             continue
         distances = {"prefetch": 2, "leave": 2, **more} if fate is Fate.SWAP else {}
         decisions.append(_plain_decision(node, fate, **distances))
@@ -77,7 +77,7 @@ def _plain_decision(node: Site, fate: Fate, **distances: int) -> SiteDecision:
         nbytes=node.nbytes,
         dtype=node.dtype,
         fate=fate,
-        anchor=node.anchor,
+        retained_input=node.retained_input,
         recipe=node.recipe if fate is Fate.RECOMPUTE else None,
         reason="drawn",
         **distances,

@@ -21,7 +21,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
-from lowtide.tensors.second_run import why_not_again
+from lowtide.tensors.second_run import why_not_rerun
 from lowtide.timeline.step import Link
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
@@ -448,7 +448,7 @@ class TakesACache(nn.Module):
 
 
 def test_a_cache_that_cannot_be_measured_is_a_reason_and_no_error() -> None:
-    assert why_not_again(TakesACache(), (torch.ones(2, 16),), {"past_key_value": Odd()}) == (
+    assert why_not_rerun(TakesACache(), (torch.ones(2, 16),), {"past_key_value": Odd()}) == (
         "nobody can say how many tokens its past_key_value holds"
     )
 

@@ -28,6 +28,7 @@ import lowtide
 from examples.train.experts import named, split_for
 from examples.train.progress import PlanRecord, resident_bytes
 from examples.train.ranks import Ranks
+from lowtide.cluster.split import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
 from lowtide.core.profile import Profile
@@ -37,7 +38,6 @@ from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow
 from lowtide.mindformers.stages import layers_by_offset, sections_of_stages
 from lowtide.pipeline.budget import StagePlans, fit_stages
-from lowtide.pipeline.cluster.split import split_layers
 from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts_transformers import find_experts

@@ -7,8 +7,8 @@ What two plans do otherwise: promises, settings, rules, and the fate of each act
 
 Why: a new plan is made when a budget, a batch or a machine changes; a user wants to see what that changed, and a
 reviewer what a saved plan in a repository will do differently.
-Sites are told by name. A site that only one of the plans has (an anchor, or a step that saved other tensors) is absent
-from the other. Cost: one pass over both. Not covered: recipes that differ, and when swapped sites travel.
+Sites are told by name. A site that only one of the plans has (a retained input, or a step that saved other tensors) is
+absent from the other. Cost: one pass over both. Not covered: recipes that differ, and when swapped sites travel.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlanChange:
     """Sites of one name in a run of layers that have another fate in the second plan."""
 
     before: str
-    """'keep', 'swap', 'recompute', 'anchor', 'keep as bits'; 'absent': this plan does not know them."""
+    """'keep', 'swap', 'recompute', 'retained input', 'keep as bits'; 'absent': this plan does not know them."""
     after: str
     where: str
     """`layers 0-3: mlp.act_fn.silu`, or the whole name outside of layers."""
@@ -116,8 +116,8 @@ def diff_lines(diff: PlanDiff, first: str, second: str, width: int | None = None
 def _fate(site: SiteDecision | None) -> str:
     if site is None:
         return "absent"
-    if site.anchor is not None and site.fate is Fate.KEEP:
-        return "anchor"  # held because a recipe starts from it
+    if site.retained_input is not None and site.fate is Fate.KEEP:
+        return "retained input"  # held because a recipe starts from it
     where = f" ({site.tier.value})" if site.tier is not None else ""
     smaller = f" as {site.codec.kind}" if site.codec is not None else ""
     return f"{site.fate.value}{where}{smaller}"
@@ -172,7 +172,10 @@ def _figures(first: Plan, second: Plan) -> Iterable[Figure]:
     for fate in Fate:
         yield _bytes(
             {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}[fate],
-            *(sum(s.nbytes for s in plan.sites if s.fate is fate and s.anchor is None) for plan in (first, second)),
+            *(
+                sum(s.nbytes for s in plan.sites if s.fate is fate and s.retained_input is None)
+                for plan in (first, second)
+            ),
         )
     yield Figure(what="layers", first=str(len(first.layers)), second=str(len(second.layers)))
     yield _bytes("min_bytes", first.min_bytes, second.min_bytes)

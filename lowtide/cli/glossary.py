@@ -55,7 +55,8 @@ WORDS = (
     Word("recompute", "The activation is dropped and computed again in the backward pass. It costs compute.",
          ("recomputed", "checkpointing", "gradient checkpointing", "activation checkpointing", "remat")),
     Word("recipe", "The short list of operators that computes an activation again."),
-    Word("anchor", "A tensor that PyTorch would free and that is kept because a recipe starts from it.", ("anchors",)),
+    Word("retained input", "A tensor that PyTorch would free and that is kept because a recipe starts from it.",
+        ("retained inputs", "anchor")),
     Word("codec", "A smaller form of an activation that gives back the same bits.", ("codecs",)),
     Word(
         "check",

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises `ConfigError` for mistakes, `BudgetError` when no plan fits."""
     settings = load_run(args.run)
-    if plan_cluster.is_asked_for(settings, args):
+    if plan_cluster.is_cluster_requested(settings, args):
         return _run_cluster(settings, args)
     check_writable(args.out)
     if args.report is not None:
@@ -193,7 +193,7 @@ def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
 def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
     with _stdout_kept_clean():
         found = plan_cluster.plan(settings, args)
-    from lowtide.pipeline.cluster.report import document, lines
+    from lowtide.cluster.report import document, lines
 
     print(json.dumps(document(found)) if args.json else "\n".join(lines(found, width_of_stdout())))
     return 0
@@ -372,7 +372,11 @@ def _document(
         "is_fake": profile.is_fake,
         "plan": json.loads(plan.to_json()),
         "budgets": [
-            {"budget_bytes": swept.budget_bytes, "is_asked": swept.is_asked, **dataclasses.asdict(swept.predicted)}
+            {
+                "budget_bytes": swept.budget_bytes,
+                "is_requested": swept.is_requested,
+                **dataclasses.asdict(swept.predicted),
+            }
             for swept in rungs
         ],
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],

@@ -21,7 +21,7 @@ from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lowtide.pipeline.cluster.search import ClusterPlan, Question
+    from lowtide.cluster.search import ClusterPlan, Question
     from lowtide.timeline.cluster import Cluster
     from lowtide.timeline.hardware import Hardware
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_asked_for(settings: RunConfig, args: argparse.Namespace) -> bool:
+def is_cluster_requested(settings: RunConfig, args: argparse.Namespace) -> bool:
     is_sharded = settings.is_sharded
     if is_sharded and args.devices is not None:
         raise ConfigError("--devices: the ranks of a fully sharded model are 'parallel.data'; leave it out")
@@ -60,11 +60,11 @@ def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
     with Waiting() as waiting:
         waiting.say("starting")
         question = make_question(settings, args)
-        from lowtide.pipeline.cluster.search import plan_cluster
+        from lowtide.cluster.search import plan_cluster
 
         found = plan_cluster(question, progress=waiting.say)
         if args.export is not None:
-            from lowtide.pipeline.cluster.export import export
+            from lowtide.cluster.export import export
 
             export(found, args.export[0], Path(args.export[1]))
     return found
@@ -72,9 +72,9 @@ def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
 
 def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
     """What the run file and the command line ask for."""
-    from lowtide.pipeline.cluster.layout import Batch
-    from lowtide.pipeline.cluster.search import Question
-    from lowtide.pipeline.cluster.shape import shape_of
+    from lowtide.cluster.layout import Batch
+    from lowtide.cluster.search import Question
+    from lowtide.cluster.shape import shape_of
     from lowtide.timeline.cluster import load_cluster
     from lowtide.timeline.hardware import load_hardware
 

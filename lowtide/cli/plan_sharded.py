@@ -73,7 +73,7 @@ class Rank:
     def network(self, plan: Plan) -> Network:
         """The network of the step that the plan makes."""
         from lowtide.pipeline.fully_sharded import play_network
-        from lowtide.planner.again import run_again
+        from lowtide.planner.rerun_layers import run_again
 
         assert plan.predicted is not None
         again = [

@@ -5,12 +5,13 @@ Frozen data, below `plan.py` and below the table that prints it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate, Tier
-from lowtide.core.recipe import Anchor, Recipe
+from lowtide.core.json_text import OLD_NAME
+from lowtide.core.recipe import Recipe, RetainedInput
 
 Overlap = Literal["step", "backward", "in_backward"]
 """When the state of an optimizer travels. step: while the optimizer steps. backward: as much as memory allows while the
@@ -36,7 +37,7 @@ class SiteDecision:
     leave: int | None = None
     """Swap only: forward operators (autograd's sequence numbers) after its first save by which its copy must be
     complete, else compute waits; None: whenever the window of bytes on their way out asks for it."""
-    anchor: Anchor | None = None
+    retained_input: RetainedInput | None = field(default=None, metadata={OLD_NAME: "anchor"})
     """Where module hooks catch it; None for what autograd saves."""
     recipe: Recipe | None = None
     """Recompute only: the operators that compute it again. None where a whole layer or module runs again."""
@@ -115,7 +116,7 @@ class Prediction:
     """The part of `step_seconds` in which storages are encoded and decoded."""
     optimizer_seconds: float = 0.0
     """The part of `step_seconds` that the optimizer's state costs on its way."""
-    touch_seconds: float = 0.0
+    page_fault_seconds: float = field(default=0.0, metadata={OLD_NAME: "touch_seconds"})
     """The part of `step_seconds` in which memory that went back to the system is taken again, page by page."""
     limit_bytes: int | None = None
     """What copies were timed for: the budget, or less where that is as good. None: the budget."""

@@ -22,6 +22,8 @@ from lowtide.errors import ConfigError
 
 T = TypeVar("T")
 _MOST_SHOWN = 40
+OLD_NAME = "old name"
+"""Key of a field's metadata: the name that the field had in files of earlier versions, which are still read."""
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
@@ -144,9 +146,12 @@ def _fields(cls: Any) -> _Read:
         field.name for field in dataclasses.fields(cls) if field.default is missing and field.default_factory is missing
     ]
 
+    older = {field.metadata[OLD_NAME]: field.name for field in dataclasses.fields(cls) if OLD_NAME in field.metadata}
+
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise Mistake(f"expected an object, not {_shown(value)}")
+        value = {older.get(name, name): entry for name, entry in value.items()} if older else value
         for name in needed:
             if name not in value:
                 raise Mistake(f"missing key {name!r}")

@@ -4,7 +4,7 @@ Layers are equal when their sites are the same in name (after the layer's own), 
 run are joined. What lies outside the layers has a row of its own.
 
 A solved plan says first what it promises, and where the bytes are. Its rows have a cost, name the sites that leave, and
-count separately the anchors that are held only because a recipe starts from them.
+count separately the retained inputs that are held only because a recipe starts from them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _SiteRow:
     fate: str
     bytes_by_fate: tuple[int, ...]
     """Bytes of all layers of the run, in the order of `_FATES`."""
-    anchor_bytes: int = 0
+    retained_input_bytes: int = 0
     """Part of the above that autograd would not have saved."""
     cost_seconds: float = 0.0
     why: str
@@ -154,12 +154,12 @@ def _headline(plan: TabledPlan) -> str:
 
 def _contents(plan: TabledPlan) -> list[str]:
     num_layers = len(plan.layers)
-    num_anchors = sum(site.anchor is not None for site in plan.sites)
-    num_sites = len(plan.sites) - num_anchors
+    num_retained_inputs = sum(site.retained_input is not None for site in plan.sites)
+    num_sites = len(plan.sites) - num_retained_inputs
     observed = f"{num_sites} {plural('site', num_sites)}" if plan.sites else "no step observed yet"
     parts = [f"{num_layers} {plural('layer', num_layers)}", observed]
-    if num_anchors:
-        parts.append(f"{num_anchors} {plural('anchor', num_anchors)}")
+    if num_retained_inputs:
+        parts.append(f"{num_retained_inputs} {plural('retained input', num_retained_inputs)}")
     parts.append(f"storages below {format_bytes(plan.min_bytes)} are kept")
     if plan.host_budget_bytes is not None:
         parts.append(f"host budget {format_bytes(plan.host_budget_bytes)}")
@@ -222,15 +222,15 @@ def _row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _SiteRow
 
 
 def _solved_row(label: str, num_layers: int, sites: Sequence[SiteDecision]) -> _SiteRow:
-    saved = [site for site in sites if site.anchor is None]
-    anchors = [site for site in sites if site.anchor is not None]
+    saved = [site for site in sites if site.retained_input is None]
+    retained_inputs = [site for site in sites if site.retained_input is not None]
     counts = [(sum(site.fate is fate for site in saved) // num_layers, fate) for fate in _FATES]
     mix = " + ".join(f"{count} {fate.value}" for count, fate in counts if count)
     return _SiteRow(
         label=label,
         fate=mix or "no sites",
         bytes_by_fate=tuple(sum(site.stored_bytes for site in saved if site.fate is fate) for fate in _FATES),
-        anchor_bytes=sum(site.nbytes for site in anchors if site.fate is not Fate.RECOMPUTE),
+        retained_input_bytes=sum(site.nbytes for site in retained_inputs if site.fate is not Fate.RECOMPUTE),
         cost_seconds=sum(site.cost_seconds for site in sites),
         why="; ".join(_solved_reasons(saved)),
     )
@@ -265,18 +265,21 @@ def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
 
 
 def _solved_table(rows: Sequence[_SiteRow], width: int | None) -> list[str]:
-    cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "anchors", "cost", "why")]
+    cells: list[tuple[str, ...]] = [("", "sites each", "kept", "swapped", "recomputed", "retained", "cost", "why")]
     totals = [sum(row.bytes_by_fate[index] for row in rows) for index in range(len(_FATES))]
-    anchor_bytes, cost_seconds = sum(row.anchor_bytes for row in rows), sum(row.cost_seconds for row in rows)
+    retained_input_bytes, cost_seconds = (
+        sum(row.retained_input_bytes for row in rows),
+        sum(row.cost_seconds for row in rows),
+    )
     total = _SiteRow(
-        label="total", fate="", bytes_by_fate=tuple(totals), anchor_bytes=anchor_bytes,
+        label="total", fate="", bytes_by_fate=tuple(totals), retained_input_bytes=retained_input_bytes,
         cost_seconds=cost_seconds, why="",
     )  # fmt: skip
     for row in (*rows, total):
-        sizes = (*map(_size, row.bytes_by_fate), _size(row.anchor_bytes))
+        sizes = (*map(_size, row.bytes_by_fate), _size(row.retained_input_bytes))
         cost = format_seconds(row.cost_seconds) if row.cost_seconds else "-"
         cells.append((row.label, row.fate, *sizes, cost, row.why))
-    if not anchor_bytes:
+    if not retained_input_bytes:
         cells = [(*row[:5], *row[6:]) for row in cells]
         return align(cells, numeric=(2, 3, 4, 5), width=width)
     return align(cells, numeric=(2, 3, 4, 5, 6), width=width)
@@ -353,11 +356,15 @@ def _time_line(predicted: Prediction) -> str:
     seconds, plain = predicted.step_seconds, predicted.plain_seconds
     more = seconds / plain - 1 if plain else 0.0
     known = predicted.stall_seconds + predicted.recompute_seconds + predicted.codec_seconds
-    known += predicted.check_seconds + predicted.touch_seconds
+    known += predicted.check_seconds + predicted.page_fault_seconds
     slower = predicted.pass_seconds - plain - known
     coded = f", codecs {format_seconds(predicted.codec_seconds)}" if predicted.codec_seconds else ""
     moved = f", optimizer state {format_seconds(predicted.optimizer_seconds)}" if predicted.optimizer_seconds else ""
-    touched = f", freed memory taken again {format_seconds(predicted.touch_seconds)}" if predicted.touch_seconds else ""
+    touched = (
+        f", freed memory taken again {format_seconds(predicted.page_fault_seconds)}"
+        if predicted.page_fault_seconds
+        else ""
+    )
     slowed = f", copies slow it by {format_seconds(slower)}" if slower > _NOTICED * seconds else ""
     stalls, recompute = format_seconds(predicted.stall_seconds), format_seconds(predicted.recompute_seconds)
     return (

@@ -4,9 +4,9 @@ A *step* here is one micro-batch: its forward pass and its backward pass. Time i
 the i-th that ran, forward first. A lifetime is half open: born at `a`, gone at `b` means present while operators
 `a .. b-1` run.
 
-Nodes are what a plan decides about: *sites* (storages that autograd saves) and *anchors* (module inputs or outputs that
-it does not save, but that a recipe may start from). Both have a name, the path of the module that was running and the
-operator that produced the storage (`model.layers.3.mlp.mul`), unique within one forward pass.
+Nodes are what a plan decides about: *sites* (storages that autograd saves) and *retained inputs* (module inputs or
+outputs that it does not save, but that a recipe may start from). Both have a name, the path of the module that was
+running and the operator that produced the storage (`model.layers.3.mlp.mul`), unique within one forward pass.
 
 Units: bytes, seconds, operator indices. Not covered: how a profile comes about (observe.py, fake.py, recipes.py).
 """
@@ -16,11 +16,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.core.codec import Codec
-from lowtide.core.json_text import Mistake, build, parse_json
-from lowtide.core.recipe import Anchor, Recipe
+from lowtide.core.json_text import OLD_NAME, Mistake, build, parse_json
+from lowtide.core.recipe import Recipe, RetainedInput
 from lowtide.errors import ConfigError
 
 PROFILE_SCHEMA = 5
@@ -30,7 +30,7 @@ _MOST_AMOUNT = 10**18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One node: a storage that autograd saves, or an anchor that it does not."""
+    """One node: a storage that autograd saves, or a retained input that it does not."""
 
     name: str
     layer: str | None
@@ -39,8 +39,8 @@ class Site:
     dtype: str
     op: str
     """Short name of the operator that produced it (`mul`, `sdpa`)."""
-    anchor: Anchor | None = None
-    """None for a site; a node that autograd saves is never an anchor."""
+    retained_input: RetainedInput | None = field(default=None, metadata={OLD_NAME: "anchor"})
+    """None for a site; a node that autograd saves is never a retained input."""
     born: int
     """Forward operator that produced it; -1 if it was there before the first."""
     saved: int
@@ -48,12 +48,13 @@ class Site:
     dies: int
     """The first operator that runs after all other owners than autograd have released it."""
     reads: tuple[int, ...] = ()
-    """Backward operators before which autograd opens it, ascending; empty for an anchor."""
+    """Backward operators before which autograd opens it, ascending; empty for a retained input."""
     release: int = 0
-    """The first operator that runs after backward has released it (if nothing else holds it). 0 for an anchor."""
+    """The first operator that runs after backward has released it (if nothing else holds it). 0 for a retained
+    input."""
     first_sequence: int = 0
-    """Autograd's sequence number at its first save, or where an anchor is caught, counted from the start of the forward
-    pass."""
+    """Autograd's sequence number at its first save, or where a retained input is caught, counted from the start of the
+    forward pass."""
     last_sequence: int = 0
     """The same at its last save: backward first reads it at the operator with this number."""
     recipe: Recipe | None = None
@@ -178,7 +179,7 @@ class Profile:
     @property
     def sites(self) -> tuple[Site, ...]:
         """The nodes that autograd saves."""
-        return tuple(node for node in self.nodes if node.anchor is None)
+        return tuple(node for node in self.nodes if node.retained_input is None)
 
     @property
     def saved_bytes(self) -> int:

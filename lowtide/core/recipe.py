@@ -1,7 +1,8 @@
 """A recipe: how one storage is made from others, as data.
 
 What: `Recipe` has inputs and steps, each step one operator with its arguments; `Geometry` is how a tensor lies over its
-storage; `Anchor` is where module hooks catch a storage. Made by `recipes/build.py`, followed by `recipes/execute.py`.
+storage; `RetainedInput` is where module hooks catch a storage. Made by `recipes/build.py`, followed by
+`recipes/execute.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class RecipeInput:
     """One tensor that a recipe starts from."""
 
     kind: str
-    """'node' (a site or an anchor), 'parameter' or 'buffer'."""
+    """'node' (a site or a retained input), 'parameter' or 'buffer'."""
     name: str
     """Name of the node, or dotted name of the parameter or buffer."""
     geometry: Geometry
@@ -98,7 +99,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchor:
+class RetainedInput:
     """Where an ordinary module hook can catch a tensor."""
 
     module: str

@@ -94,7 +94,7 @@ def _measure(engine: Engine, device: torch.device) -> Link:
         in_bytes_per_second=in_rate,
         latency_seconds=latency,
         compute_share=min(max(0.0, lost_seconds / copy_seconds), 1.0),
-        touch_seconds_per_byte=probes[-1].touch_seconds_per_byte,
+        page_fault_seconds_per_byte=probes[-1].page_fault_seconds_per_byte,
     )
 
 

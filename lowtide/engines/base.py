@@ -58,7 +58,7 @@ class Bandwidth:
 
     out_bytes_per_second: float
     in_bytes_per_second: float
-    touch_seconds_per_byte: float = 0.0
+    page_fault_seconds_per_byte: float = 0.0
     """See `timeline.step.Link`."""
 
 

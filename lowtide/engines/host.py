@@ -32,7 +32,7 @@ import torch
 
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
-from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, touch_seconds_per_byte
+from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, page_fault_seconds_per_byte
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.tensors.view import byte_view
 
@@ -388,11 +388,11 @@ class HostEngine:
                 raise RuntimeError(f"bandwidth probe failed: {event.copy and event.copy.error}")
             rates.append(sum(slot.nbytes for slot in outgoing) / (event.copy.finished_at - started))
         if len(self._touched) < _NUM_TOUCHES:
-            self._touched.append(touch_seconds_per_byte() if self.trimmer.works else 0.0)
+            self._touched.append(page_fault_seconds_per_byte() if self.trimmer.works else 0.0)
         return Bandwidth(
             out_bytes_per_second=rates[0],
             in_bytes_per_second=rates[1],
-            touch_seconds_per_byte=statistics.median(self._touched),
+            page_fault_seconds_per_byte=statistics.median(self._touched),
         )
 
     def _check_process(self) -> None:

@@ -95,7 +95,7 @@ def sliced_cross_entropy(
     num_rows = slice_rows or rows_of_slice(logits.shape[0], logits.shape[1], dtype)
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
-    check_words(words, logits.shape[1])
+    check_names(words, logits.shape[1])
     is_cast = dtype != logits.dtype
     slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss) and is_cast)
     picked, total, log_sum = _OfRows.apply(logits, words, slicing)
@@ -172,7 +172,7 @@ def check_factors(label_smoothing: float, z_loss: float) -> None:
         raise ConfigError(f"lowtide.cross_entropy: z_loss must be 0 or more, not {z_loss}")
 
 
-def check_words(words: torch.Tensor, num_words: int) -> None:
+def check_names(words: torch.Tensor, num_words: int) -> None:
     """Raises IndexError as torch does for a number of no word. Elsewhere than on the CPU, the device does."""
     if words.device.type != "cpu" or not is_plain(words):
         return
@@ -218,7 +218,7 @@ class _OfRows(torch.autograd.Function):
         given = _Given(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
         with torch.no_grad(), without_autocast(logits.device.type):
             gradient = _made(lambda: _gradient(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
-        return only_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
+        return draw_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
 
 
 def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
@@ -260,7 +260,7 @@ class _LogSum(torch.autograd.Function):
 
         with torch.no_grad(), without_autocast(logits.device.type):
             gradient = _made(whole, of_slices)
-        return only_once(gradient, logits, of_log_sum), None
+        return draw_once(gradient, logits, of_log_sum), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +355,7 @@ class _OnlyOnce(torch.autograd.Function):
         )
 
 
-def only_once(gradient: torch.Tensor, *made_from: torch.Tensor | None) -> torch.Tensor:
+def draw_once(gradient: torch.Tensor, *made_from: torch.Tensor | None) -> torch.Tensor:
     """`gradient`, which raises RuntimeError if a second derivative goes through it to what it was `made_from`."""
     if not torch.is_grad_enabled():
         return gradient

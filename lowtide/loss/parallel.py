@@ -36,9 +36,9 @@ from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import (
     ROWS_STEP,
     check,
-    check_words,
+    check_names,
+    draw_once,
     name_of,
-    only_once,
     rows_of_slice,
     saved_of,
     saves_memory,
@@ -181,7 +181,7 @@ class _PartOfRows(torch.autograd.Function):
                 most[1, rows] = values.gather(1, own[rows, None])[:, 0]
             most[1].masked_fill_(is_elsewhere, NONE)
             end = _all_reduce_most(most, part, num_words)
-            check_words(words, end)
+            check_names(words, end)
             largest, target = most[0, :, None], most[1, :, None]
             sum_exp = torch.zeros_like(largest, memory_format=torch.contiguous_format)
             for rows in slices(num_rows if num_words else 0, how.num_rows):
@@ -209,7 +209,7 @@ class _PartOfRows(torch.autograd.Function):
                 made.scatter_(1, own[rows, None], is_elsewhere[rows, None].to(dtype) - 1.0)
                 gradient[rows] = made.add_(probs).mul_(of_rows[rows, None])
                 del above, probs, made
-        return only_once(gradient, logits, of_rows), None, None
+        return draw_once(gradient, logits, of_rows), None, None
 
 
 def _all_reduce_most(most: torch.Tensor, part: VocabularyPart, num_words: int) -> int:

@@ -1,4 +1,4 @@
-"""Does this machine keep the bits of a loss when its rows are taken in slices? Asked once, on numbers of its own.
+"""Does this machine keep the bits of a loss when its rows are taken in slices? PlanRequest once, on numbers of its own.
 
 Why: that a kernel computes each row by itself, whatever rows are beside it, is so in every version that was read, and
 promised in none. So the sliced loss and the plain one are both run on 96 rows (slices of 64 and 32), with and without

@@ -5,7 +5,8 @@ every node its fate:
 
 - A layer that is recomputed as a whole runs again. If an output in it is excluded, the layer does not run again as a
   whole; each of its other nodes is recomputed by its own recipe.
-- The output of a recomputed op is dropped, and recomputed by its recipe. An anchor that the recipe needs is held.
+- The output of a recomputed op is dropped, and recomputed by its recipe. A retained input that the recipe needs is
+  held.
 - The outputs of a swapped op that backward reads are swapped, and the fetch starts as many operators before the first
   reader as the file says. For a whole layer or a module these are the outputs of everything in it.
 - Recompute wins over swap, and what a recipe or a recomputed layer reads stays on the device.
@@ -36,7 +37,7 @@ from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, row_of
 from lowtide.mindformers.schema import LayerPlan, Resolution
 from lowtide.mindformers.schema.flow import LAYER
 from lowtide.mindformers.schema.issues import layers_text
-from lowtide.planner.problem import needed_anchors
+from lowtide.planner.problem import needed_retained_inputs
 
 _KERNEL, _AFTER_KERNEL = "self_attn.sdpa", "self_attn.o_proj"
 
@@ -93,7 +94,7 @@ class _Planner:
         self._note_distances()
         plan = Plan(
             layers=self.profile.layers,
-            rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _runs_again(layer))),
+            rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _is_rerun(layer))),
             min_bytes=self.memory.least_bytes if self.memory else 0,
             host_budget_bytes=self.memory.host_budget if self.memory else None,
             disk_budget_bytes=self.memory.disk_budget if self.memory else None,
@@ -130,7 +131,7 @@ class _Planner:
     def _swap(self, layer: LayerPlan) -> None:
         for part, written in layer.swap_ops.items():
             prefetch = prefetch_of(written)
-            nodes = [node for node in self._within(layer, part) if node.anchor is None]
+            nodes = [node for node in self._within(layer, part) if node.retained_input is None]
             if not nodes:
                 self.empty.setdefault(part, []).append(layer.index)
             for node in nodes:
@@ -147,13 +148,13 @@ class _Planner:
         if self.resolution.prefetch_unit == "operators":
             return prefetch
         ahead = self.by_layer.get(index + prefetch) or self.profile.sites  # in another stage: as early as possible
-        return max(1, max(site.last_sequence for site in ahead if site.anchor is None) - node.last_sequence)
+        return max(1, max(site.last_sequence for site in ahead if site.retained_input is None) - node.last_sequence)
 
     def _recompute(self, layer: LayerPlan) -> None:
-        if _runs_again(layer):
+        if _is_rerun(layer):
             outputs = self._read_outside(layer.index)
             for node in self.by_layer[layer.index]:
-                if node.anchor is None and node.name not in outputs:
+                if node.retained_input is None and node.name not in outputs:
                     place = (layer.index, LAYER)
                     self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[LAYER], runs_with_layer=True)
                 else:
@@ -165,7 +166,7 @@ class _Planner:
             kept |= self._read_outside(layer.index)
         for part in parts:
             nodes = self._within(layer, part)
-            if not any(node.anchor is None for node in nodes):
+            if not any(node.retained_input is None for node in nodes):
                 self.empty.setdefault(part, []).append(layer.index)
             for node in nodes:
                 if node.name in kept:
@@ -178,7 +179,7 @@ class _Planner:
                     self.fates[node.name] = _Fate(Fate.RECOMPUTE, place, layer.why[part])
 
     def _recompute_collectives(self, layer: LayerPlan) -> None:
-        nodes = [node for node in self.by_layer[layer.index] if node.anchor is None]
+        nodes = [node for node in self.by_layer[layer.index] if node.retained_input is None]
         start = len(self.names[layer.index]) + 1
         for part in layer.comm_recompute_ops:
             found = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
@@ -263,10 +264,10 @@ class _Planner:
         fates = {node.name: self.fates.get(node.name, unnamed) for node in self.profile.nodes}
         found = {node.name: fates[node.name].recipe_of(node) for node in self.profile.nodes}
         recipes = {name: recipe for name, recipe in found.items() if recipe is not None}
-        needed = needed_anchors(self.profile, recipes)
+        needed = needed_retained_inputs(self.profile, recipes)
         result = []
         for node in self.profile.nodes:
-            if node.anchor is not None and node.name not in needed:
+            if node.retained_input is not None and node.name not in needed:
                 continue
             fate, recipe = fates[node.name], recipes.get(node.name)
             result.append(
@@ -277,7 +278,7 @@ class _Planner:
                     dtype=node.dtype,
                     fate=fate.fate,
                     prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
-                    anchor=node.anchor,
+                    retained_input=node.retained_input,
                     recipe=recipe,
                     cost_seconds=recipe.seconds if recipe else 0.0,
                     reason=fate.reason,
@@ -318,7 +319,7 @@ class _Planner:
         return rows
 
 
-def _runs_again(layer: LayerPlan) -> bool:
+def _is_rerun(layer: LayerPlan) -> bool:
     """Whether the layer runs again as a whole. With an output excluded, its parts are recomputed one by one instead."""
     return layer.full_recompute and not layer.recompute_exclude_ops
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from lowtide.optimizer.homes import Bucket, Home, Piece
+from lowtide.optimizer.buckets import Bucket, StateBucket, StateChunk
 from lowtide.optimizer.store import StateStore, entries_of
 from lowtide.optimizer.stretches import halves, in_order
 from lowtide.tensors.wrappers import inside, is_distributed, shell_of
@@ -32,7 +32,7 @@ from lowtide.tensors.wrappers import inside, is_distributed, shell_of
 class Cut:
     """See the module's text. `home`: None in the first step."""
 
-    def __init__(self, store: StateStore, parameter: torch.Tensor, home: Home | None, ends: list[int]) -> None:
+    def __init__(self, store: StateStore, parameter: torch.Tensor, home: StateBucket | None, ends: list[int]) -> None:
         self.store = store
         self.parameter = parameter
         self.home = home
@@ -60,7 +60,7 @@ class Cut:
         """Keep state that the optimizer made for a stretch of a parameter that had none."""
         if self.home is None and not self.made and self.parameter not in self.store.residents:
             dtypes = {key: value.dtype for key, value in new.items()}
-            self.home = self.store.begin_home(self.parameter, dtypes, self.ends)
+            self.home = self.store.begin_bucket(self.parameter, dtypes, self.ends)
         if self.home is not None and new.keys() == {entry.key for entry in self.home.entries}:
             self.store.put(stretch.piece_of(self.home), [new[entry.key] for entry in self.home.entries])
             return
@@ -106,11 +106,11 @@ class Stretch:
         self._shown: torch.Tensor | None = None
         self._own: dict[Hashable, torch.Tensor] = {}
 
-    def piece(self) -> Piece | None:
+    def piece(self) -> StateChunk | None:
         """What of the parameter's home has to be here; None in its first step."""
         return None if self.cut.is_first_step or self.cut.home is None else self.piece_of(self.cut.home)
 
-    def piece_of(self, home: Home) -> Piece:
+    def piece_of(self, home: StateBucket) -> StateChunk:
         return next(piece for piece in home.pieces if (piece.start, piece.end) == (self.start, self.end))
 
     def show(self, bucket: Bucket | None) -> torch.Tensor:

@@ -56,8 +56,8 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.optimizer.buckets import StateBucket, StateChunk
 from lowtide.optimizer.groups import OwnedHook
-from lowtide.optimizer.homes import Home, Piece
 from lowtide.optimizer.step import StepPart, Stepper, StepRun
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import Arrival
@@ -122,7 +122,7 @@ class BackwardPrefetch:
                     return
             self._start(piece)
 
-    def _start(self, piece: Piece) -> None:
+    def _start(self, piece: StateChunk) -> None:
         with contextlib.suppress(torch.OutOfMemoryError):
             versions = _versions(piece.home)
             self._arrivals[id(piece)] = self._transfers.fetch(piece), versions
@@ -211,7 +211,7 @@ class StepOverlap:
             self._prefetch = None
 
 
-def _versions(home: Home) -> list[int]:
+def _versions(home: StateBucket) -> list[int]:
     return [version_of(inside(host)) for host in home.hosts]
 
 
@@ -236,15 +236,15 @@ class InBackward:
         self._calls = calls
         self._run: StepRun | None = None
         self._stepped: set[torch.Tensor] = set()
-        self._complete: Home | None = None
+        self._complete: StateBucket | None = None
         """It steps when the next gradient comes."""
         self._loose: list[torch.Tensor] = []
         """Parameters without a bucket whose gradient came, in that order, less than a bucket of them."""
         self._loose_bytes = 0
         """Of their state."""
-        self._order: list[Home] = []
+        self._order: list[StateBucket] = []
         """Buckets in the order in which they stepped, in this step and in the one before."""
-        self._last_order: list[Home] = []
+        self._last_order: list[StateBucket] = []
         self._had_gradient: set[torch.Tensor] = set()
         """Parameters, in the step before."""
         self._arrived: set[torch.Tensor] = set()
@@ -322,7 +322,7 @@ class InBackward:
         self._complete = None
         self._loose, self._loose_bytes = [], 0
 
-    def _is_complete(self, home: Home) -> bool:
+    def _is_complete(self, home: StateBucket) -> bool:
         """Whether all of its gradients are there."""
         expected = [p for p in home.parameters if p in self._had_gradient or p.grad is not None]
         return all(p in self._arrived and p.grad is not None for p in expected)
@@ -347,7 +347,7 @@ class InBackward:
             loose, self._loose, self._loose_bytes = self._loose, [], 0
             self._see_replaced()
             with self._calls.stepping():
-                part = self._stepper.part_without_home(loose)
+                part = self._stepper.part_without_bucket(loose)
             self._step(part)
         self._loose.append(parameter)
         self._loose_bytes += nbytes
@@ -377,7 +377,7 @@ class InBackward:
         for home in homes:
             self._fetch_next(run, home)
 
-    def _fetch_next(self, run: StepRun, home: Home) -> None:
+    def _fetch_next(self, run: StepRun, home: StateBucket) -> None:
         following = self._last_order.index(home) + 1 if home in self._last_order else len(self._last_order)
         if following < len(self._last_order) and self._last_order[following] in self._stepper.store.homes:
             self._stepper.fetch_ahead(run, self._last_order[following].pieces[0])

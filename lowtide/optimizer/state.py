@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from lowtide.optimizer.homes import movable
+from lowtide.optimizer.buckets import movable
 from lowtide.optimizer.store import StateStore, entries_of
 
 

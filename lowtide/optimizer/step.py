@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from lowtide.errors import PartialStepError
+from lowtide.optimizer.buckets import Bucket, StateBucket, StateChunk, runs
 from lowtide.optimizer.cuts import Cut, Stretch
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
-from lowtide.optimizer.homes import Bucket, Home, Piece, runs
 from lowtide.optimizer.store import StateStore, entries_of
 from lowtide.optimizer.stretches import ends_of, is_cut_now
 from lowtide.optimizer.transfers import Arrival
@@ -47,13 +47,13 @@ class StepPart:
     """Parameters that step together, and the buckets that have their state; or a stretch of one parameter."""
 
     chosen: list[Chosen]
-    homes: list[Home] = field(default_factory=list)
+    homes: list[StateBucket] = field(default_factory=list)
     """Which are fetched whole."""
     stretch: Stretch | None = None
     then: StepPart | None = None
     """What else steps in this part's turn: more of the parameter, or what there was no memory for at a time."""
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StateChunk]:
         """What has to be on the device."""
         if self.stretch is None:
             return [home.whole for home in self.homes]
@@ -123,13 +123,13 @@ class Stepper:
         run.todo += range(len(run.parts), len(run.parts) + len(parts))
         run.parts += parts
 
-    def part_of(self, home: Home, among: Collection[torch.Tensor]) -> StepPart | None:
+    def part_of(self, home: StateBucket, among: Collection[torch.Tensor]) -> StepPart | None:
         """A part for one bucket, of those of its parameters that are `among` these and have a gradient; None where one
         of their groups steps at once."""
         number_of = self._stepping_now([p for p in home.parameters if p in among])
         return self._of_home(home, number_of) if number_of else None
 
-    def part_without_home(self, parameters: list[torch.Tensor]) -> StepPart | None:
+    def part_without_bucket(self, parameters: list[torch.Tensor]) -> StepPart | None:
         """A part for parameters that have no bucket, as far as they have a gradient; None where there is none, or one
         of their groups steps at once."""
         number_of = self._stepping_now([p for p in parameters if p not in self.store.home_of])
@@ -146,7 +146,7 @@ class Stepper:
         at_once = any(self._steps_at_once(groups[n], groups[n]["params"]) for n in set(found.values()))
         return {} if at_once else found
 
-    def fetch_ahead(self, run: StepRun, piece: Piece) -> None:
+    def fetch_ahead(self, run: StepRun, piece: StateChunk) -> None:
         """Start a bucket's way to the device before its part's turn, if there is memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
             self._start(run, piece)
@@ -198,11 +198,11 @@ class Stepper:
                 fresh.append(parameter)
         return staying, fresh, at_once
 
-    def _homes_of(self, parameters: list[torch.Tensor]) -> list[Home]:
+    def _homes_of(self, parameters: list[torch.Tensor]) -> list[StateBucket]:
         home_of = self.store.home_of
         return list({id(home_of[p]): home_of[p] for p in parameters if p in home_of}.values())
 
-    def _of_home(self, home: Home, number_of: dict[torch.Tensor, int]) -> StepPart:
+    def _of_home(self, home: StateBucket, number_of: dict[torch.Tensor, int]) -> StepPart:
         """All of a bucket that steps."""
         parameter = home.parameters[0]
         if home.is_cut and parameter in number_of and is_cut_now(self.optimizer, parameter):
@@ -219,7 +219,9 @@ class Stepper:
                 return _chain(number_of[first], Cut(self.store, first, None, ends).stretches())
         return StepPart(_by_group(parameters, number_of))
 
-    def _part(self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], homes: list[Home]) -> StepPart:
+    def _part(
+        self, parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int], homes: list[StateBucket]
+    ) -> StepPart:
         """These parameters, and with each home all that live there, since a home is fetched once."""
         everyone = dict.fromkeys([*parameters, *(p for home in homes for p in home.parameters)])
         return StepPart(_by_group([p for p in everyone if p in number_of], number_of), homes)
@@ -360,7 +362,7 @@ class Stepper:
         self.give_up(run)
         self.transfers.settle()
 
-    def _start(self, run: StepRun, piece: Piece) -> None:
+    def _start(self, run: StepRun, piece: StateChunk) -> None:
         if piece.home.resident is None and id(piece) not in run.arrivals:
             run.arrivals[id(piece)] = self.transfers.fetch(piece)
 
@@ -398,7 +400,7 @@ class Stepper:
         if new or outgrown:
             self.store.adopt([*outgrown, *(values[0][0] for values in new)])
 
-    def _holds_all(self, home: Home, bucket: torch.UntypedStorage, shown: list[torch.Tensor]) -> bool:
+    def _holds_all(self, home: StateBucket, bucket: torch.UntypedStorage, shown: list[torch.Tensor]) -> bool:
         """Whether the bucket has all that the optimizer left; tensors that it made anew are copied to their places."""
         state = self.optimizer.state
         for entry, tensor in zip(home.entries, shown, strict=True):

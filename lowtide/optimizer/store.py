@@ -24,13 +24,13 @@ import torch
 
 from lowtide.engines.base import Engine, Slot
 from lowtide.errors import TierFull
-from lowtide.optimizer.homes import (
+from lowtide.optimizer.buckets import (
     ALIGN_BYTES,
     PART_ALIGN_BYTES,
     Bucket,
     Entry,
-    Home,
-    Piece,
+    StateBucket,
+    StateChunk,
     bucket_bytes_for,
     describe,
     lay_out,
@@ -72,15 +72,15 @@ class StateStore:
         self.engine = engine
         self.device = device
         self.transfers = Transfers(engine, device, self._stay, num_buffers)
-        self.homes: list[Home] = []
-        self.home_of: dict[torch.Tensor, Home] = {}
+        self.homes: list[StateBucket] = []
+        self.home_of: dict[torch.Tensor, StateBucket] = {}
         self.residents: set[torch.Tensor] = set()
         """Parameters whose state stays on the device."""
         self.asked_to_stay: set[torch.Tensor] = set()
         """Those of them of which somebody wanted it."""
         self._brought: list[tuple[list[torch.Tensor], int]] = []
         """The parameters of each bucket that `let_stay` brought back, and its bytes."""
-        self.unfinished: list[Home] = []
+        self.unfinished: list[StateBucket] = []
         """Of parameters whose first step has not come to their end; nobody else knows them yet."""
         self.state_bytes_per_parameter_byte = 3.0
         """A guess on the safe side until state was seen."""
@@ -179,7 +179,7 @@ class StateStore:
         if place is None:
             self.residents.update(parameter for parameter, _, _ in values)
             return
-        home = Home(*place, entries)
+        home = StateBucket(*place, entries)
         if ends:
             home.cut(ends, self.engine)
         try:
@@ -191,7 +191,7 @@ class StateStore:
             self._fill(home, values, directly=True)
         self.settled_in(home)
 
-    def settled_in(self, home: Home) -> None:
+    def settled_in(self, home: StateBucket) -> None:
         """From now on this home has the state of its parameters."""
         self.homes.append(home)
         self.home_of.update(dict.fromkeys(home.parameters, home))
@@ -200,7 +200,9 @@ class StateStore:
         else:
             home.bind_device(self.optimizer.state, home.resident)
 
-    def begin_home(self, parameter: torch.Tensor, dtypes: dict[Hashable, torch.dtype], ends: list[int]) -> Home | None:
+    def begin_bucket(
+        self, parameter: torch.Tensor, dtypes: dict[Hashable, torch.dtype], ends: list[int]
+    ) -> StateBucket | None:
         """A home for the state that a large parameter gets stretch by stretch; None where no tier has room.
 
         It is `unfinished` until the caller says that it has `settled_in`."""
@@ -215,12 +217,12 @@ class StateStore:
             Entry(parameter, key, Shape.of(local).at(0, dtype), start, size, shell)
             for (key, dtype), start, size in zip(dtypes.items(), starts, sizes, strict=True)
         ]
-        home = Home(*place, entries)
+        home = StateBucket(*place, entries)
         home.cut(ends, self.engine)
         self.unfinished.append(home)
         return home
 
-    def _fill(self, home: Home, values: list[Value], *, directly: bool) -> None:
+    def _fill(self, home: StateBucket, values: list[Value], *, directly: bool) -> None:
         """`directly`: by the host, from memory to memory; else through buckets on the device."""
         with torch.no_grad():
             if directly:
@@ -233,7 +235,7 @@ class StateStore:
                     sources = [in_order(source, piece.start, piece.end) for source in sources]
                 self.put(piece, sources)
 
-    def put(self, piece: Piece, sources: Iterable[torch.Tensor]) -> None:
+    def put(self, piece: StateChunk, sources: Iterable[torch.Tensor]) -> None:
         """Give a piece these bytes, through a bucket on the device."""
         home = piece.home
         bucket = None if home.resident is not None else self.transfers.new_bucket(piece)
@@ -265,7 +267,7 @@ class StateStore:
         )
         return None
 
-    def _stay(self, piece: Piece, bucket: Bucket, error: BaseException) -> None:
+    def _stay(self, piece: StateChunk, bucket: Bucket, error: BaseException) -> None:
         """A piece could not be written: its bucket's bytes stay on the device until a step tries again."""
         home = piece.home
         if piece.end is None:
@@ -332,7 +334,7 @@ class StateStore:
         while self.homes:
             self._bring(self.homes[0], shown)
 
-    def _bring(self, home: Home, shown: dict[int, list[Shown]]) -> None:
+    def _bring(self, home: StateBucket, shown: dict[int, list[Shown]]) -> None:
         """The state of this home is on the device, and the home is gone. Where memory runs out, it is whole."""
         if home.resident is not None:
             self.part_from(home, home.resident)
@@ -386,7 +388,7 @@ class StateStore:
         """Of buckets that are elsewhere between steps."""
         return sum(home.nbytes for home in self.homes if home.resident is None)
 
-    def part_from(self, home: Home, bucket: torch.UntypedStorage) -> None:
+    def part_from(self, home: StateBucket, bucket: torch.UntypedStorage) -> None:
         """Give what `optimizer.state` shows of this bucket memory of its own, and let the bucket go."""
         self._take_out({storage_key(bucket)}, self._shown(home.parameters))
         home.resident = None

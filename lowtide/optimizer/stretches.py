@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lowtide.optimizer.homes import is_dense, stretch_for
+from lowtide.optimizer.buckets import is_dense, stretch_for
 from lowtide.tensors.optimizers import CUT_ELEMENTS, is_alike_in_stretches
 from lowtide.tensors.wrappers import inside, is_distributed
 

@@ -29,10 +29,11 @@ from lowtide.core.budget import DeviceMemory
 from lowtide.engines.base import Engine
 from lowtide.engines.device_memory import device_memory
 from lowtide.errors import ConfigError
-from lowtide.optimizer.asked import (
+from lowtide.optimizer.in_backward import InBackward, StepCalls, StepOverlap, check_alone
+from lowtide.optimizer.requests import (
     bucket_bytes_of,
+    check_names,
     check_optimizer,
-    check_words,
     engine_for,
     first_ones,
     share_of,
@@ -41,7 +42,6 @@ from lowtide.optimizer.asked import (
     why_none_stays,
     why_not_exact,
 )
-from lowtide.optimizer.in_backward import InBackward, StepCalls, StepOverlap, check_alone
 from lowtide.optimizer.residency import Residency, StateChoice
 from lowtide.optimizer.state import Checkpoints, SettledState
 from lowtide.optimizer.step import Stepper, StepRun
@@ -99,7 +99,7 @@ def swap_optimizer(
             f"lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not "
             f"{type(optimizer).__name__}"
         )
-    check_words(tier, overlap)
+    check_names(tier, overlap)
     share = share_of(resident)
     size = None if bucket_bytes == "auto" else bucket_bytes_of(bucket_bytes)
     least = size_of("min_bytes", min_bytes)

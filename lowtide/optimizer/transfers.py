@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
-from lowtide.optimizer.homes import Bucket, Home, Piece
+from lowtide.optimizer.buckets import Bucket, StateBucket, StateChunk
 
 NUM_BUFFERS = 3
 _POLL_SECONDS = 1e-4
@@ -34,7 +34,7 @@ class Arrival:
 
     __slots__ = ("bucket", "events", "piece")
 
-    def __init__(self, piece: Piece, bucket: Bucket, events: list[Event]) -> None:
+    def __init__(self, piece: StateChunk, bucket: Bucket, events: list[Event]) -> None:
         self.piece = piece
         self.bucket = bucket
         self.events = events
@@ -48,7 +48,7 @@ class Transfers:
         self,
         engine: Engine,
         device: torch.device,
-        on_lost: Callable[[Piece, Bucket, BaseException], None],
+        on_lost: Callable[[StateChunk, Bucket, BaseException], None],
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.engine = engine
@@ -67,12 +67,12 @@ class Transfers:
         self.most_held = num_buffers
         """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
         self._on_lost = on_lost
-        self._leaving: deque[tuple[Piece, Bucket, list[Event]]] = deque()
+        self._leaving: deque[tuple[StateChunk, Bucket, list[Event]]] = deque()
         self._num_held = 0
         self._unsettled: list[Event] = []
         self._to_free: list[tuple[Slot, tuple[Event, ...]]] = []
 
-    def new_bucket(self, piece: Piece) -> Bucket:
+    def new_bucket(self, piece: StateChunk) -> Bucket:
         """Device memory for a piece, once there is room for one more."""
         while self._leaving and self._num_held >= self.most_held:
             self._retire()
@@ -99,7 +99,7 @@ class Transfers:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, piece: Piece) -> Arrival:
+    def fetch(self, piece: StateChunk) -> Arrival:
         """Start the copy of a piece's bytes to the device."""
         engine = self.engine
         if any(leaving.overlaps(piece) for leaving, _, _ in self._leaving):
@@ -113,7 +113,7 @@ class Transfers:
         self.fetched_bytes += piece.nbytes
         return Arrival(piece, bucket, events)
 
-    def gather(self, home: Home) -> torch.UntypedStorage:
+    def gather(self, home: StateBucket) -> torch.UntypedStorage:
         """All of a home's bytes on the device, behind what was sent. Blocks; for when something went wrong."""
         engine = self.engine
         storage = engine.new_buffer(home.nbytes, self.device)
@@ -146,7 +146,7 @@ class Transfers:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def send(self, piece: Piece, bucket: Bucket) -> None:
+    def send(self, piece: StateChunk, bucket: Bucket) -> None:
         """Start the copy of a piece to its slots, and take over the bucket."""
         engine = self.engine
         events = []
@@ -195,7 +195,7 @@ class Transfers:
         self._unsettled = [event for event in self._unsettled if not self.engine.query(event)]
         self._free_what_can_be()
 
-    def free(self, home: Home) -> None:
+    def free(self, home: StateBucket) -> None:
         """Give a home's slot back, as soon as no copy from or to it is unfinished."""
         self._to_free.append((home.slot, (self.engine.record(Lane.IN), self.engine.record(Lane.OUT))))
         self._free_what_can_be()

@@ -39,7 +39,7 @@ from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import meet
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
-from lowtide.pipeline.moments import Moment, moments_of, read_by_then
+from lowtide.pipeline.live_chunks import Moment, live_chunks_of, read_by_then
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk
@@ -254,7 +254,7 @@ def _overlap_of(pipeline: Pipeline) -> Overlap | None:
 
 def _moments_of(pipeline: Pipeline) -> tuple[Moment, ...]:
     takes_turns = pipeline.run_pair is not one_after_the_other
-    return moments_of(pipeline.schedule, pipeline.rank, pairs_at_once=takes_turns)
+    return live_chunks_of(pipeline.schedule, pipeline.rank, pairs_at_once=takes_turns)
 
 
 def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.figures import is_in_order
+from lowtide.pipeline.row_counts import is_in_order
 from lowtide.pipeline.schedule import Schedule
 from lowtide.pipeline.tied import Place, Tie
 from lowtide.pipeline.transfers import with_transfers

@@ -14,8 +14,8 @@ what stands between the two runs, and the first one waits.
 Inside an active half of a pair (overlap.py), a wait first lets the other half run. Exchanges of integers do not: they
 say how many rows will come, their result is needed at once, and they have no backward.
 
-In a layer that lowtide recomputes, the second run takes the rows that the first one got (runtime/recompute/once.py).
-Inside `torch.utils.checkpoint` an exchange is refused.
+In a layer that lowtide recomputes, the second run takes the rows that the first one got
+(runtime/recompute/draw_once.py). Inside `torch.utils.checkpoint` an exchange is refused.
 
 Cost: one collective each way, and 17 us of the host around it; nothing is copied but rows that are not contiguous.
 Not covered: double backward; tensors whose rows are not their first dimension; graphs whose nodes run on several
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ConfigError
-from lowtide.runtime.recompute.once import KeptResults, only_once
+from lowtide.runtime.recompute.draw_once import KeptResults, draw_once
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.tensors.private import top_saved_tensors_hooks
 
@@ -123,7 +123,7 @@ def start_all_to_all(
             f"lowtide: all_to_all was given {len(x)} rows and input_splits that add up to {sum(route.input_splits)}: "
             "they say how many rows go to each rank"
         )
-    kept, is_again = only_once()
+    kept, is_again = draw_once()
     if not is_again and is_checkpoint_hook(top_saved_tensors_hooks()):
         raise ConfigError(
             "lowtide: all_to_all was called inside torch.utils.checkpoint, which would route and send the tokens once "

@@ -10,7 +10,7 @@ Why exact: every stage adds up its weight gradients in the order of the micro-ba
 were computed from, are divided with them; weights that stages share are kept equal (tied.py).
 A failure on one rank ends the step on all, with one text that names the rank and its action (failure.py).
 
-Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that figures.py
+Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that row_counts.py
 counts.
 Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws
 (a warning says so), FSDP2 around a stage (refused where halves of pairs take turns). After a step that failed a new

@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.core.profile import Profile
-from lowtide.pipeline.cluster.network import ring_seconds
-from lowtide.timeline.cluster import Cluster
+from lowtide.timeline.cluster import Cluster, ring_seconds
 from lowtide.timeline.hardware import Hardware
 
 _TWO = 2
@@ -76,7 +75,7 @@ def play_network(
     """The step of `profile`, its layers gathered before they run and their gradients reduced after.
 
     `layer_bytes`: bytes of each layer's parameters in the profile; `profile.state.parameters` are those of the whole
-    model. Layers that run again (planner/again.py) may already stand in the profile.
+    model. Layers that run again (planner/rerun_layers.py) may already stand in the profile.
     """
     root_bytes = profile.state.parameters - sum(layer_bytes.values())
     play = _Play(layer_bytes, _Costs(sharding, cluster, hardware), cluster.overlap_share)

@@ -1,10 +1,10 @@
 """What one rank of a running pipeline keeps, swaps and recomputes: one plan for each of its stages, within one budget.
 
 What: every micro-batch of a stage follows the same plan, and several of them are in flight. So what a chunk holds
-between its forward and its backward counts as often as the schedule has chunks there (moments.py), and what it needs
-while it is computed counts once. `plan_rank` gives the solver the profile of one chunk with two things added to it: to
-each operator, the bytes that the rest of the rank holds at that time; and between forward and backward an operator of
-no time, the *turn*, that leaves only so much room as a chunk may hold in flight.
+between its forward and its backward counts as often as the schedule has chunks there (live_chunks.py), and what it
+needs while it is computed counts once. `plan_rank` gives the solver the profile of one chunk with two things added to
+it: to each operator, the bytes that the rest of the rank holds at that time; and between forward and backward an
+operator of no time, the *turn*, that leaves only so much room as a chunk may hold in flight.
 How much that is, is searched: more means less to recompute, and less room for the chunk that is computed. All stages
 of a rank go the same part of the way from the least that each can hold to all that it saves.
 Of a pair whose halves take turns both chunks are computed at once: each gets a part of the room at each of its
@@ -30,14 +30,14 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site, StateBytes
 from lowtide.errors import BudgetError
-from lowtide.pipeline.moments import MessageKind, Moment
+from lowtide.pipeline.live_chunks import MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
 from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, shares_of, slots_of
-from lowtide.planner.again import can_run_again
 from lowtide.planner.by_rules import floor_of_kept, problem_of
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import Problem
+from lowtide.planner.rerun_layers import can_rerun
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, printed_up
@@ -259,7 +259,7 @@ class _Search:
             budget_bytes=budget_bytes,
             has_gradients=True,
             costs=HOST_COSTS,
-            with_ways_out=False,
+            with_suggestions=False,
         )
 
     def _state(self, stage: int) -> StateBytes:
@@ -307,7 +307,7 @@ class _Search:
         """The least that a chunk can hold in flight: by single activations, or with all layers run again."""
         profile = self._at_turn(stage)
         beyond = _NO_LIMIT + _state_bytes(profile.state)
-        layers = can_run_again(profile) if self.task.config.recomputes_freely else ()
+        layers = can_rerun(profile) if self.task.config.recomputes_freely else ()
         again = problem_of(profile, self.task.config, has_gradients=True, layers=layers) if layers else None
         found = [] if again is None else [floor_of_kept(again) - beyond]
         try:

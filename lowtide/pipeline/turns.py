@@ -111,7 +111,7 @@ class Needs:
     def of(cls, profile: Profile) -> Needs:
         """Beside the rank's state, whose gradients exist already."""
         beside = bytes_of_state(profile, has_gradients=True)
-        sites = {index: node for index, node in enumerate(profile.nodes) if node.anchor is None}
+        sites = {index: node for index, node in enumerate(profile.nodes) if node.retained_input is None}
         staying = {index: node.dies >= min(node.reads, default=0) for index, node in sites.items()}
         least = op_base_bytes(profile, {index: staying.get(index, False) for index in range(len(profile.nodes))},
                               has_gradients=True) - beside  # fmt: skip

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
-from lowtide.planner.again import can_run_again, run_again
 from lowtide.planner.problem import Problem, fitting_min_bytes, make_problem, may_be_smaller
+from lowtide.planner.rerun_layers import can_rerun, run_again
 from lowtide.planner.smaller import form_of, is_form
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 
@@ -37,7 +37,7 @@ def floor_of_kept(problem: Problem) -> int:
 def layers_by_rule(profile: Profile, config: MemoryConfig) -> tuple[str, ...]:
     """Layers that a recompute rule names as such: they run again as a whole, as they do without a budget."""
     rules = config.rules()
-    able = set(can_run_again(profile))
+    able = set(can_rerun(profile))
     return tuple(
         name for name in profile.layers if name in able and rules.decide(name, is_site=False).fate is Fate.RECOMPUTE
     )

@@ -27,7 +27,7 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
     sites = [
         index
         for index, item in enumerate(items)
-        if not item.is_anchor and item.nbytes and (item.dies < item.reads[0] or Fate.KEEP not in item.fates)
+        if not item.is_retained_input and item.nbytes and (item.dies < item.reads[0] or Fate.KEEP not in item.fates)
     ]
     fates = [_default(item.fates) for item in items]
     must = [index for index in sites if Fate.KEEP not in items[index].fates]

@@ -122,7 +122,7 @@ def rounded(items: Sequence[Item], shares: Relaxation, keep_above: float) -> Fat
         others = {Fate.SWAP: shares.swap[index], Fate.RECOMPUTE: shares.recompute[index]}
         open_fates = [fate for fate in (Fate.SWAP, Fate.RECOMPUTE) if fate in item.fates]
         gone = shares.swap[index] + shares.recompute[index]
-        is_kept = gone <= 1 - keep_above if not item.is_anchor else shares.keep[index] >= gone
+        is_kept = gone <= 1 - keep_above if not item.is_retained_input else shares.keep[index] >= gone
         if not open_fates or (Fate.KEEP in item.fates and is_kept):
             fates.append(Fate.KEEP)
         else:

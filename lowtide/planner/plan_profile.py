@@ -20,7 +20,6 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
-from lowtide.planner.again import call_seconds
 from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
@@ -28,6 +27,7 @@ from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, StatePrices, shares_allowed
 from lowtide.planner.problem import decisions
+from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
 from lowtide.planner.state_items import split, state_curve
 from lowtide.planner.ways_out import Change, explained
@@ -56,22 +56,22 @@ def plan_profile(
     costs: HostCosts = NO_COSTS,
     progress: Callable[[str], None] | None = None,
     layers: tuple[str, ...] | None = None,
-    with_ways_out: bool = True,
+    with_suggestions: bool = True,
     changes: Sequence[Change] = (),
-    weighs_touch: bool = True,
+    weighs_page_faults: bool = True,
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
     where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
-    `weighs_touch`: see `Question`.
+    `weighs_page_faults`: see `Question`.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
     them (ways_out.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)
     costs = costs.on(profile.device)
-    how: Any = {"has_gradients": has_gradients, "layers": layers, "weighs_touch": weighs_touch}
+    how: Any = {"has_gradients": has_gradients, "layers": layers, "weighs_page_faults": weighs_page_faults}
     how |= {"num_micro_batches": num_micro_batches, "costs": costs, "time_limit_seconds": time_limit_seconds}
     # Budgets differ from call to call; all else decides what is known of the step.
     problem = _problem(_Same(profile), dataclasses.replace(config, budget=1, preset=None), link, **how)
@@ -79,12 +79,12 @@ def plan_profile(
     tell("looking for the fastest plan")
     if budget >= problem.space.floor_bytes:
         return problem.plan(budget, config)
-    error = problem.refusal(budget, with_ways_out=with_ways_out)
-    if not with_ways_out or error.floor_bytes >= UNREACHABLE:
+    error = problem.refusal(budget, with_suggestions=with_suggestions)
+    if not with_suggestions or error.floor_bytes >= UNREACHABLE:
         raise error
 
-    def plan_again(other: Profile, memory: MemoryConfig) -> Plan:
-        limits: Any = {**how, "time_limit_seconds": _WAY_OUT_SECONDS, "with_ways_out": False}
+    def replan(other: Profile, memory: MemoryConfig) -> Plan:
+        limits: Any = {**how, "time_limit_seconds": _WAY_OUT_SECONDS, "with_suggestions": False}
         return plan_profile(other, memory, link=link, budget_bytes=budget, **limits)
 
     raise explained(
@@ -92,7 +92,7 @@ def plan_profile(
         Way(problem.space.question, layers_by_rule(profile, config)).problem,
         config,
         has_gradients=has_gradients,
-        plan_again=plan_again,
+        replan=replan,
         changes=changes,
     )
 
@@ -136,11 +136,11 @@ class _StepProblem:
         self.prices = StatePrices(question.profile, question.link, question.num_micro_batches)
         self.space = Space(question, self.prices.shared_seconds)
 
-    def refusal(self, budget_bytes: int, *, with_ways_out: bool) -> BudgetError:
+    def refusal(self, budget_bytes: int, *, with_suggestions: bool) -> BudgetError:
         """Of a budget below the floor."""
         question = self.space.question
-        error = self.space.refusal(budget_bytes, question.time_limit_seconds * with_ways_out)
-        if not with_ways_out:
+        error = self.space.refusal(budget_bytes, question.time_limit_seconds * with_suggestions)
+        if not with_suggestions:
             return error
         plain = Way(question, question.forced)
         return with_half_a_batch(error, plain.problem, question.config, question.has_gradients)
@@ -213,7 +213,7 @@ def _plan_of(
         check_seconds=found.check_seconds,
         codec_seconds=codec_seconds,
         optimizer_seconds=choice.seconds,
-        touch_seconds=found.touch_seconds,
+        page_fault_seconds=found.page_fault_seconds,
         limit_bytes=found.limit_bytes,
         swap_excess_seconds=excess_seconds,
         certainty=_certainty(profile),

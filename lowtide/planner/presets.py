@@ -49,7 +49,7 @@ def plan_preset(preset: Preset, most_bytes: int, make: Make) -> tuple[Plan, str]
     if preset == "smallest":
         text = f"preset smallest: peak {_peak(smallest)}, the least that can be planned"
         return smallest, text
-    fastest = make(budget_bytes=most_bytes, with_ways_out=False)
+    fastest = make(budget_bytes=most_bytes, with_suggestions=False)
     plans = [smallest, *_between(smallest, fastest, make), fastest]
     number = knee([_point(plan) for plan in plans])
     seconds = [format_seconds(_point(plan)[1]) for plan in (plans[number], smallest, fastest)]
@@ -82,7 +82,7 @@ def _smallest(most_bytes: int, make: Make) -> Plan:
     budget_bytes = 1
     for _ in range(_MOST_TRIES):
         try:
-            return make(budget_bytes=budget_bytes, with_ways_out=False)
+            return make(budget_bytes=budget_bytes, with_suggestions=False)
         except BudgetError as error:
             # The solver may miss its own floor by a little; each try asks for more.
             budget_bytes = max(error.floor_bytes, budget_bytes + budget_bytes // 100)
@@ -95,7 +95,7 @@ def _between(smallest: Plan, fastest: Plan, make: Make) -> list[Plan]:
     low, high = _point(smallest)[0], _point(fastest)[0]
     budgets = dict.fromkeys(low + int((high - low) * share) for share in _BETWEEN)
     found: dict[tuple[int, float], Plan] = {}
-    limits: dict[str, Any] = {"time_limit_seconds": _SECONDS_EACH, "with_ways_out": False}
+    limits: dict[str, Any] = {"time_limit_seconds": _SECONDS_EACH, "with_suggestions": False}
     for budget_bytes in (budget for budget in budgets if low < budget < high):
         try:
             plan = make(budget_bytes=budget_bytes, **limits)

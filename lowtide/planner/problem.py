@@ -66,7 +66,7 @@ def make_problem(
     sends = send_ops(profile)
     starts = _tick_starts(profile, chosen, sends)
     items_at = set(chosen)
-    # Fixed nodes, and whether they are held for backward: an anchor that no recipe reads is not.
+    # Fixed nodes, and whether they are held for backward: a retained input that no recipe reads is not.
     fixed = {index: fates[index] != () for index in range(len(profile.nodes)) if index not in items_at}
     ticks = _ticks(profile, starts, fixed, has_gradients)
     items = _items(profile, chosen, fates, starts, sends)
@@ -79,7 +79,7 @@ def make_problem(
 def fitting_min_bytes(profile: Profile) -> int:
     """1 MiB, or the largest power of two below it under which there is at most a tenth of the bytes that are saved: a
     copy costs its start, but a plan must not leave a small model alone for that."""
-    sizes = [node.nbytes for node in profile.nodes if node.anchor is None]
+    sizes = [node.nbytes for node in profile.nodes if node.retained_input is None]
     least = MIB
     while least > 1 and sum(size for size in sizes if size < least) > sum(sizes) // _SMALL_SHARE:
         least //= 2
@@ -115,12 +115,12 @@ def _fates(
         result.append(tuple(possible))
     # What is made by its recipe has no smaller form.
     with_recipes = {form_of(node.name) for node in profile.sites if node.recipe is not None}
-    # An anchor of its own accord is nothing: it matters only as the input of a recipe.
+    # A retained input of its own accord is nothing: it matters only as the input of a recipe.
     needed = _read_by_recipes(profile, result)
     for index, node in enumerate(profile.nodes):
         if is_form(node):
             result[index] += (Fate.RECOMPUTE,) if node.name in with_recipes else ()
-        elif node.anchor is not None and node.name not in needed:
+        elif node.retained_input is not None and node.name not in needed:
             result[index] = ()
     return result, why
 
@@ -338,12 +338,12 @@ def decisions(
         for position, (index, fate) in enumerate(zip(problem.nodes, fates, strict=False))
         if fate is Fate.RECOMPUTE and stored_form(problem, fates, position) is None
     ]
-    needed = needed_anchors(profile, {node.name: node.recipe for node in made if node.recipe is not None})
+    needed = needed_retained_inputs(profile, {node.name: node.recipe for node in made if node.recipe is not None})
     clock = _SequenceClock(problem, fates)
     result = []
     for index, node in enumerate(profile.nodes):
         position = items.get(index)
-        if is_form(node) or (node.anchor is not None and node.name not in needed):
+        if is_form(node) or (node.retained_input is not None and node.name not in needed):
             continue
         fate = Fate.KEEP if position is None else fates[position]
         reason = problem.why_fixed.get(index, "fits") if position is None else reasons[position]
@@ -371,7 +371,7 @@ def decisions(
                 fate=fate,
                 prefetch=None if swap is None else clock.prefetch(swap, prefetch_at[swap]),
                 leave=None if swap is None else clock.leave(sent, evict_by[swap]),
-                anchor=node.anchor,
+                retained_input=node.retained_input,
                 recipe=recipe,
                 codec=codec,
                 cost_seconds=cost_seconds,
@@ -399,15 +399,15 @@ def stored_form(problem: Problem, fates: Sequence[Fate], position: int) -> int |
     return form if is_stored else None
 
 
-def needed_anchors(profile: Profile, recipes: Mapping[str, Recipe]) -> set[str]:
-    """Anchors that something recomputed starts from, directly or through other recomputed anchors. `recipes`: of what
-    is recomputed, by name."""
-    anchors = {node.name for node in profile.nodes if node.anchor is not None}
-    open_names = [name for name in recipes if name not in anchors]
+def needed_retained_inputs(profile: Profile, recipes: Mapping[str, Recipe]) -> set[str]:
+    """Retained inputs that something recomputed starts from, directly or through other recomputed retained inputs.
+    `recipes`: of what is recomputed, by name."""
+    retained_inputs = {node.name for node in profile.nodes if node.retained_input is not None}
+    open_names = [name for name in recipes if name not in retained_inputs]
     needed: set[str] = set()
     while open_names:
         for name in recipes[open_names.pop()].nodes:
-            if name in anchors and name not in needed:
+            if name in retained_inputs and name not in needed:
                 needed.add(name)
                 if name in recipes:
                     open_names.append(name)

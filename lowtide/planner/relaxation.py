@@ -44,7 +44,7 @@ class Relaxation:
     swap: Floats
     recompute: Floats
     keep: Floats
-    """One entry for each item; of an anchor that nobody needs all three are 0."""
+    """One entry for each item; of a retained input that nobody needs all three are 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Needs:
     """When items may be needed in backward, over all fates of the others."""
 
     last: NDArray[np.int64]
-    """By this tick: its first read; of an anchor, the last first read of what is made from it."""
+    """By this tick: its first read; of a retained input, the last first read of what is made from it."""
     first: NDArray[np.int64]
     """Not before this tick: its first read, or that of what is made from it, and so on."""
     dependents: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ class Needs:
                 first[source] = min(first[source], first[index])
         never = arrays.num_ticks
         for index, users in enumerate(dependents):
-            if items[index].is_anchor and users:
+            if items[index].is_retained_input and users:
                 last[index] = max((last[user] for user in users if last[user] < never), default=never)
         return cls(last=last, first=first, dependents=tuple(map(tuple, dependents)))
 
@@ -89,7 +89,7 @@ class _Columns:
     decode: int = -1
     """From the smaller form."""
     keeps: Sequence[tuple[int, int]] = ()
-    """Anchors only: (first point past it, column) for each end that keeping it may have."""
+    """Retained inputs only: (first point past it, column) for each end that keeping it may have."""
 
 
 class Program:
@@ -100,7 +100,7 @@ class Program:
         self.budget_bytes, self.host_bytes = budget_bytes, host_bytes
         self.arrays = StepArrays.of(step)
         self.needs = Needs.of(self.arrays)
-        self.is_anchor = np.array([item.is_anchor for item in step.items], dtype=bool)
+        self.is_retained_input = np.array([item.is_retained_input for item in step.items], dtype=bool)
         self.plain = _plain(self.arrays)
         self._clock = np.concatenate([[0.0], np.cumsum([tick.seconds for tick in step.ticks])])
         self._unit_bytes = float(max(self.arrays.nbytes.max(initial=1), 1))
@@ -158,30 +158,31 @@ class Program:
                     entry.decode = build.column(form.decode_seconds / self._unit_seconds, 1.0, whole=True)
                     later.append(index)  # its form is made, and so listed, after it
             terms = [(col, 1.0) for col in (entry.swap, entry.recompute, entry.decode) if col >= 0]
-            if item.is_anchor:
-                # A kept anchor lives until the last recipe that reads it; each possible end is a share of its own.
+            if item.is_retained_input:
+                # A kept retained input lives until the last recipe that reads it; each possible end is a share of its
+                # own.
                 ends = {self._index(ticks, int(needs.first[user]) + 1) for user in needs.dependents[index]}
                 if Fate.KEEP in item.fates:
                     entry.keeps = [(end, build.column(0.0, 1.0)) for end in sorted(ends)]
                 terms += [(col, 1.0) for _, col in entry.keeps]
             if len(terms) > 1 or Fate.KEEP not in item.fates:
                 # Every item has one fate; a site that may not be kept has one of the others.
-                forced = Fate.KEEP not in item.fates and not item.is_anchor
+                forced = Fate.KEEP not in item.fates and not item.is_retained_input
                 build.row(terms, 1.0 if forced else -math.inf, 1.0)
             if entry.recompute >= 0:
-                self._needs_anchors(build, ticks, index, columns)
+                self._needs_retained_inputs(build, ticks, index, columns)
         for index in later:
-            self._needs_anchors(build, ticks, index, columns, is_decoded=True)
+            self._needs_retained_inputs(build, ticks, index, columns, is_decoded=True)
         return columns
 
     def _is_free(self, index: int) -> bool:
-        """Nothing is to be decided: an anchor of nobody, or somebody else holds it until backward reads it."""
+        """Nothing is to be decided: a retained input of nobody, or somebody else holds it until backward reads it."""
         item = self.step.items[index]
-        if item.is_anchor:
+        if item.is_retained_input:
             return self.needs.last[index] == self.arrays.num_ticks
         return Fate.KEEP in item.fates and item.dies >= item.reads[0]
 
-    def _needs_anchors(
+    def _needs_retained_inputs(
         self,
         build: Linear,
         ticks: NDArray[np.int64],
@@ -190,12 +191,13 @@ class Program:
         *,
         is_decoded: bool = False,
     ) -> None:
-        """What is made again needs its anchors held, or its form, kept at least until it can first be needed."""
+        """What is made again needs its retained inputs held, or its form, kept at least until it can first be
+        needed."""
         item, entry = self.step.items[index], columns[index]
         end = self._index(ticks, int(self.needs.first[index]) + 1)
         made = entry.decode if is_decoded else entry.recompute
         for source in item.inputs if not is_decoded or item.form is None else (item.form,):
-            if not self.step.items[source].is_anchor:
+            if not self.step.items[source].is_retained_input:
                 continue
             held = columns[source]
             terms = [(col, 1.0) for last, col in held.keeps if last >= end]
@@ -247,7 +249,7 @@ class Program:
                 moves.extra[self._index(ticks, item.saved + 2)].append((entry.swap, out * self.link.compute_share))
                 moves.swapped.append((entry.swap, size))
                 moves.back.append((entry.swap, back))
-            if item.is_anchor or dies >= at:
+            if item.is_retained_input or dies >= at:
                 continue
             for col, start in gone:
                 if col >= 0 and start < at:
@@ -339,7 +341,7 @@ class Program:
             if form is not None:
                 recompute[form] = by_recipe  # what has no form, that is
             held[index] = sum(solved.values[col] for _, col in entry.keeps)
-        keep = np.where(self.is_anchor, held, 1.0 - swap - recompute)
+        keep = np.where(self.is_retained_input, held, 1.0 - swap - recompute)
         return Relaxation(
             bound_seconds=bound,
             swap=np.clip(swap, 0, 1),
@@ -349,7 +351,7 @@ class Program:
 
 
 def _plain(arrays: StepArrays) -> Floats:
-    """Bytes in each tick when every site is kept and no anchor is, whether fates allow that or not."""
+    """Bytes in each tick when every site is kept and no retained input is, whether fates allow that or not."""
     is_site = arrays.first_read < arrays.num_ticks
     end = np.where(is_site, np.maximum(arrays.dies, arrays.release), arrays.dies)
     return (arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)).astype(np.float64)

@@ -26,11 +26,11 @@ from lowtide.core.codec import Codec
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
-from lowtide.core.recipe import Anchor
+from lowtide.core.recipe import RetainedInput
 from lowtide.units import format_bytes
 
 SIDE = "smaller form"
-"""`Anchor.side` of the nodes that stand for smaller forms."""
+"""`RetainedInput.side` of the nodes that stand for smaller forms."""
 
 
 def with_codecs(
@@ -47,8 +47,8 @@ def with_codecs(
     their recipes, too."""
     nodes: list[Site] = []
     for node, send, sequence in zip(profile.nodes, sends, sequences, strict=True):
-        is_asked = node.name in names and node.nbytes >= min_bytes
-        if node.codec is None or not is_asked or not node.reads or max(node.dies, send + 1) >= node.reads[0]:
+        is_requested = node.name in names and node.nbytes >= min_bytes
+        if node.codec is None or not is_requested or not node.reads or max(node.dies, send + 1) >= node.reads[0]:
             nodes.append(node)
             continue
         nodes += [
@@ -65,7 +65,7 @@ def _form(node: Site, codec: Codec, send: int, sequence: int) -> Site:
         nbytes=codec.nbytes,
         dtype="uint8",
         op=node.op,
-        anchor=Anchor(module=node.name, side=SIDE, leaf=0),
+        retained_input=RetainedInput(module=node.name, side=SIDE, leaf=0),
         born=send,
         saved=send,
         dies=send,
@@ -80,7 +80,7 @@ def form_of(name: str) -> str:
 
 def is_form(node: Site) -> bool:
     """Whether a node stands for the smaller form of a site."""
-    return node.anchor is not None and node.anchor.side == SIDE
+    return node.retained_input is not None and node.retained_input.side == SIDE
 
 
 def stored_as(codec: Codec) -> str:

@@ -78,7 +78,7 @@ def solve(
     host_bytes: int | None = None,
     time_limit_seconds: float = 5.0,
     progress: Progress | None = None,
-    with_ways_out: bool = True,
+    with_suggestions: bool = True,
     low: tuple[int, Fates] | None = None,
     beats: float = math.inf,
 ) -> Solution:
@@ -94,7 +94,7 @@ def solve(
     evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
     floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes) if low is None else (*low, True)
     if is_proven and floor_bytes > budget_bytes:
-        raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
+        raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_suggestions)
     bound, how, best = _best(evaluator, floor_fates, is_proven, tell, beats)
     if not best.fits:
         if low is None:
@@ -102,7 +102,7 @@ def solve(
             floor_bytes, floor_fates = floor(arrays, host_bytes)
         best = evaluator.play(floor_fates)
         if not best.fits:
-            raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_ways_out)
+            raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_suggestions)
     floor_bytes = min(floor_bytes, evaluator.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
@@ -250,8 +250,8 @@ def _violated(arrays: StepArrays, program: Program, shares: Relaxation, budget_b
     """The worst tick of each piece in which the shares do not fit even on an infinitely fast link."""
     end = np.maximum(program.needs.last, arrays.dies)
     change = np.zeros(arrays.num_ticks + 1)
-    is_anchor = program.is_anchor
-    gone = np.where(is_anchor, -shares.keep, shares.swap + shares.recompute) * arrays.nbytes
+    is_retained_input = program.is_retained_input
+    gone = np.where(is_retained_input, -shares.keep, shares.swap + shares.recompute) * arrays.nbytes
     np.add.at(change, arrays.dies, gone)
     np.subtract.at(change, end, gone)
     curve = program.plain - np.cumsum(change)[:-1]

@@ -7,7 +7,7 @@ The ways of a step, whatever the budget is:
 - the fewest layers that leave room for all else to be kept;
 - all layers but the last, and half of them, with the solver deciding about the rest;
 - each of these without recipes, where proving them has a price, and without swapping, where that has one of its own
-  (`Link.touch_seconds_per_byte`: memory that went back to the system is taken again);
+  (`Link.page_fault_seconds_per_byte`: memory that went back to the system is taken again);
 - with the optimizer's state on the device, and with shares of it moving as `memory.optimizer` allows.
 
 Why budgets are rounded: search is not exact, so that one for a larger budget could find a slower plan. Each way has a
@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
-from lowtide.planner.again import call_seconds, can_run_again
 from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, problem_of
 from lowtide.planner.local_search import Evaluator, Fates, Outcome
 from lowtide.planner.min_peak import WHOLE_ITEMS, first_of, quick_floor
 from lowtide.planner.problem import Problem, state_bytes, stored_form
+from lowtide.planner.rerun_layers import call_seconds, can_rerun
 from lowtide.planner.solve import BEATEN, bound_of, floor, refusal, solve
 from lowtide.planner.state_items import StateShares, in_order, split, with_state
 from lowtide.timeline.events import Timeline
@@ -72,7 +72,7 @@ class Question:
     time_limit_seconds: float
     layers: tuple[str, ...] | None = None
     """Those that run again, and no others; None: what rules and the planner say."""
-    weighs_touch: bool = True
+    weighs_page_faults: bool = True
     """False: memory that is taken again is paid for, and the plan is chosen as if it were free."""
     layer_seconds: float = 0.0
     """Of lowtide's own, for each layer that runs again (host_costs.py)."""
@@ -106,13 +106,13 @@ class Question:
         return min(host_seconds, max(0.0, launches - sum(profile.op_seconds[:num_ops])))
 
     @functools.cached_property
-    def touch_seconds(self) -> float:
+    def page_fault_seconds(self) -> float:
         """What it costs to take memory again, where a plan swaps: as much as the plain step makes."""
-        if not self.link.touch_seconds_per_byte:
+        if not self.link.page_fault_seconds_per_byte:
             return 0.0
         plain = problem_of(self.profile, self.config, has_gradients=self.has_gradients, layers=())
         own_bytes = int(plain_curve(plain.step).max()) - state_bytes(self.profile, has_gradients=self.has_gradients)
-        return self.link.touch_seconds_per_byte * max(0, own_bytes)
+        return self.link.page_fault_seconds_per_byte * max(0, own_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Found:
     limit_bytes: int
     """What it was played for."""
     check_seconds: float
-    touch_seconds: float
+    page_fault_seconds: float
 
     @property
     def problem(self) -> Problem:
@@ -134,7 +134,7 @@ class Found:
     @property
     def step_seconds(self) -> float:
         """Forward and backward, with memory that is taken again."""
-        return self.timeline.step_seconds + self.touch_seconds
+        return self.timeline.step_seconds + self.page_fault_seconds
 
     @property
     def pass_seconds(self) -> float:
@@ -233,7 +233,7 @@ class Way:
             timeline=outcome.timeline,
             limit_bytes=limit_bytes,
             check_seconds=question.check_seconds if _has_recipes(problem, outcome.fates) else 0.0,
-            touch_seconds=question.touch_seconds if swaps else 0.0,
+            page_fault_seconds=question.page_fault_seconds if swaps else 0.0,
         )
 
     def all_kept(self) -> Found | None:
@@ -265,7 +265,7 @@ class Way:
         how: Any = {"host_bytes": self.host_bytes, "time_limit_seconds": question.time_limit_seconds}
         try:
             solution = solve(
-                self.problem.step, question.link, limit, **how, with_ways_out=False, low=self.floor, beats=beats
+                self.problem.step, question.link, limit, **how, with_suggestions=False, low=self.floor, beats=beats
             )
         except BudgetError:
             self._outcomes[limit] = None
@@ -303,7 +303,7 @@ class Space:
         self.question = question
         self._score = score
         forced = question.forced
-        more = tuple(name for name in can_run_again(question.profile) if name not in forced)
+        more = tuple(name for name in can_rerun(question.profile) if name not in forced)
         if question.layers is not None or not question.config.recomputes_freely or question.profile.num_collectives:
             more = ()  # ranks that plan for themselves must issue the same collectives
         self._forced, self._more = forced, more
@@ -326,7 +326,7 @@ class Space:
     @property
     def _with_swap(self) -> tuple[bool, ...]:
         question = self.question
-        has_price = question.touch_seconds > 0 and question.weighs_touch
+        has_price = question.page_fault_seconds > 0 and question.weighs_page_faults
         return (True, False) if has_price and question.config.swaps_freely else (True,)
 
     def _first(self, number: int) -> tuple[str, ...]:
@@ -380,12 +380,12 @@ class Space:
             if self._seconds(candidate) < least():
                 best = candidate
         assert best is not None, "the floor's own fates fit"
-        if swapping is None or best.swaps or swapping.pass_seconds - swapping.touch_seconds >= best.pass_seconds:
+        if swapping is None or best.swaps or swapping.pass_seconds - swapping.page_fault_seconds >= best.pass_seconds:
             return best, 0.0
         return best, max(0.0, swapping.pass_seconds - best.pass_seconds)
 
     def _seconds(self, found: Found) -> float:
-        return self._score(found) - (0.0 if self.question.weighs_touch else found.touch_seconds)
+        return self._score(found) - (0.0 if self.question.weighs_page_faults else found.page_fault_seconds)
 
     def _candidates(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[Found]:
         yield from self._kept_within(budget_bytes, least)
@@ -426,7 +426,7 @@ class Space:
                 continue
             # What is planned without swapping is a way of its own; the others pay for memory that is taken again.
             pays = way.must_swap or (way.may_swap and len(self._with_swap) > 1)
-            price = self.question.touch_seconds if pays else 0.0
+            price = self.question.page_fault_seconds if pays else 0.0
             seconds = min(seconds, way.bound_seconds(budget_bytes) + price)
         return seconds
 
@@ -440,7 +440,7 @@ def _has_recipes(problem: Problem, fates: Sequence[Fate]) -> bool:
     nodes = problem.profile.nodes
     return any(
         fates[position] is Fate.RECOMPUTE
-        and nodes[index].anchor is None
+        and nodes[index].retained_input is None
         and stored_form(problem, fates, position) is None
         for position, index in enumerate(problem.nodes)
     )

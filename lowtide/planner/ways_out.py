@@ -67,18 +67,18 @@ def explained(
     config: MemoryConfig,
     *,
     has_gradients: bool,
-    plan_again: PlanAgain,
+    replan: PlanAgain,
     changes: Sequence[Change] = (),
 ) -> BudgetError:
     """The refusal with what most of the memory is, and with changes that were planned, those that fit first.
 
-    `problem`: the step as it was refused. `plan_again` plans another step for the same budget, or raises.
+    `problem`: the step as it was refused. `replan` plans another step for the same budget, or raises.
     """
     kinds = bytes_by_kind(problem, config.host_budget, has_gradients=has_gradients)
     kind = max(kinds, key=kinds.__getitem__)
     most = f"most of it is {kind}: {format_bytes(kinds[kind])} of {format_bytes(sum(kinds.values()))}"
     own = _own_changes(problem.profile, config)
-    planned = list(_planned([one for one in (*own, *changes) if kind in one.helps][:MOST_CHANGES], config, plan_again))
+    planned = list(_planned([one for one in (*own, *changes) if kind in one.helps][:MOST_CHANGES], config, replan))
     said = [text for _, text in sorted(planned, key=lambda found: not found[0])][:_MOST_SAID]
     is_half_planned = any(HALF_A_BATCH in text for text in said)
     before = [text for text in error.suggestions if not (is_half_planned and text.startswith(HALF_A_BATCH))]
@@ -118,7 +118,7 @@ def _kept_bytes(problem: Problem, tick: int) -> int:
     if tick >= len(problem.starts) - 1:
         return 0
     profile, items = problem.profile, set(problem.nodes)
-    fixed = {index: node.anchor is None for index, node in enumerate(profile.nodes) if index not in items}
+    fixed = {index: node.retained_input is None for index, node in enumerate(profile.nodes) if index not in items}
     span = slice(problem.starts[tick], problem.starts[tick + 1])
     base = op_base_bytes(profile, fixed)[span]
     return int((base - op_base_bytes(profile, {})[span])[base.argmax()])
@@ -140,14 +140,14 @@ def _own_changes(profile: Profile, config: MemoryConfig) -> Iterator[Change]:
         yield Change(text="an optimizer with fused=True", helps=frozenset({STEP}), profile=lambda: fused)
 
 
-def _planned(changes: Sequence[Change], config: MemoryConfig, plan_again: PlanAgain) -> Iterator[tuple[bool, str]]:
+def _planned(changes: Sequence[Change], config: MemoryConfig, replan: PlanAgain) -> Iterator[tuple[bool, str]]:
     """Whether it fits with the change, and a sentence."""
     for change in changes:
         profile = change.profile()
         if profile is None:
             continue
         try:
-            predicted = plan_again(profile, change.config or config).predicted
+            predicted = replan(profile, change.config or config).predicted
         except BudgetError as error:
             yield False, f"with '{change.text}' it needs {format_bytes(error.floor_bytes)} still"
             continue

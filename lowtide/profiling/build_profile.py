@@ -1,4 +1,5 @@
-"""From the trace of a step to its profile: recipes, anchors that pay, bytes of every operator, layer signatures.
+"""From the trace of a step to its profile: recipes, retained inputs that pay, bytes of every operator, layer
+signatures.
 
 Bytes: `op_bytes[i]` counts the storages with born <= i < dies that are neither state nor nodes. A node is present in
 [born, dies) and again from its first read to its release, and the simulator adds exactly that, by fate; so for the plan
@@ -40,7 +41,7 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
             storage=node.storage,
             version=node.version,
             saved=node.saved,
-            is_anchor=node.anchor is not None,
+            is_retained_input=node.retained_input is not None,
             size=node.size,
             stride=node.stride,
             offset=node.offset,
@@ -56,9 +57,9 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
     alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
     recipes = Recipes(alone, together)
     by_name = {node.name: node for node in trace.nodes}
-    pending = [node for node in trace.nodes if node.anchor is None]
+    pending = [node for node in trace.nodes if node.retained_input is None]
     starts = {name for span in trace.spans for name in span.inputs}
-    pending += [node for node in trace.nodes if node.anchor is not None and node.name in starts]
+    pending += [node for node in trace.nodes if node.retained_input is not None and node.name in starts]
     kept = {node.storage.index for node in pending}
     while pending:
         index = pending.pop().storage.index
@@ -154,12 +155,12 @@ def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Si
         nbytes=storage.nbytes,
         dtype=str(node.dtype).removeprefix("torch."),
         op=_short_op(storage) if storage.producer is not None else "input",
-        anchor=node.anchor,
+        retained_input=node.retained_input,
         born=storage.born,
         saved=node.saved,
         dies=end if storage.dies is None else storage.dies,
         reads=tuple(sorted(set(node.reads))),
-        release=0 if node.anchor is not None else node.release,
+        release=0 if node.retained_input is not None else node.release,
         first_sequence=node.first_sequence,
         last_sequence=node.last_sequence,
         recipe=recipe if isinstance(recipe, Recipe) else None,

@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         return super().__enter__()
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this operator only tells somebody what it would give, on fake tensors, and is none of the step's own:
         DTensor asks so the first time that it meets an operator."""
         return current_fake_mode() is not self._fake_mode
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         if is_desugared(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if self.is_asked:
+        if self.is_requested:
             return func(*args, **kwargs)
         refuse_misled(func, args)
         out = func(*args, **kwargs)

@@ -71,7 +71,7 @@ _WEIGHTS_BYTES = 4096
 def grain_of(device: torch.device) -> int:
     """Bytes of which every block is a multiple; 1 where the device does not count its bytes.
 
-    Asked several times: between two readings a collection of garbage may free blocks, and another thread may do
+    PlanRequest several times: between two readings a collection of garbage may free blocks, and another thread may do
     anything. What they change is a multiple of the grain as well, so the least growth that is seen is the grain.
     """
     if device.type == "cpu":

@@ -194,7 +194,7 @@ class SavedTensorRecorder:
             offset=int(tensor.storage_offset()),
             dtype=tensor.dtype,
             part=part_of(tensor),
-            # Also of an anchor: how long its copy may take is counted from here.
+            # Also of a retained input: how long its copy may take is counted from here.
             first_sequence=next_sequence_number() - self._recorder.start_sequence,
             gathered=self._recorder.storages.gathered_now(),
         )

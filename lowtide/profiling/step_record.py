@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lowtide.core.codec import Codec
-from lowtide.core.recipe import Anchor
+from lowtide.core.recipe import RetainedInput
 from lowtide.recipes.graph import Call, Storage
 from lowtide.tensors.kinds import Part
 
@@ -31,7 +31,7 @@ class Node:
     last_sequence: int = 0
     reads: list[int] = field(default_factory=list)
     release: int = 0
-    anchor: Anchor | None = None
+    retained_input: RetainedInput | None = None
     is_given: bool = False
     """On record only because a layer was given it: no recipe starts from it, and none makes it."""
     part: Part | None = None

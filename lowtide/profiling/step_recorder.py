@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.core.recipe import Anchor
+from lowtide.core.recipe import RetainedInput
 from lowtide.errors import ConfigError
 from lowtide.profiling.compiled_calls import CompiledCall, run_compiled
 from lowtide.profiling.op_memory import OpMemory
@@ -46,7 +46,7 @@ from lowtide.tensors.private import (
     sequence_number,
     tree_leaves,
 )
-from lowtide.tensors.second_run import versions_of_parameters, why_not_again
+from lowtide.tensors.second_run import versions_of_parameters, why_not_rerun
 from lowtide.tensors.wrappers import inside, is_desugared
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
@@ -146,7 +146,7 @@ class StepRecorder(Recorder):
         kwargs = kwargs or {}
         # Torch detaches what it hands to saved-tensor hooks (an alias, and none of the step's own work), and asks fake
         # tensors for their device.
-        if self._is_silent or self.is_asked or func is _DETACH or func.namespace == "prim":
+        if self._is_silent or self.is_requested or func is _DETACH or func.namespace == "prim":
             return func(*args, **kwargs)
         refuse_misled(func, args)
         index = self.num_ops
@@ -356,7 +356,7 @@ class StepRecorder(Recorder):
                 span = Span(name=name, first_op=self.num_ops, end_op=0, first_sequence=now, end_sequence=0)
                 self._open_spans.append(span)
                 with self.silently():
-                    span.why_not = why_not_again(module, args, kwargs)
+                    span.why_not = why_not_rerun(module, args, kwargs)
                 self._given.append((span, self._enter_layer(name, (args, kwargs), span)))
                 self._versions.append((span, versions_of_parameters(module)))
             self._catch(name, "input", (args, kwargs))
@@ -401,7 +401,9 @@ class StepRecorder(Recorder):
             is_known = record.index in self._caught or record.index in self.saves.nodes
             if not is_known and record.index in self.named and self.saves.is_movable(local):
                 node = self.saves.new_node(record, local, self.named[record.index])
-                node.anchor = Anchor(module=name, side="input", leaf=number, call=self._module_calls[name])
+                node.retained_input = RetainedInput(
+                    module=name, side="input", leaf=number, call=self._module_calls[name]
+                )
                 node.is_given = not leaf.is_floating_point() or not self.saves.is_activation(leaf, record)
                 self._caught[record.index] = node
         return given
@@ -450,7 +452,7 @@ class StepRecorder(Recorder):
             if record.index not in self.named or not self.saves.is_activation(leaf, record):
                 continue
             node = self.saves.new_node(record, leaf, self.named[record.index])
-            node.anchor = Anchor(module=name, side=side, leaf=number, call=self._module_calls[name])
+            node.retained_input = RetainedInput(module=name, side=side, leaf=number, call=self._module_calls[name])
             self._caught[record.index] = node
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Recipes: how to compute a node of an observed step again from its nearest nodes, parameters and constants.
 
-What: for each node (a storage that autograd saves, or an anchor) walk back from the operator that made it, through
-recorded operators, until every leaf is a node that exists before this one is saved, a parameter, a buffer, or nothing
-at all (`arange`, `full`). Those operators, in the order in which they ran, are the recipe. Run again on the same bytes
-they give the same bytes.
+What: for each node (a storage that autograd saves, or a retained input) walk back from the operator that made it,
+through recorded operators, until every leaf is a node that exists before this one is saved, a parameter, a buffer, or
+nothing at all (`arange`, `full`). Those operators, in the order in which they ran, are the recipe. Run again on the
+same bytes they give the same bytes.
 
 Why from the nearest nodes: each node is a decision of the solver, with a cost of its own. A recipe that went past one
 would hide that decision, and the graph of nodes would not be sparse. Between two nodes there is one path only, since a
@@ -94,7 +94,7 @@ class Target:
     version: int
     saved: int
     """Forward operator after which its first hook ran."""
-    is_anchor: bool
+    is_retained_input: bool
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

@@ -96,7 +96,7 @@ class SweptBudget:
 
     budget_bytes: int
     predicted: Prediction
-    is_asked: bool = False
+    is_requested: bool = False
     """Whether it is the budget of the plan itself."""
 
 
@@ -114,7 +114,7 @@ def budget_sweep(
     """The budgets with their predictions, from the most memory to the least, `plan`'s own among them."""
     asked, budget_bytes = plan.predicted, plan.budget_bytes
     assert asked is not None and budget_bytes is not None
-    rungs = [SweptBudget(budget_bytes=budget_bytes, predicted=asked, is_asked=True)]
+    rungs = [SweptBudget(budget_bytes=budget_bytes, predicted=asked, is_requested=True)]
     range_bytes = asked.plain_peak_bytes - asked.floor_bytes
     budgets = dict.fromkeys(asked.floor_bytes + int(range_bytes * share) for share in _WAY_UP)
     for number, budget in enumerate(budgets, start=1):
@@ -158,7 +158,7 @@ def sweep_lines(rungs: tuple[SweptBudget, ...], width: int | None = None) -> lis
                 format_seconds(found.codec_seconds),
                 format_seconds(found.optimizer_seconds),
                 percent(found.gap),
-                "<- this plan" if swept.is_asked else "",
+                "<- this plan" if swept.is_requested else "",
             )
         )
     absent = set()

@@ -7,7 +7,7 @@ of the plan's own profile. The nearest is the fastest of those that fit the plan
 the smallest peak, and the text says so.
 Why a profile: a plan says what it does, and only the step that it was made for says what something else would do.
 Cost: one run of the timeline for each setting, about two for each layer. Not covered: what a framework does around the
-layers; its own kernels, which save other tensors; plans for a cluster (pipeline/cluster/export.py).
+layers; its own kernels, which save other tensors; plans for a cluster (cluster/export.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowtide.core.plan_table import plural
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema.aliases import ROLES
-from lowtide.planner.again import can_run_again, run_again
 from lowtide.planner.problem import make_problem
+from lowtide.planner.rerun_layers import can_rerun, run_again
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Link
@@ -219,7 +219,7 @@ def _mindformers(plan: Plan, profile: Profile) -> Iterator[Setting]:
 
 def _as_mindformers(plan: Plan, profile: Profile) -> Setting | None:
     """The plan in its words. None where it swaps nothing that has a name: then a number counts layers."""
-    able = set(can_run_again(profile))
+    able = set(can_rerun(profile))
     layers = tuple(name for name in _rerun_layers(plan) if name in able)
     stays = {name for call in profile.calls if call.name in layers for name in call.inputs}
     made, swapped = (_named(plan, fate, layers) for fate in (Fate.RECOMPUTE, Fate.SWAP))
@@ -254,7 +254,7 @@ def _named(plan: Plan, fate: Fate, layers: Sequence[str]) -> dict[str, tuple[str
     """By name: pattern and layer of the activations with this fate outside of layers that run again."""
     found = {}
     for site in plan.sites:
-        if site.fate is fate and site.layer is not None and site.layer not in layers and site.anchor is None:
+        if site.fate is fate and site.layer is not None and site.layer not in layers and site.retained_input is None:
             pattern = _pattern_of(site.name.removeprefix(f"{site.layer}."))
             if pattern is not None:
                 found[site.name] = (pattern, plan.layers.index(site.layer))
@@ -321,7 +321,7 @@ def _lost(plan: Plan, profile: Profile, setting: Setting) -> Iterator[str]:
     there = {node.name for node in step.nodes}
     groups: dict[tuple[str, str], list[SiteDecision]] = {}
     for site in plan.sites:
-        if site.anchor is not None:
+        if site.retained_input is not None:
             continue
         planned = _DONE[site.fate]
         got = "swapped" if site.name in setting.swapped else "recomputed"

@@ -21,7 +21,7 @@ from lowtide.core.plan_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.compared_curves import compared_seconds
-from lowtide.report.parts import NOTHING, Measured, StepRow
+from lowtide.report.elements import NOTHING, Measured, StepRow
 from lowtide.report.played_step import OWNERS, Played
 from lowtide.units import GIB, MIB, format_bytes
 
@@ -151,7 +151,7 @@ def lane_picture(played: Played, theme: Theme) -> str:
 
 def fate_picture(plan: Plan, theme: Theme) -> str | None:
     """Layers against the activations of a layer, each cell in the colour of its fate; None without layers."""
-    sites = [site for site in plan.sites if site.layer in set(plan.layers) and site.anchor is None]
+    sites = [site for site in plan.sites if site.layer in set(plan.layers) and site.retained_input is None]
     if not sites:
         return None
     names = list(dict.fromkeys(site.name.removeprefix(f"{site.layer}.") for site in sites))
@@ -200,7 +200,7 @@ def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme, measured: Measured
         times, time_word = time_unit(max(seconds for _, seconds in points))
         panel.plot([x for x, _ in points], [y * times for _, y in points], "o-", color=theme.kept, markersize=4)
         for swept, (x, y) in zip(rungs, points, strict=True):
-            if swept.is_asked:
+            if swept.is_requested:
                 panel.plot([x], [y * times], "o", color=theme.budget, markersize=9)
                 panel.annotate("you are here", (x, y * times), xytext=(8, 8), textcoords="offset points", fontsize=8,
                                color=theme.ink)  # fmt: skip

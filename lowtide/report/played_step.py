@@ -87,8 +87,8 @@ class Played:
     events: tuple[Event, ...]
     """Events on the lanes 'compute', 'out', 'in' and 'stall', by start."""
     blocks: tuple[Block, ...] = ()
-    """Activations, anchors and travelling optimizer state: twice where something leaves and comes back. What else is on
-    the device has no blocks."""
+    """Activations, retained inputs and travelling optimizer state: twice where something leaves and comes back. What
+    else is on the device has no blocks."""
     layers: tuple[LayerTimes, ...] = ()
     """When each layer's forward pass begins and its backward pass ends: compared_curves.py uses them."""
 
@@ -168,7 +168,8 @@ def play(
 
 
 def _fates(plan: Plan, problem: Problem) -> list[Fate]:
-    """The fate of each item. An anchor that the plan does not name is not needed, so its fate does not matter."""
+    """The fate of each item. A retained input that the plan does not name is not needed, so its fate does not
+    matter."""
     fate_of = fates_of(plan.sites)
     return [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
 

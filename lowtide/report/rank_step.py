@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 
 from lowtide.errors import ConfigError
-from lowtide.report.parts import Table
+from lowtide.report.elements import Table
 from lowtide.timeline.events import Event
 from lowtide.units import format_bytes, format_seconds
 

@@ -19,7 +19,7 @@ from lowtide.core.plan_table import why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.host_costs import NO_COSTS, HostCosts
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.parts import NOTHING, Measured, StepRow, Table, Tile
+from lowtide.report.elements import NOTHING, Measured, StepRow, Table, Tile
 from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.report.rank_step import RankStep
 from lowtide.timeline.step import Link
@@ -98,7 +98,11 @@ def document(report: Report) -> dict[str, Any]:
         "step": None if played is None else _step_document(played),
         "audited_step": None if report.measured.curve is None else dataclasses.asdict(report.measured.curve),
         "budgets": [
-            {"budget_bytes": swept.budget_bytes, "is_asked": swept.is_asked, **dataclasses.asdict(swept.predicted)}
+            {
+                "budget_bytes": swept.budget_bytes,
+                "is_requested": swept.is_requested,
+                **dataclasses.asdict(swept.predicted),
+            }
             for swept in report.sweep
         ],
         "tables": [dataclasses.asdict(table) for table in report.tables],

@@ -36,12 +36,12 @@ from lowtide.core.plan_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.report import rank_step, run_state
-from lowtide.report.parts import Measured, StepRow, Table, Tile
+from lowtide.report.elements import Measured, StepRow, Table, Tile
+from lowtide.report.history import History, history_from_json, history_of, history_to_json, tables_of
 from lowtide.report.played_step import Played, play, played_from_json, played_to_json
 from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
 from lowtide.report.run_state import RunState
-from lowtide.report.story import Story, story_from_json, story_of, story_to_json, tables_of
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.saved.stats import Stats
@@ -74,7 +74,7 @@ def report_of_handle(handle: Tide | Autopilot) -> Report:
                 curve=None if tide is None else tide.audited_curve,
             ),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
-            tables=(_figures(stats), *tables_of(story_of(handle))),
+            tables=(_figures(stats), *tables_of(history_of(handle))),
         )
     return _of_rules(name, plan, stats, max(stats.peak_device_bytes, audited_bytes))
 
@@ -139,7 +139,7 @@ class RunFiles:
         self._has_warned = False
         self._state: RunState | None = None
         self._digest: str | None = None
-        self._story: Story | None = None
+        self._story: History | None = None
         self._num_writes = 0
         self._peaks: list[tuple[int, int]] = []
         self._num_rank_steps = 0
@@ -173,10 +173,10 @@ class RunFiles:
         plan = handle.plan
         if plan is None or plan.predicted is None:
             return
-        story = story_of(handle)
+        story = history_of(handle)
         if story != self._story:
             self._story = story
-            self._write(EVENTS, story_to_json(story))
+            self._write(EVENTS, history_to_json(story))
         if plan.digest() == self._digest:
             return
         assert isinstance(handle.source, BudgetSource)
@@ -251,7 +251,7 @@ def report_of_folder(folder: Path) -> Report:
         is_without_temporaries=state is not None and state.device == "cpu",
         step_seconds=recorded.get("measured_seconds"),
     )
-    story = _read(folder, EVENTS, story_from_json)
+    story = _read(folder, EVENTS, history_from_json)
     return Report(
         title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",

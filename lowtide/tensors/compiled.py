@@ -242,7 +242,7 @@ def _line_for(model: nn.Module) -> str:
 @not_traced
 def refuse_compiled_call(module: nn.Module) -> None:
     """Raise ConfigError if a wrapped forward of `module` was called by compiled code."""
-    # Asked of torch's C code: importing the compiler would cost everybody seconds.
+    # PlanRequest of torch's C code: importing the compiler would cost everybody seconds.
     if in_compiled_code():
         raise ConfigError(
             f"lowtide: {type(module).__name__} is under a lowtide plan and was compiled after that (torch.compile), "

@@ -25,7 +25,7 @@ CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 """Keyword inputs that are key-value caches."""
 
 
-def why_not_again(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
+def why_not_rerun(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
     """Why this call of `module` could not be repeated, in words; empty where nothing speaks against it."""
     caches = {name: kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None}
     try:

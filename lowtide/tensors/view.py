@@ -174,7 +174,7 @@ def _provoke() -> str:
     raise AssertionError("autograd did not notice an in-place write")
 
 
-def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+def version_alias(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares `tensor`'s version counter and none of its memory.
 
     `detach()` shares the counter; assigning `.data` replaces the storage and leaves the counter in place. On devices of
@@ -211,7 +211,7 @@ class View:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = version_of(tensor)
-        self.witness = version_witness(tensor)
+        self.witness = version_alias(tensor)
 
     def check(self) -> None:
         """Raise RuntimeError if the tensor was modified in place since it was saved."""

@@ -2,7 +2,7 @@
 
 What: for each item its first need, its readers and its end (`Lifetimes`), and the memory curve that follows from these.
 An item's presence, in half-open ticks:
-- keep: [born, max(dies, release)); an anchor that no recipe reads: [born, dies), whatever its fate;
+- keep: [born, max(dies, release)); a retained input that no recipe reads: [born, dies), whatever its fate;
 - swap: [born, max(dies, evict_by)) and [prefetch_at, release), where the two may meet;
 - recompute: [born, dies) and [first need, release); where it is made from its smaller form, the first lasts until that
   form is there. A smaller form whose own fate is recompute is never there.

@@ -1,8 +1,9 @@
 """What a timeline runs: a training step as numbers. Plain data, no torch.
 
 A step is a row of *ticks* (one or more operators that ran one after another), forward ticks first, and the *items* that
-live across them. An item is one activation storage, or an anchor; a plan gives each one a fate. Everything else that is
-on the device while a tick runs is in the tick's own `base_bytes`: model state, gradients made so far, temporaries.
+live across them. An item is one activation storage, or a retained input; a plan gives each one a fate. Everything else
+that is on the device while a tick runs is in the tick's own `base_bytes`: model state, gradients made so far,
+temporaries.
 
 Lifetimes are half open, in ticks: born `a`, gone `b` means present in ticks `a .. b-1`.
 Units: bytes, seconds, tick indices. Not covered: how a profile becomes a step (planner/problem.py).
@@ -39,7 +40,7 @@ class Item:
     dies: int
     """First tick in which only autograd still holds it. Before this it is present whatever its fate."""
     reads: tuple[int, ...] = ()
-    """Backward ticks that read it, ascending. Empty for an anchor, which only recipes read."""
+    """Backward ticks that read it, ascending. Empty for a retained input, which only recipes read."""
     release: int = 0
     """First tick in which backward no longer holds it."""
     fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP)
@@ -66,7 +67,7 @@ class Item:
     it."""
 
     @property
-    def is_anchor(self) -> bool:
+    def is_retained_input(self) -> bool:
         """Not saved by autograd: present only if a recipe reads it."""
         return not self.reads
 
@@ -133,6 +134,6 @@ class Link:
     """Added to each copy."""
     compute_share: float = 0.0
     """Seconds by which compute falls behind for each second that a copy runs (contention)."""
-    touch_seconds_per_byte: float = 0.0
+    page_fault_seconds_per_byte: float = 0.0
     """Where memory that copies free goes back to the system (the host engine): what the first touch of a byte costs
     when it is taken again. 0 where an allocator keeps it."""

@@ -117,7 +117,7 @@ def test_ten_steps_with_the_callback(habit: str, tmp_path: Path) -> None:
             assert saved_share(callback.tide) == 0  # a budget in which everything fits
 
 
-def test_figures_reach_the_logger(tmp_path: Path) -> None:
+def test_row_counts_reach_the_logger(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
     callback = _callback()

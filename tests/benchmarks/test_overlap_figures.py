@@ -17,9 +17,9 @@ from benchmarks.overlap_figures import (
     traced_share,
 )
 from lowtide.pipeline.clock import Durations
-from lowtide.pipeline.figures import paired_share
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event, exposed
+from lowtide.pipeline.row_counts import paired_share
 from lowtide.pipeline.schedule import Action, Kind, Pair
 
 HALVES = {"F": FORWARD, "B": BACKWARD}

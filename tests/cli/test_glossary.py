@@ -13,7 +13,8 @@ from lowtide.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PRINTED = (
-    "plan", "peak", "budget", "everything kept", "floor", "stalls", "recompute", "certainty", "sites", "anchors",
+    "plan", "peak", "budget", "everything kept", "floor", "stalls", "recompute", "certainty", "sites",
+    "retained inputs",
     "check", "recipe", "weights", "optimizer state", "buffers and batch", "gradients", "activations",
     "head, loss, temporaries", "at the worst moment", "kept", "swapped", "recomputed", "away and back", "prefetch",
     "tier", "sites each", "gap", "layers", "link", "preset", "min_bytes",

@@ -137,7 +137,7 @@ def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]
     assert saved.predicted.peak_bytes <= saved.budget_bytes == int(1.2 * 2**20)
     assert max(found["curve"]["planned_bytes"]) == saved.predicted.peak_bytes
     assert max(found["curve"]["plain_bytes"]) == saved.predicted.plain_peak_bytes
-    asked = [rung for rung in found["budgets"] if rung["is_asked"]]
+    asked = [rung for rung in found["budgets"] if rung["is_requested"]]
     assert [rung["peak_bytes"] for rung in asked] == [saved.predicted.peak_bytes]
     assert found["hidden"] == []
 

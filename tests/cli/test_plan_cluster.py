@@ -142,7 +142,7 @@ def test_refusals(changes: dict[str, str], options: list[str], text: str, capsys
 
 
 def test_ctrl_c_ends_it_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from lowtide.pipeline.cluster import search
+    from lowtide.cluster import search
 
     def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt

@@ -100,7 +100,7 @@ def test_no_edited_profile_ends_in_a_traceback() -> None:
     assert num_refused > 1000
     for text, what in accepted.items():
         try:
-            plan_profile(Profile.from_json(text), memory, link=LINK, with_ways_out=False, time_limit_seconds=0.2)
+            plan_profile(Profile.from_json(text), memory, link=LINK, with_suggestions=False, time_limit_seconds=0.2)
         except ConfigError:
             pass
         except Exception as error:

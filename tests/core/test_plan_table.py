@@ -52,15 +52,17 @@ def test_a_plan_that_fits_says_that_it_does_nothing() -> None:
     lines = str(plan).splitlines()
     assert lines[0].endswith(": peak 2.6 GiB of a budget of 4.0 GiB; everything kept 2.6 GiB, floor 570.8 MiB")
     assert lines[4] == "This plan does nothing: everything fits."
-    assert "anchor" not in str(plan)
+    assert "retained_input" not in str(plan)
 
 
 def test_every_byte_is_in_the_table(tight: Plan) -> None:
-    """Kept + swapped + recomputed of the last line are what plain autograd saves; anchors stand beside it."""
+    """Kept + swapped + recomputed of the last line are what plain autograd saves; retained inputs stand beside it."""
     total = str(tight).splitlines()[-1].split()
     sizes = [float(number) * {"MiB": 1, "GiB": 1024}[unit] for number, unit in zip(total[1:9:2], total[2:9:2])]
-    saved = sum(site.nbytes for site in tight.sites if site.anchor is None) / MIB
-    held = sum(site.nbytes for site in tight.sites if site.anchor is not None and site.fate is not Fate.RECOMPUTE)
+    saved = sum(site.nbytes for site in tight.sites if site.retained_input is None) / MIB
+    held = sum(
+        site.nbytes for site in tight.sites if site.retained_input is not None and site.fate is not Fate.RECOMPUTE
+    )
     assert sum(sizes[:3]) == pytest.approx(saved, abs=0.2 * 1024)
     assert sizes[3] * MIB == pytest.approx(held, abs=0.1 * MIB)
 
@@ -80,7 +82,7 @@ def test_the_ladder_goes_from_everything_kept_to_the_floor(tight: Plan) -> None:
     assert [swept.budget_bytes for swept in rungs] == sorted((r.budget_bytes for r in rungs), reverse=True)
     assert rungs[0].budget_bytes == predicted.plain_peak_bytes
     assert rungs[-1].budget_bytes == predicted.floor_bytes
-    assert [swept.predicted for swept in rungs if swept.is_asked] == [predicted]
+    assert [swept.predicted for swept in rungs if swept.is_requested] == [predicted]
     assert all(swept.predicted.peak_bytes <= swept.budget_bytes for swept in rungs)
     lines = sweep_lines(rungs)
     assert lines[0].split() == ["budget", "of", "plain", "peak", "step", "over", "plain", "stalls", "recompute", "gap"]
@@ -195,7 +197,9 @@ def test_the_time_that_the_state_costs_is_named(tight: Plan) -> None:
 
 def test_memory_that_is_taken_again_is_named(tight: Plan) -> None:
     assert tight.predicted is not None
-    more = dataclasses.replace(tight.predicted, step_seconds=tight.predicted.step_seconds + 0.03, touch_seconds=0.03)
+    more = dataclasses.replace(
+        tight.predicted, step_seconds=tight.predicted.step_seconds + 0.03, page_fault_seconds=0.03
+    )
     line, before = (str(plan).splitlines()[1] for plan in (dataclasses.replace(tight, predicted=more), tight))
     assert ", freed memory taken again 30.0 ms" in line and "taken again" not in before
     assert ("copies slow it" in line) == ("copies slow it" in before)

@@ -55,8 +55,8 @@ def test_the_host_engine_is_measured(tmp_path: Path) -> None:
     assert 1e6 < link.in_bytes_per_second < 1e12
     assert 0 <= link.compute_share <= 1
     assert 0 <= link.latency_seconds < 1
-    assert 0 <= link.touch_seconds_per_byte < 1e-6
-    assert (link.touch_seconds_per_byte > 0) == engine.trimmer.works
+    assert 0 <= link.page_fault_seconds_per_byte < 1e-6
+    assert (link.page_fault_seconds_per_byte > 0) == engine.trimmer.works
 
 
 def test_the_tenth_percentile_counts_and_is_remembered(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_what_another_version_has_written_is_measured_anew(tmp_path: Path) -> No
     cache = tmp_path / "links.json"
     link = measure_link(Counted(), CPU, cache=cache)
     ((key, known),) = json.loads(cache.read_text()).items()
-    del known["touch_seconds_per_byte"]
+    del known["page_fault_seconds_per_byte"]
     cache.write_text(json.dumps({key: known}))
     engine = Counted()
     again = measure_link(engine, CPU, cache=cache)
     assert dataclasses.replace(again, compute_share=link.compute_share) == link and engine.num_probes > 0
-    assert "touch_seconds_per_byte" in json.loads(cache.read_text())[key]
+    assert "page_fault_seconds_per_byte" in json.loads(cache.read_text())[key]

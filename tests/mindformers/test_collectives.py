@@ -98,7 +98,7 @@ def test_what_it_is_given_may_be_made_again_itself() -> None:
     found = written(gathering(GATHER, WAIT), {"select_comm_recompute": ["norm"], "select_recompute": ["norm"]})
     assert of_layer(found, 0)["norm.mul"] is Fate.RECOMPUTE
     assert of_layer(found, 0)["attn.sdpa"] is Fate.RECOMPUTE
-    assert of_layer(found, 0)["input"] is Fate.KEEP  # the anchor that the norm starts from
+    assert of_layer(found, 0)["input"] is Fate.KEEP  # the retained input that the norm starts from
     assert [(row.part, row.nbytes) for row in found.rows[:2]] == [("norm", 32 * MIB), ("norm", 16 * MIB)]
 
 

@@ -99,7 +99,7 @@ def test_the_same_bits(name: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, gradients, strict=True))
         stats = tide.stats
         freed = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "recompute")
-        freed += sum(site.nbytes for site in tide.plan.sites if site.anchor and site.fate is Fate.RECOMPUTE)
+        freed += sum(site.nbytes for site in tide.plan.sites if site.retained_input and site.fate is Fate.RECOMPUTE)
         moved = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "swap")
         assert (stats.recomputed_bytes, stats.swapped_bytes) == (3 * freed, 3 * moved)
         assert stats.num_divergences == 0

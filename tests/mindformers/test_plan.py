@@ -29,12 +29,12 @@ def swap(*entries: tuple[str, int, list[int]]) -> dict[str, Any]:
     return {"swap": True, "op_swap": listed}
 
 
-def test_a_recomputed_op_has_its_recipe_and_its_anchor() -> None:
+def test_a_recomputed_op_has_its_recipe_and_its_retained_input() -> None:
     found = written({"select_recompute": {r"norm\.mul": [1]}})
     assert {name: fate for name, fate in fates(found, 0).items() if fate is not Fate.KEEP} == {
         "norm.mul": Fate.RECOMPUTE
     }
-    assert "input" in fates(found, 0)  # the anchor that the norm is made from
+    assert "input" in fates(found, 0)  # the retained input that the norm is made from
     assert "input" not in fates(found, 1)
     made = next(site for site in found.plan.sites if site.fate is Fate.RECOMPUTE)
     assert made.recipe is not None

@@ -416,7 +416,7 @@ BUCKETS = [
     ),
     Mutant(
         "stretches-of-one-place",
-        "optimizer.homes:Home.cut",
+        "optimizer.homes:StateBucket.cut",
         puts("entry.start_bytes + start * size", "entry.start_bytes"),
         ("optimizer/test_cuts.py::test_same_bits[torch.float32-AdamW-foreach]",),
         "the state of each stretch is written over that of the first one",

@@ -465,7 +465,7 @@ def test_a_swapped_optimizer_loads_its_own_state() -> None:
 
 
 @pytest.mark.parametrize("resident", [0.0, 1.0])
-def test_moments_keep_their_dtype(resident: float) -> None:
+def test_live_chunks_keep_their_dtype(resident: float) -> None:
     """torch's own call would make float32 moments of parameters in bfloat16 bfloat16."""
 
     class Wide(torch.optim.Optimizer):

@@ -11,8 +11,8 @@ import random
 import pytest
 
 from lowtide.pipeline.clock import UNIT, Durations, Played, play
-from lowtide.pipeline.figures import paired_share, peak_live_chunks
 from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.row_counts import paired_share, peak_live_chunks
 from lowtide.pipeline.schedule import Schedule, made_by
 from lowtide.pipeline.transfers import with_transfers
 

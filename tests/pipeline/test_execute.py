@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.pipeline.figures import peak_live_chunks, peak_receives
 from lowtide.pipeline.generators import GENERATORS, make_schedule
+from lowtide.pipeline.row_counts import peak_live_chunks, peak_receives
 from lowtide.pipeline.transfers import with_transfers
 from tests import pipeline_jobs, two_ranks
 from tests.staged_models import MANY

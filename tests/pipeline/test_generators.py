@@ -10,8 +10,8 @@ from pipeline.torch_oracle import rows_of
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.csv_text import from_csv, to_csv
-from lowtide.pipeline.figures import peak_live_chunks
 from lowtide.pipeline.generators import GENERATORS, make_schedule
+from lowtide.pipeline.row_counts import peak_live_chunks
 from lowtide.pipeline.schedule import Kind, Pair, Schedule
 from lowtide.pipeline.verify import verify
 

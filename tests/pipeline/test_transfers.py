@@ -11,8 +11,8 @@ import pytest
 
 from lowtide.pipeline.clock import play
 from lowtide.pipeline.csv_text import to_csv
-from lowtide.pipeline.figures import peak_receives
 from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.row_counts import peak_receives
 from lowtide.pipeline.schedule import RECEIVES, SENDS, TRANSFERS, carried_by, made_by
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.verify import verify

@@ -28,7 +28,7 @@ class Case:
 
 
 def random_step(rng: random.Random, max_items: int) -> Step:
-    """Chains of recipes, anchors, restricted fates; lifetimes that nest roughly as those of a network do."""
+    """Chains of recipes, retained inputs, restricted fates; lifetimes that nest roughly as those of a network do."""
     num_forward, num_backward = rng.randint(3, 10), rng.randint(3, 14)
     num_ticks = num_forward + num_backward
     ticks = tuple(
@@ -43,11 +43,11 @@ def random_step(rng: random.Random, max_items: int) -> Step:
     items: list[Item] = []
     chained = rng.random()
     for number, (saved, born, dies) in enumerate(sorted(spans)):
-        is_anchor = rng.random() < 0.2
+        is_retained_input = rng.random() < 0.2
         depth = int((num_forward - born) / num_forward * num_backward * rng.uniform(0.7, 1.2)) - 1
         first = num_forward + min(num_backward - 1, max(0, depth))
-        reads = () if is_anchor else tuple(sorted({first, min(num_ticks - 1, first + rng.randint(0, 2))}))
-        release = 0 if is_anchor else min(num_ticks, reads[-1] + 1 + rng.choice([0, 0, 0, 1]))
+        reads = () if is_retained_input else tuple(sorted({first, min(num_ticks - 1, first + rng.randint(0, 2))}))
+        release = 0 if is_retained_input else min(num_ticks, reads[-1] + 1 + rng.choice([0, 0, 0, 1]))
         older = [index for index in range(number) if items[index].born <= born]
         num_inputs = min(len(older), rng.choice([0, 1, 1, 2])) if rng.random() < chained else 0
         fates = ALL if rng.random() < 0.75 else ALL[:2]

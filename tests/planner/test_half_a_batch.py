@@ -33,10 +33,10 @@ def profile_of(num_rows: int, num_tokens: int = 256, hidden: int = 64) -> Profil
     return trace(model, batch, hardware=HARDWARE, optimizer=torch.optim.AdamW(model.parameters()))
 
 
-def refused(profile: Profile, *, with_ways_out: bool = True, **memory: object) -> lowtide.BudgetError:
+def refused(profile: Profile, *, with_suggestions: bool = True, **memory: object) -> lowtide.BudgetError:
     config = load_memory({"budget": 1, "min_bytes": 1, **memory})
     with pytest.raises(lowtide.BudgetError) as caught:
-        plan_profile(profile, config, link=HARDWARE.link, with_ways_out=with_ways_out)
+        plan_profile(profile, config, link=HARDWARE.link, with_suggestions=with_suggestions)
     return caught.value
 
 
@@ -45,7 +45,7 @@ def test_the_figure_is_what_half_the_batch_needs(memory: dict[str, object]) -> N
     said = refused(profile_of(8), **memory).suggestions[-1]
     assert said.startswith("half the micro-batch: needs about ")
     needed = parse_bytes(said.removeprefix("half the micro-batch: needs about "))
-    assert needed == pytest.approx(refused(profile_of(4), with_ways_out=False, **memory).floor_bytes, rel=0.1)
+    assert needed == pytest.approx(refused(profile_of(4), with_suggestions=False, **memory).floor_bytes, rel=0.1)
 
 
 def test_it_is_no_way_out_of_a_batch_of_one() -> None:

@@ -9,9 +9,9 @@ import pytest
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
-from lowtide.planner.again import run_again
 from lowtide.planner.host_costs import HOST_COSTS, NO_COSTS, HostCosts, charged
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.rerun_layers import run_again
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.step import Link
 from tests import zoo

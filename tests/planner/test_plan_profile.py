@@ -26,15 +26,15 @@ def said(link: Link, **rules: object) -> Prediction:
 @pytest.mark.parametrize("layers", [["layers.0"], ["layers.*"]])
 def test_who_swaps_pays_once_for_all_memory_that_is_taken_again(layers: list[str]) -> None:
     free = said(LINK, swap=layers)
-    priced = said(dataclasses.replace(LINK, touch_seconds_per_byte=1e-12), swap=layers)
+    priced = said(dataclasses.replace(LINK, page_fault_seconds_per_byte=1e-12), swap=layers)
     expected = 1e-12 * (free.plain_peak_bytes - state_bytes(PROFILE))
-    assert free.touch_seconds == 0.0 and priced.touch_seconds == pytest.approx(expected) and expected > 0.0
+    assert free.page_fault_seconds == 0.0 and priced.page_fault_seconds == pytest.approx(expected) and expected > 0.0
     assert priced.step_seconds == pytest.approx(free.step_seconds + expected)
-    assert dataclasses.replace(priced, step_seconds=free.step_seconds, touch_seconds=0.0, gap=free.gap) == free
+    assert dataclasses.replace(priced, step_seconds=free.step_seconds, page_fault_seconds=0.0, gap=free.gap) == free
     # All plans that the rule leaves pay it: they can be faster by as many seconds as without it.
     assert priced.gap * priced.step_seconds == pytest.approx(free.gap * free.step_seconds)
 
 
 def test_who_swaps_nothing_pays_nothing() -> None:
-    priced = said(dataclasses.replace(LINK, touch_seconds_per_byte=1e-12), swap="none")
-    assert priced.touch_seconds == 0.0 and priced == said(LINK, swap="none")
+    priced = said(dataclasses.replace(LINK, page_fault_seconds_per_byte=1e-12), swap="none")
+    assert priced.page_fault_seconds == 0.0 and priced == said(LINK, swap="none")

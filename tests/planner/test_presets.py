@@ -51,7 +51,7 @@ def test_smallest_is_the_least_that_can_be_planned() -> None:
     assert line == f"preset smallest: peak {format_bytes(peak(plan))}, the least that can be planned"
     config = load_memory({"budget": peak(plan) - 1})
     with pytest.raises(BudgetError):
-        plan_profile(decoder_profile(8), config, link=LINK, with_ways_out=False)
+        plan_profile(decoder_profile(8), config, link=LINK, with_suggestions=False)
 
 
 def test_balanced_is_between_them_and_says_between_what() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site, StateBytes, StayingBytes
-from lowtide.core.recipe import Anchor, Geometry, Recipe, RecipeInput, RecipeStep
-from lowtide.planner.problem import Problem, decisions, make_problem, needed_anchors, op_base_bytes
+from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep, RetainedInput
+from lowtide.planner.problem import Problem, decisions, make_problem, needed_retained_inputs, op_base_bytes
 from lowtide.timeline.memory import curve, plain_curve
 
 KEEP, SWAP, RECOMPUTE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE
@@ -34,9 +34,9 @@ def node(name: str, nbytes: int, born: int, saved: int, dies: int, sequence: int
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-ANCHOR = Anchor(module="m", side="input", leaf=0)
+ANCHOR = RetainedInput(module="m", side="input", leaf=0)
 NODES = (
-    node("x", 50, 0, 0, 1, 0, anchor=ANCHOR),
+    node("x", 50, 0, 0, 1, 0, retained_input=ANCHOR),
     node("a", 100, 0, 1, 2, 1, reads=(6,), release=7, recipe=recipe("x")),
     node("tiny", 4, 1, 1, 2, 1, reads=(6,), release=7),
     node("b", 200, 1, 2, 3, 2, reads=(5,), release=6, recipe=recipe("a", "tiny", transient_bytes=230)),
@@ -63,7 +63,7 @@ def test_what_can_have_only_one_fate_is_no_item() -> None:
     assert [item.name for item in made.step.items] == ["x", "a", "b"]
     assert made.why_fixed == {2: "smaller than min_bytes", 4: "something else holds it until backward"}
     x, a, b = made.step.items
-    assert x.is_anchor and x.fates == (KEEP, SWAP)
+    assert x.is_retained_input and x.fates == (KEEP, SWAP)
     assert a.fates == b.fates == (KEEP, SWAP, RECOMPUTE)
     assert (a.inputs, b.inputs, b.recipe_bytes, b.recipe_seconds) == ((0,), (1,), 30, 0.25)
 
@@ -118,7 +118,7 @@ def test_what_is_made_again_has_a_fingerprint_on_the_device_until_backward_is_ov
         assert list(curve(made.step, fates) - curve(without.step, fates)) == grown
 
 
-def test_an_anchor_that_no_recipe_reads_is_nothing() -> None:
+def test_an_retained_input_that_no_recipe_reads_is_nothing() -> None:
     allowed = {"a": ((KEEP, SWAP), "rule")}
     made = problem(allowed=allowed)
     assert [item.name for item in made.step.items] == ["a", "b"]
@@ -131,24 +131,24 @@ def test_an_anchor_that_no_recipe_reads_is_nothing() -> None:
     ]
 
 
-def test_anchors_are_told_only_if_something_starts_from_them() -> None:
+def test_retained_inputs_are_told_only_if_something_starts_from_them() -> None:
     made = problem()
     reasons = dict.fromkeys(range(3), "because")
     fates = (KEEP, KEEP, RECOMPUTE)
     assert "x" not in [site.name for site in decisions(made, fates, (None,) * 3, (None,) * 3, reasons)]
     fates = (KEEP, RECOMPUTE, RECOMPUTE)
     told = {site.name: site for site in decisions(made, fates, (None,) * 3, (None,) * 3, reasons)}
-    assert told["x"].anchor == ANCHOR
+    assert told["x"].retained_input == ANCHOR
     assert told["a"].recipe == NODES[1].recipe
     assert told["a"].cost_seconds == 0.25
 
 
-def test_an_anchor_that_a_made_anchor_starts_from_is_told_too() -> None:
-    first, second = (node(name, 50, 0, 0, 1, 0, anchor=ANCHOR) for name in ("first", "second"))
+def test_an_retained_input_that_a_made_retained_input_starts_from_is_told_too() -> None:
+    first, second = (node(name, 50, 0, 0, 1, 0, retained_input=ANCHOR) for name in ("first", "second"))
     profile = dataclasses.replace(PROFILE, nodes=(first, second, *NODES[1:]))
-    assert needed_anchors(profile, {"second": recipe("first")}) == set()
-    assert needed_anchors(profile, {"a": recipe("second")}) == {"second"}
-    assert needed_anchors(profile, {"a": recipe("second"), "second": recipe("first")}) == {"first", "second"}
+    assert needed_retained_inputs(profile, {"second": recipe("first")}) == set()
+    assert needed_retained_inputs(profile, {"a": recipe("second")}) == {"second"}
+    assert needed_retained_inputs(profile, {"a": recipe("second"), "second": recipe("first")}) == {"first", "second"}
 
 
 def test_ticks_become_distances_that_the_runtime_can_count() -> None:

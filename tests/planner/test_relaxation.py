@@ -101,11 +101,13 @@ def test_latency_and_contention_are_in_the_bound() -> None:
     assert found.bound_seconds == pytest.approx(8.0 + 2 * 1.5 * 0.1, abs=1e-3)
 
 
-def test_an_anchor_is_held_for_what_is_made_from_it() -> None:
-    anchor = _item("anchor", 10, 0, 0, reads=(), release=0, fates=ALL[:1])
+def test_an_retained_input_is_held_for_what_is_made_from_it() -> None:
+    retained_input = _item("retained_input", 10, 0, 0, reads=(), release=0, fates=ALL[:1])
     big = _item("big", 100, 1, 6, inputs=(0,), recipe_seconds=0.25, fates=(Fate.KEEP, Fate.RECOMPUTE))
     late = _item("late", 100, 3, 4, fates=(Fate.KEEP,))
-    found = Program(_step(anchor, big, late), Link(out_bytes_per_second=1, in_bytes_per_second=1), 110).solve(range(8))
+    found = Program(_step(retained_input, big, late), Link(out_bytes_per_second=1, in_bytes_per_second=1), 110).solve(
+        range(8)
+    )
     assert found is not None
     assert found.recompute == pytest.approx([0, 1, 0], abs=1e-6)
     assert found.keep[0] == pytest.approx(1.0)
@@ -207,9 +209,9 @@ def test_needs_follow_recipes_through_chains() -> None:
     first = _item("a", 1, 0, 7)
     middle = _item("b", 1, 1, 6, inputs=(0,))
     last = _item("c", 1, 2, 4, inputs=(1,))
-    anchor = _item("d", 1, 3, 0, reads=(), release=0)
+    retained_input = _item("d", 1, 3, 0, reads=(), release=0)
     top = _item("e", 1, 3, 5, inputs=(3,))
-    needs = Needs.of(StepArrays.of(_step(first, middle, last, anchor, top)))
+    needs = Needs.of(StepArrays.of(_step(first, middle, last, retained_input, top)))
     assert needs.first.tolist() == [4, 4, 4, 5, 5]
     assert needs.last.tolist() == [7, 6, 4, 5, 5]
     assert needs.dependents == ((1,), (2,), (), (4,), ())

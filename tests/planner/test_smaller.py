@@ -90,7 +90,7 @@ def test_a_budget_that_only_codecs_can_keep() -> None:
     stored = [site for site in plan.sites if site.codec is not None]
     assert [site.fate for site in stored] == [Fate.KEEP] * 2
     assert all(site.name.endswith("attn.sdpa") and site.codec == CODEC for site in stored)
-    assert all(site.anchor is None and site.recipe is None for site in plan.sites)
+    assert all(site.retained_input is None and site.recipe is None for site in plan.sites)
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     assert plan.predicted.codec_seconds == pytest.approx(2e-5)
@@ -182,8 +182,8 @@ def test_rules_without_recipes_leave_codecs() -> None:
     assert all(site.recipe is None for site in stored.sites)
 
 
-def test_a_site_that_is_stored_smaller_holds_no_anchor_and_needs_no_proof() -> None:
-    """`norm.mul` has a recipe that starts from an anchor; from its form it needs neither."""
+def test_a_site_that_is_stored_smaller_holds_no_retained_input_and_needs_no_proof() -> None:
+    """`norm.mul` has a recipe that starts from a retained input; from its form it needs neither."""
     profile = decoder_profile(2)
     nodes = (
         dataclasses.replace(node, codec=CODEC if node.name.endswith("norm.mul") else None) for node in profile.nodes
@@ -202,7 +202,7 @@ def test_a_site_that_is_stored_smaller_holds_no_anchor_and_needs_no_proof() -> N
             costs=HostCosts(op_seconds=1e-9),
         )
         assert any(site.codec is not None for site in plan.sites) == is_stored
-        assert any(site.anchor is not None for site in plan.sites) != is_stored
+        assert any(site.retained_input is not None for site in plan.sites) != is_stored
         assert plan.predicted is not None
         assert (plan.predicted.check_seconds == 0.0) == is_stored
 

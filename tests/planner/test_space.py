@@ -24,7 +24,7 @@ from lowtide.timeline.step import Link
 
 LINKS = (
     Link(out_bytes_per_second=50e9, in_bytes_per_second=50e9),
-    Link(out_bytes_per_second=2e8, in_bytes_per_second=2e8, touch_seconds_per_byte=1e-12),
+    Link(out_bytes_per_second=2e8, in_bytes_per_second=2e8, page_fault_seconds_per_byte=1e-12),
 )
 RULES: dict[str, Mapping[str, Any]] = {
     "free": {},
@@ -78,7 +78,7 @@ class Planner:
 
     def plan(self, budget_bytes: int) -> Plan:
         memory = load_memory({"budget": budget_bytes, **self.rules})
-        how: Any = {"link": self.link, "costs": HOST_COSTS, "time_limit_seconds": 1e6, "with_ways_out": False}
+        how: Any = {"link": self.link, "costs": HOST_COSTS, "time_limit_seconds": 1e6, "with_suggestions": False}
         return plan_profile(self.profile, memory, **how)
 
     def fits(self, budget_bytes: int) -> bool:

@@ -36,8 +36,8 @@ BUDGET = LOW + int(0.7 * (HIGH - LOW))
 def planned(touch: float, *, share: float = 0.7, rules: dict[str, Any] | None = None, **more: Any) -> Plan:
     """A budget so much of the way from the floor to everything kept."""
     config = load_memory({"budget": LOW + int(share * (HIGH - LOW)), "min_bytes": 0, **(rules or {})})
-    link = dataclasses.replace(LINK, touch_seconds_per_byte=touch)
-    return plan_profile(PROFILE, config, link=link, with_ways_out=False, **more)
+    link = dataclasses.replace(LINK, page_fault_seconds_per_byte=touch)
+    return plan_profile(PROFILE, config, link=link, with_suggestions=False, **more)
 
 
 def said(plan: Plan) -> Prediction:
@@ -57,7 +57,7 @@ def test_no_plan_is_slower_than_the_better_of_both(rules: dict[str, Any]) -> Non
     for number in range(3 if "optimizer" in rules else 8):
         touch, share = 10 ** draw.uniform(-14, -11), (0.1, 0.5, 0.6, 0.7)[number % 4]
         plan = planned(touch, share=share, rules=rules)
-        both = [planned(touch, share=share, rules=rules, weighs_touch=False)]
+        both = [planned(touch, share=share, rules=rules, weighs_page_faults=False)]
         with contextlib.suppress(BudgetError):
             both.append(planned(touch, share=share, rules={**rules, "swap": "none"}))
         best = min(said(each).step_seconds for each in both)
@@ -65,15 +65,15 @@ def test_no_plan_is_slower_than_the_better_of_both(rules: dict[str, Any]) -> Non
         assert said(plan).step_seconds <= best * (1 + 1e-12), case
         assert said(plan).step_seconds * (1.0 - said(plan).gap) <= best * (1 + 1e-12), case
         own_bytes = said(plan).plain_peak_bytes - state_bytes(PROFILE)
-        assert said(plan).touch_seconds in (0.0, pytest.approx(touch * own_bytes)), case
+        assert said(plan).page_fault_seconds in (0.0, pytest.approx(touch * own_bytes)), case
         # What is chosen as if nobody paid says no more of the fastest than it knows.
         assert said(both[0]).step_seconds * (1.0 - said(both[0]).gap) <= best * (1 + 1e-12), case
         assert said(plan).peak_bytes <= LOW + int(share * (HIGH - LOW)), case
         assert said(plan).floor_bytes == said(both[0]).floor_bytes, case
         assert (
-            (said(plan).touch_seconds > 0)
+            (said(plan).page_fault_seconds > 0)
             == swaps(plan)
-            == (said(plan).touch_seconds == said(both[0]).touch_seconds > 0)
+            == (said(plan).page_fault_seconds == said(both[0]).page_fault_seconds > 0)
         )
         kinds.add((swaps(both[0]), swaps(plan)))
     if not rules:
@@ -85,9 +85,9 @@ def test_where_the_price_is_high_nothing_is_swapped_and_the_plan_says_why() -> N
     assert swaps(free) and swaps(cheap) and not swaps(dear)
     # The same fates for all that follows from them: only the price is known.
     assert [site.fate for site in cheap.sites] == [site.fate for site in free.sites]
-    more = said(planned(DEAR, weighs_touch=False)).pass_seconds - said(dear).pass_seconds
+    more = said(planned(DEAR, weighs_page_faults=False)).pass_seconds - said(dear).pass_seconds
     assert said(dear).swap_excess_seconds == pytest.approx(more) and more > 0.5
-    assert said(dear).touch_seconds == 0.0 and said(dear).recompute_seconds > 0.0
+    assert said(dear).page_fault_seconds == 0.0 and said(dear).recompute_seconds > 0.0
     line = "no activation is swapped: that would take 656.0 ms more, to take freed memory again"
     assert str(dear).splitlines()[3] == line
     assert "no activation is swapped" not in str(cheap) + str(free)
@@ -106,5 +106,5 @@ def test_where_the_price_is_high_nothing_is_swapped_and_the_plan_says_why() -> N
 def test_who_must_swap_does() -> None:
     """Nothing else fits, or a rule asks for it."""
     for plan in (planned(DEAR, share=0.1), planned(DEAR, rules={"swap": ["layers.0"]})):
-        assert swaps(plan) and said(plan).touch_seconds > 0.5 and said(plan).swap_excess_seconds == 0.0
+        assert swaps(plan) and said(plan).page_fault_seconds > 0.5 and said(plan).swap_excess_seconds == 0.0
         assert "freed memory taken again" in str(plan) and "no activation is swapped" not in str(plan)

@@ -44,7 +44,7 @@ def test_the_optimizers_state() -> None:
         load_memory({"budget": 1200 * MIB, "optimizer": "swap"}),
         link=LINK,
         time_limit_seconds=1.0,
-        with_ways_out=False,
+        with_suggestions=False,
     )
     assert plan.predicted is not None and plan.predicted.peak_bytes <= 1200 * MIB
     assert error.suggestions[0].startswith("with 'optimizer: swap' it fits: peak 1.")
@@ -97,5 +97,5 @@ def test_nothing_is_planned_again_for_who_wants_no_ways_out() -> None:
     changes = (Change(text="x", helps=frozenset({WEIGHTS}), profile=never),)
     profile = dataclasses.replace(decoder_profile(4), state=StateBytes(parameters=1 << 30))
     with pytest.raises(BudgetError) as caught:
-        plan_profile(profile, load_memory({"budget": MIB}), link=LINK, changes=changes, with_ways_out=False)
+        plan_profile(profile, load_memory({"budget": MIB}), link=LINK, changes=changes, with_suggestions=False)
     assert "most of it" not in str(caught.value)

@@ -127,15 +127,17 @@ def test_lifetimes_are_in_order(name: str) -> None:
         assert num_forward <= site.reads[0] <= site.reads[-1] < num_ops, site.name
         assert site.reads[-1] < site.release <= num_ops, site.name
         assert 0 <= site.first_sequence <= site.last_sequence, site.name
-    # How long the copy of a swapped anchor may take is counted from where the anchor is caught.
-    for anchor in (node for node in profile.nodes if node.anchor):
-        before = [site.first_sequence for site in profile.sites if site.saved < anchor.saved]
-        after = [site.last_sequence for site in profile.sites if site.saved > anchor.saved]
-        assert max(before, default=0) <= anchor.first_sequence <= min(after, default=10**9), anchor.name
+    # How long the copy of a swapped retained input may take is counted from where the retained input is caught.
+    for retained_input in (node for node in profile.nodes if node.retained_input):
+        before = [site.first_sequence for site in profile.sites if site.saved < retained_input.saved]
+        after = [site.last_sequence for site in profile.sites if site.saved > retained_input.saved]
+        assert max(before, default=0) <= retained_input.first_sequence <= min(after, default=10**9), retained_input.name
     needed = {name for node in profile.nodes if node.recipe for name in node.recipe.nodes}
-    anchors = [node for node in profile.nodes if node.anchor and node.name not in needed]
+    retained_inputs = [node for node in profile.nodes if node.retained_input and node.name not in needed]
     # What a layer that runs again starts from is one too.
-    assert all(node.anchor.module in profile.layers for node in anchors), "an anchor that nothing starts from"
+    assert all(node.retained_input.module in profile.layers for node in retained_inputs), (
+        "a retained input that nothing starts from"
+    )
     assert Profile.from_json(profile.to_json()) == profile
 
 

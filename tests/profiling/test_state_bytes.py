@@ -32,7 +32,7 @@ def counted(make: Callable[..., torch.optim.Optimizer], *, is_accelerator: bool 
         (torch.optim.Adagrad, {}, 4 * LARGE),
     ],
 )
-def test_moments_can_move_and_what_is_small_stays(make: Any, settings: dict[str, Any], movable: int) -> None:
+def test_live_chunks_can_move_and_what_is_small_stays(make: Any, settings: dict[str, Any], movable: int) -> None:
     state = counted(make, **settings)
     assert LARGE >= MOVABLE_ELEMENTS > SMALL
     assert state.optimizer_movable == movable

@@ -38,12 +38,12 @@ def recipes_of(recording: Recording) -> dict[str, Recipe | str]:
 
 
 def nothing(module: str) -> bool:
-    """No module catches anchors."""
+    """No module catches retained inputs."""
     return False
 
 
 def norms(module: str) -> bool:
-    """Only norms catch anchors."""
+    """Only norms catch retained inputs."""
     return "norm" in module
 
 
@@ -182,11 +182,11 @@ def test_a_llama_layer_in_bf16() -> None:
     recording = record(model, loss, batch, catches=norms)
     found = recipes_of(recording)
     layer = "model.layers.1"
-    anchors = {target.storage.name for target in recording.targets if target.is_anchor}
+    retained_inputs = {target.storage.name for target in recording.targets if target.is_retained_input}
 
     copy = found[f"{layer}.input_layernorm.to"]
     assert ops_of(copy) == ["_to_copy"]
-    assert copy.nodes == ("model.layers.0.add_1",) and "model.layers.0.add_1" in anchors
+    assert copy.nodes == ("model.layers.0.add_1",) and "model.layers.0.add_1" in retained_inputs
     assert ops_of(found[f"{layer}.input_layernorm.rsqrt"]) == ["pow", "mean", "add", "rsqrt"]
     normalised = found[f"{layer}.input_layernorm.to_1"]
     assert ops_of(normalised) == ["mul", "_to_copy"]
@@ -218,9 +218,9 @@ def test_more_than_the_first_trial() -> None:
     model, loss, batch = llama()
     recording = record(model, loss, batch)
     found = recipes_of(recording)
-    sites = [target.storage for target in recording.targets if not target.is_anchor]
+    sites = [target.storage for target in recording.targets if not target.is_retained_input]
     with_recipe = [site for site in sites if isinstance(found[site.name], Recipe)]
-    # The trial gave recipes of at most 8 operators to 42 of 78, with 5 anchors; matmul and attention never.
+    # The trial gave recipes of at most 8 operators to 42 of 78, with 5 retained inputs; matmul and attention never.
     assert len(with_recipe) >= len(sites) - 2
     assert max(len(found[site.name].steps) for site in with_recipe) <= 12
     cheap = [site for site in with_recipe if set(ops_of(found[site.name])) <= set(CHEAP)]
@@ -229,17 +229,17 @@ def test_more_than_the_first_trial() -> None:
 
 def cheap_bytes(recording: Recording, recipes: dict[str, Recipe | str], layer: str) -> tuple[int, int, int]:
     """Of one layer: bytes of its sites; of those with a recipe of elementwise, norm and cast operators alone (whose
-    chain ends at kept sites and held anchors); and of the anchors that must be held for that."""
+    chain ends at kept sites and held retained inputs); and of the retained inputs that must be held for that."""
     targets = {target.storage.name: target for target in recording.targets}
-    sites = {name for name, t in targets.items() if not t.is_anchor and name.startswith(f"{layer}.")}
+    sites = {name for name, t in targets.items() if not t.is_retained_input and name.startswith(f"{layer}.")}
     cheap = {n for n in targets if isinstance(recipes[n], Recipe) and set(ops_of(recipes[n])) <= set(CHEAP)}
     held: set[str] = set()
     pending = [name for name in sites if name in cheap]
     for name in pending:
         for below in recipes[name].nodes:
-            if targets[below].is_anchor and (below not in cheap or not below.startswith(f"{layer}.")):
+            if targets[below].is_retained_input and (below not in cheap or not below.startswith(f"{layer}.")):
                 held.add(below)  # what another layer made is not made again for this one
-            elif targets[below].is_anchor and below not in pending:
+            elif targets[below].is_retained_input and below not in pending:
                 pending.append(below)
     size = {name: target.storage.nbytes for name, target in targets.items()}
     return sum(size[n] for n in sites), sum(size[n] for n in sites & cheap), sum(size[n] for n in held)
@@ -270,11 +270,11 @@ def test_of_a_llama_3_8b_layer_480_mib_are_cheap() -> None:
 
     model, x = OneLayer(), torch.randn(1, tokens, 4096, dtype=torch.bfloat16)
     recording = record(model, lambda: model(x).sum(), x, catches=norms)
-    total, cheap, anchors = cheap_bytes(recording, recipes_of(recording), "layer")
+    total, cheap, retained_inputs = cheap_bytes(recording, recipes_of(recording), "layer")
     # One of the rotary tables and what is outside of the layer are not counted here.
     assert total * scale / 2**20 == pytest.approx(786.5, rel=0.01)
     assert cheap * scale / 2**20 >= 480
-    assert anchors * scale / 2**20 <= 64
+    assert retained_inputs * scale / 2**20 <= 64
 
 
 def test_shape_free_recipes_hold_for_other_shapes() -> None:

@@ -112,7 +112,7 @@ def test_the_document_has_the_same_figures(profile: Profile) -> None:
     content = json.loads(json.dumps(document(report)))
     assert max(content["step"]["planned_bytes"]) == report.plan.predicted.peak_bytes
     assert content["figures"][0]["what"] == "peak, predicted"
-    assert [row["is_asked"] for row in content["budgets"]].count(True) == 1
+    assert [row["is_requested"] for row in content["budgets"]].count(True) == 1
     tiles = {tile["what"]: tile for tile in content["figures"]}
     predicted = report.plan.predicted
     saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes

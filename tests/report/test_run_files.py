@@ -15,10 +15,10 @@ from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
 from lowtide.errors import ConfigError
 from lowtide.report import rank_step, run_state
+from lowtide.report.history import History, history_from_json, history_to_json, tables_of
 from lowtide.report.rank_step import RankStep
 from lowtide.report.run_folder import RunFiles, report_of_folder
 from lowtide.report.run_state import RunState, verdict
-from lowtide.report.story import Story, story_from_json, story_to_json, tables_of
 from lowtide.report.write import page
 from lowtide.timeline.events import Event
 
@@ -99,13 +99,13 @@ def test_ranks_in_a_file_and_a_table() -> None:
 
 
 def test_a_story_in_a_file_and_a_table() -> None:
-    story = Story(events=(("3", "peak: ...", "-", "0b8e", "1.0 s"),))
-    assert story_from_json(story_to_json(story)) == story
+    story = History(events=(("3", "peak: ...", "-", "0b8e", "1.0 s"),))
+    assert history_from_json(history_to_json(story)) == story
     (happened,) = tables_of(story)
     assert happened.rows[1] == story.events[0]
 
 
-@pytest.mark.parametrize("parse", [run_state.from_json, rank_step.from_json, story_from_json])
+@pytest.mark.parametrize("parse", [run_state.from_json, rank_step.from_json, history_from_json])
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"events": [[]]}', '{"a": ' * 9000])
 def test_files_that_were_edited_badly(parse: Any, text: str) -> None:
     with pytest.raises(ConfigError):

@@ -123,10 +123,10 @@ def test_latency_is_paid_for_each_copy() -> None:
     assert on_lane(played, "out") == {"a": (1.0, 1.75), "b": (2.0, 2.75)}
 
 
-def test_an_anchor_that_nobody_needs_is_not_copied() -> None:
+def test_an_retained_input_that_nobody_needs_is_not_copied() -> None:
     step = three_layers()
-    anchor = Item(name="x", nbytes=50, born=0, saved=0, dies=1, fates=ALL, recipe_seconds=9.0)
-    step = Step(ticks=step.ticks, num_forward_ticks=3, items=(anchor, *step.items))
+    retained_input = Item(name="x", nbytes=50, born=0, saved=0, dies=1, fates=ALL, recipe_seconds=9.0)
+    step = Step(ticks=step.ticks, num_forward_ticks=3, items=(retained_input, *step.items))
     for fate in ALL:
         played = run(step, [fate, KEEP, KEEP, KEEP], link(0.001), with_events=True)
         assert played.step_seconds == step.compute_seconds

@@ -16,7 +16,7 @@ LINK = Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)
 
 
 def chain() -> Step:
-    """Six ticks: an anchor (10 bytes) from which `b` (20) is made, from which `c` (40) is made."""
+    """Six ticks: a retained input (10 bytes) from which `b` (20) is made, from which `c` (40) is made."""
     fates = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
     items = (
         Item(name="a", nbytes=10, born=0, saved=0, dies=1, fates=fates),
@@ -27,7 +27,7 @@ def chain() -> Step:
     return Step(ticks=tuple(Tick(seconds=1.0, base_bytes=100) for _ in range(6)), num_forward_ticks=3, items=items)
 
 
-def test_all_kept_leaves_out_an_anchor_that_nobody_needs() -> None:
+def test_all_kept_leaves_out_an_retained_input_that_nobody_needs() -> None:
     assert plain_curve(chain()).tolist() == [130, 160, 160, 160, 120, 120]
 
 
@@ -43,7 +43,7 @@ def test_all_kept_leaves_out_an_anchor_that_nobody_needs() -> None:
         # A swapped input of a recipe is back when the recipe runs. b must be saved before it can leave.
         ("ksr", (None, 3, 3), [130, 160, 100, 167, 120, 120]),
         ("srr", (3, 3, 3), [130, 160, 100, 177, 120, 120]),
-        # An anchor that nobody needs is there while the forward has it, whatever its fate.
+        # A retained input that nobody needs is there while the forward has it, whatever its fate.
         ("skk", (None, 5, 3), [130, 160, 160, 160, 120, 120]),
         ("rkk", (None, 5, 3), [130, 160, 160, 160, 120, 120]),
     ],

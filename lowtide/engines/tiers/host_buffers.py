@@ -150,7 +150,7 @@ class HeapTrimmer:
         self._heap_end = end
 
 
-def touch_seconds_per_byte(nbytes: int = HEAP_SLACK_BYTES) -> float:
+def page_fault_seconds_per_byte(nbytes: int = HEAP_SLACK_BYTES) -> float:
     """What the first touch of a byte costs that the system has just given: a page fault for each page, measured.
 
     The memory is written twice; the difference is what the faults took, in processor time of this thread, since others

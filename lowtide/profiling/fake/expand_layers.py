@@ -330,14 +330,14 @@ class _Expansion:
     def _copied_node(self, node: Node, storage: Storage, places: list[_Place]) -> Node:
         read = self._index(places, is_end=False)
         gone = self._index(places, is_end=True)
-        anchor = node.anchor
-        if anchor is not None:
-            anchor = dataclasses.replace(anchor, module=self._renamed(anchor.module, places))
+        retained_input = node.retained_input
+        if retained_input is not None:
+            retained_input = dataclasses.replace(retained_input, module=self._renamed(retained_input.module, places))
         return dataclasses.replace(
             node,
             storage=storage,
             name=self._renamed(node.name, places),
-            anchor=anchor,
+            retained_input=retained_input,
             saved=read(node.saved),
             reads=[read(index) for index in node.reads],
             release=gone(node.release) if node.reads else 0,

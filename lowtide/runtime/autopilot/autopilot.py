@@ -48,7 +48,7 @@ from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import refuse_capture
-from lowtide.runtime.session.memory_words import add_words
+from lowtide.runtime.session.memory_message import add_message
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tide import Tide
@@ -221,7 +221,7 @@ class Autopilot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        add_words(error, self._describe_floor)
+        add_message(error, self._describe_floor)
         self.remove()
 
     # -- each forward ----------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ that exists, and the guard holds the limit.
 
 Why it is safe: what goes wrong while a step is observed is raised, and the next forward pass tries again; only a first
 step that no plan fits is the end. A batch that the model itself refuses leaves what it leaves without lowtide. If the
-backward pass alone fails, it is to fail where the loop calls it, so this step runs without a plan (unplanned.py).
+backward pass alone fails, it is to fail where the loop calls it, so this step runs without a plan
+(unplanned_shapes.py).
 Cost: the observed step (two to ten times a plain one) and the solver (a second) for each shape; else a look at the
 shapes that are known.
 Not covered: under several ranks, or where FSDP2 shards the model, a model that fails in the observed step: the error is
@@ -32,7 +33,7 @@ from lowtide.runtime.autopilot.observe_call import Witness, observe_call
 from lowtide.runtime.autopilot.phases import CHANGED, FIRST_STEP, NEW_SHAPE, VARIES, Phase
 from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket
 from lowtide.runtime.autopilot.plan_source import Planning, is_within
-from lowtide.runtime.autopilot.unplanned import Unplanned
+from lowtide.runtime.autopilot.unplanned_shapes import UnplannedShapes
 from lowtide.runtime.session.forward_patch import patched_part
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.out_of_memory import is_out_of_memory
@@ -44,7 +45,7 @@ from lowtide.units import format_bytes
 class Learning:
     """The shapes of one model on autopilot."""
 
-    def __init__(self, machine: Any, planning: Planning, placed: PlacedState, unplanned: Unplanned) -> None:
+    def __init__(self, machine: Any, planning: Planning, placed: PlacedState, unplanned: UnplannedShapes) -> None:
         """`machine` keeps the plan in force (machine.py). `unplanned` hears of steps that could not be observed, and
         says how the loop is to know."""
         self._in_force = machine

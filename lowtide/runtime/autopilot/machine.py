@@ -59,14 +59,14 @@ from lowtide.runtime.autopilot.phases import (
 )
 from lowtide.runtime.autopilot.plan_cache import CachedPlan, PlanCache, ShapeBucket, shape_bucket
 from lowtide.runtime.autopilot.plan_source import Facts, Planning
-from lowtide.runtime.autopilot.unplanned import Unplanned
+from lowtide.runtime.autopilot.unplanned_shapes import UnplannedShapes
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.forward_patch import ForwardPatch
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
-from lowtide.runtime.session.unseen import Unseen
+from lowtide.runtime.session.unobserved_forwards import UnobservedForwards
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import ALONE, any_rank
@@ -114,7 +114,7 @@ class Machine:
         self._placed = placed
         self._lease = _Lease(engine) if owns_engine else None
         self.patch = ForwardPatch(model, around, handle)
-        self.unseen = Unseen(model, "lowtide.optimize")
+        self.unseen = UnobservedForwards(model, "lowtide.optimize")
         # Of a model that FSDP2 shards, plans are made before its own hooks begin the forward pass: the observed step
         # is then a whole step, forward and backward, between two others.
         self._entry: Any = None
@@ -122,7 +122,7 @@ class Machine:
             self._entry = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self.is_inside = self._entry is None
         """Plans are made inside of the model's forward pass, not before it."""
-        self.unplanned = Unplanned(model)
+        self.unplanned = UnplannedShapes(model)
         self.learning = Learning(self, planning, placed, self.unplanned)
         self.first = FirstStep(engine, model if planning.has_budget else None)
         self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()

@@ -160,8 +160,8 @@ class FirstForward:
         planned = node.decision if node is not None else None
         if planned is None:
             return _kept("the plan does not know it")
-        if planned.anchor is not None:
-            return _kept("the plan took it for an anchor, but it is saved")
+        if planned.retained_input is not None:
+            return _kept("the plan took it for a retained input, but it is saved")
         if planned.fate is Fate.RECOMPUTE and planned.recipe is None:
             return _kept("to be recomputed with its layer, but saved outside of it")
         if planned.fate is Fate.SWAP and not saved.is_movable:

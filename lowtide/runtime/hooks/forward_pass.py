@@ -78,7 +78,7 @@ class ForwardPass:
         self.is_complete = False
         """The forward pass came to its end."""
         self._calls: dict[str, int] = {}
-        self._anchor_calls: dict[str, int] = {}
+        self._retained_input_calls: dict[str, int] = {}
         self.recording: list[SavedTensorEntry] = []
         self.departures = Departures(context.scheduler)
         self.parameters = Parameters(context.model)
@@ -382,13 +382,13 @@ class ForwardPass:
         return OffloadedSource(site, View(form))
 
     def count_call(self, module: str) -> int:
-        """How often a module with anchors has been called before in this forward."""
-        count = self._anchor_calls.get(module, 0)
-        self._anchor_calls[module] = count + 1
+        """How often a module with retained inputs has been called before in this forward."""
+        count = self._retained_input_calls.get(module, 0)
+        self._retained_input_calls[module] = count + 1
         return count
 
     def catch(self, node: Node, tensor: torch.Tensor | None) -> None:
-        """Hold an anchor: a tensor that autograd does not save, and that a recipe will start from."""
+        """Hold a retained input: a tensor that autograd does not save, and that a recipe will start from."""
         with disable_current_modes() if self.first.is_on else contextlib.nullcontext():
             if tensor is None:
                 self._miss()
@@ -397,15 +397,15 @@ class ForwardPass:
             if not saved.is_movable:
                 self._miss()
                 return
-            self._hold_anchor(node, saved)
+            self._hold_retained_input(node, saved)
 
-    def _hold_anchor(self, node: Node, saved: Saved) -> None:
+    def _hold_retained_input(self, node: Node, saved: Saved) -> None:
         recipe_graph, tensor = self.recipe_graph, saved.tensor
         assert recipe_graph is not None and saved.storage is not None
         recipe_graph.is_observing = self.first.is_on
         if self.departures.is_any:
             self.departures.keep_time()
-        self.counters.anchor_bytes += saved.storage.nbytes()
+        self.counters.retained_input_bytes += saved.storage.nbytes()
         decision = node.decision
         if node.is_made:
             if recipe_graph.make(node, tensor, saved.grad_fn) is None:

@@ -54,7 +54,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.random_state import RandomState
-from lowtide.tensors.view import Shape, may_overlap, version_witness
+from lowtide.tensors.view import Shape, may_overlap, version_alias
 from lowtide.units import MIB
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -176,7 +176,7 @@ class _Witness:
     __slots__ = ("counter", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.counter = version_witness(tensor) if is_plain(tensor) else tensor.detach()
+        self.counter = version_alias(tensor) if is_plain(tensor) else tensor.detach()
         self.version = version_of(tensor)
 
     def check(self, op: Any) -> None:

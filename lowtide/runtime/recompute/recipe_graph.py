@@ -2,8 +2,8 @@
 them.
 
 What: a `Node` is what a solved plan says about one name, prepared for this model. A `RecipeGraph` belongs to one
-forward pass. It gets tensors from the pack hook and from the anchors, and links each recomputed source to the sources
-that its recipe starts from. As soon as all of them are there, the recomputed source drops its tensor.
+forward pass. It gets tensors from the pack hook and from the retained inputs, and links each recomputed source to the
+sources that its recipe starts from. As soon as all of them are there, the recomputed source drops its tensor.
 
 When a recipe is trusted: never because it was right once. Nodes are found by position, and at a position there can be
 another tensor than last time, or one computed from another weight or with another number. So a recomputed source drops

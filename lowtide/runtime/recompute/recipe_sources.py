@@ -44,7 +44,7 @@ from lowtide.runtime.saved.stats import Ledger
 from lowtide.tensors.codecs import Decoder
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import current_graph_task_id, keeps_graph, storage_key, version_of
-from lowtide.tensors.view import Shape, View, version_witness
+from lowtide.tensors.view import Shape, View, version_alias
 
 
 class ResidentSource:
@@ -214,7 +214,7 @@ class RecomputedSource:
         self.site, self.held = site, None
         if self.witness is not None:
             # Its copy out may still read what is written from here on: the version stays in sight, without the bytes.
-            self.witness = version_witness(self.witness)
+            self.witness = version_alias(self.witness)
         self.scheduler.start_offload(site, None)
         return self.nbytes if site.copy.slot is not None else 0
 

@@ -42,8 +42,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from lowtide.runtime.recompute.call import Call
+from lowtide.runtime.recompute.draw_once import KeptResults
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.runtime.recompute.once import KeptResults
 from lowtide.runtime.recompute.saves import Dropped, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Swapped

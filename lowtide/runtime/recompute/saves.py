@@ -37,7 +37,7 @@ from lowtide.tensors.private import (
     top_saved_tensors_hooks,
     version_of,
 )
-from lowtide.tensors.view import modified_error, version_witness
+from lowtide.tensors.view import modified_error, version_alias
 from lowtide.tensors.wrappers import inside
 
 
@@ -130,7 +130,7 @@ class Dropped:
                 self.saved_inputs.add(self._inputs[key])
             elif key in self._results:
                 self._results.remove(key)
-                self.counters.anchor_bytes -= storage.nbytes()
+                self.counters.retained_input_bytes -= storage.nbytes()
             return False, seen[1]
         is_own = self.note is not None and self.note(tensor)
         self._seen[key] = StorageWeakRef(storage), is_own
@@ -154,7 +154,7 @@ class Dropped:
         self.has_results = True
         self._kept_bytes += storage.nbytes()
         self.counters.kept_bytes += storage.nbytes()
-        self.counters.anchor_bytes += storage.nbytes()  # until the region saves it
+        self.counters.retained_input_bytes += storage.nbytes()  # until the region saves it
         self._hold()
 
     def _hold(self) -> None:
@@ -367,7 +367,7 @@ class FirstSaves:
 
 
 def _witness(tensor: torch.Tensor) -> torch.Tensor:
-    return version_witness(tensor) if tensor.layout is torch.strided else tensor.detach()
+    return version_alias(tensor) if tensor.layout is torch.strided else tensor.detach()
 
 
 class EnoughError(BaseException):

@@ -23,7 +23,8 @@ class Stats:
     """Totals since `apply` or the last `reset_stats()`. Bytes are of unique storages, each counted once per graph."""
 
     saved_bytes: int
-    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed + narrowed, without anchors."""
+    """Activation bytes that plain autograd would have kept: kept + swapped + recomputed + narrowed, without retained
+    inputs."""
     kept_bytes: int
     """Bytes that stayed on the device (by plan, by size, or because no tier had room)."""
     swapped_bytes: int
@@ -33,7 +34,7 @@ class Stats:
     narrowed_bytes: int
     """Bytes that exact codecs made unnecessary: what was stored smaller, less the smaller forms, which are kept or
     swapped."""
-    anchor_bytes: int
+    retained_input_bytes: int
     """Bytes held only because recipes, or layers that run again, start from them. They are among the kept, swapped or
     recomputed bytes, too."""
     copied_out_bytes: int
@@ -154,7 +155,7 @@ class Counters:
     """The tally behind `Stats`."""
 
     aliased_bytes: int = 0
-    anchor_bytes: int = 0
+    retained_input_bytes: int = 0
     copied_in_bytes: int = 0
     copied_out_bytes: int = 0
     kept_bytes: int = 0
@@ -179,7 +180,7 @@ class Counters:
         without_plan = self.kept_bytes + self.swapped_bytes + self.recomputed_bytes + self.narrowed_bytes
         return Stats(
             **counted,
-            saved_bytes=without_plan - self.anchor_bytes,
+            saved_bytes=without_plan - self.retained_input_bytes,
             peak_device_bytes=peak_bytes,
             num_unplanned=num_unplanned,
             host_bytes=in_use.get("host", 0),

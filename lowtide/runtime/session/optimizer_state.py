@@ -24,7 +24,7 @@ from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
-from lowtide.optimizer.homes import MOST_BYTES
+from lowtide.optimizer.buckets import MOST_BYTES
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer, why_not
 
 

@@ -37,11 +37,11 @@ from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.checks import rules_about_ops
-from lowtide.runtime.session.memory_words import add_words, plan_words
+from lowtide.runtime.session.memory_message import add_message, plan_message
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.tighten import tighter
-from lowtide.runtime.session.unseen import Unseen
+from lowtide.runtime.session.unobserved_forwards import UnobservedForwards
 from lowtide.runtime.session.wrap import PlannedForwards
 from lowtide.tensors.fsdp import local_part
 from lowtide.tensors.live_bytes import optimizer_tensors
@@ -84,7 +84,7 @@ class Tide:
             describe_floor=self._describe_floor,
         )
         self._stall_base_seconds = engine.stall_seconds()
-        self._unseen = Unseen(model, "lowtide.apply")
+        self._unseen = UnobservedForwards(model, "lowtide.apply")
         try:
             self._forwards = PlannedForwards(plan, self._context, engine, self._unseen, self)
         except BaseException:
@@ -246,7 +246,7 @@ class Tide:
 
     def resume(self) -> None:
         """Go on after `suspend()`. The model must be as it was then."""
-        self._forwards.put_on_again()
+        self._forwards.reapply()
 
     def remove(self) -> None:
         """Restore the model exactly. Graphs that are still alive keep working. Idempotent.
@@ -270,7 +270,7 @@ class Tide:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        add_words(error, self._describe_floor)
+        add_message(error, self._describe_floor)
         self.remove()
 
     def __repr__(self) -> str:
@@ -332,7 +332,7 @@ class Tide:
         return (
             f"Parameters, gradients, buffers and optimizer state alone are "
             f"{format_bytes(self._model_state_bytes())}, and activations took up to "
-            f"{format_bytes(self._ledger.peak_bytes)} more.{plan_words(self._plan)}"
+            f"{format_bytes(self._ledger.peak_bytes)} more.{plan_message(self._plan)}"
         )
 
     # -- how it works ----------------------------------------------------------------------------------------------

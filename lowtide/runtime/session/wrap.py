@@ -1,8 +1,8 @@
 """The forward passes of a model under a plan: what is wrapped, and how a forward pass is entered.
 
-What: one wrapper on the model, on each layer, on each module that is to be recomputed, and on each that an anchor is
-caught at. The outermost that runs opens a `ForwardPass` (hooks/scope.py), which sees every saved tensor until it
-returns; those inside it find that forward pass and say where the forward pass is.
+What: one wrapper on the model, on each layer, on each module that is to be recomputed, and on each that a retained
+input is caught at. The outermost that runs opens a `ForwardPass` (hooks/scope.py), which sees every saved tensor until
+it returns; those inside it find that forward pass and say where the forward pass is.
 
 A pattern may name an operator, and operators are known only after a forward pass has run; such patterns are checked at
 the end of the first forward, everything else before (checks.py).
@@ -25,17 +25,17 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Rule, Rules, unmatched_error
 from lowtide.engines.base import Engine
-from lowtide.runtime.hooks.anchors import anchor_points
 from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.hooks.forward_pass import ForwardPass
 from lowtide.runtime.hooks.mismatch import warn_about_other_sites, warn_about_small_sites
+from lowtide.runtime.hooks.retained_inputs import retained_input_points
 from lowtide.runtime.hooks.table import LayerTable
 from lowtide.runtime.hooks.transforms import run_allowing_transforms
 from lowtide.runtime.saved.handle import open_handle
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.runtime.session.checks import foreign_hooks_error, recomputed_modules, refuse_capture
 from lowtide.runtime.session.forward_patch import ForwardPatch
-from lowtide.runtime.session.unseen import Unseen
+from lowtide.runtime.session.unobserved_forwards import UnobservedForwards
 from lowtide.tensors.compiled import compiled_parts, how_compiled, refuse_compiled
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
@@ -50,7 +50,9 @@ Around = Callable[[Callable, tuple, dict], Any]
 class PlannedForwards:
     """The wrappers of one plan on the model of `context`, in the name of `handle`. They are on from the start."""
 
-    def __init__(self, plan: Plan, context: PlanContext, engine: Engine, unseen: Unseen, handle: Any) -> None:
+    def __init__(
+        self, plan: Plan, context: PlanContext, engine: Engine, unseen: UnobservedForwards, handle: Any
+    ) -> None:
         self._plan = plan
         self._handle = handle
         self._context = context
@@ -79,7 +81,7 @@ class PlannedForwards:
         for patch in reversed(self._patches):
             patch.undo()
 
-    def put_on_again(self) -> None:
+    def reapply(self) -> None:
         """After `take_off`; the model must be as it was then."""
         self._patches = [patch.again() for patch in self._patches]
 
@@ -90,8 +92,8 @@ class PlannedForwards:
         # Innermost of all: around the compiled code alone.
         for name, module in self._compiled.items():
             patches.append(ForwardPatch(module, self._around_compiled(name)))
-        # Innermost: an anchor of a layer, or of the model, is caught inside its region.
-        for points in anchor_points((self._context.nodes or {}).values(), modules):
+        # Innermost: a retained input of a layer, or of the model, is caught inside its region.
+        for points in retained_input_points((self._context.nodes or {}).values(), modules):
             patches.append(ForwardPatch(modules[points.name], points.around(self._open)))
         for name in recomputed_modules(modules, self._plan):
             patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))

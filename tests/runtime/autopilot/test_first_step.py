@@ -15,7 +15,7 @@ from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
 from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.session.memory_words import plan_words
+from lowtide.runtime.session.memory_message import plan_message
 from lowtide.units import GIB, MIB
 
 PREDICTED = Prediction(
@@ -152,10 +152,10 @@ def test_words_of_a_plan() -> None:
         )
 
     plan = Plan(layers=(), min_bytes=0, is_solved=True, budget_bytes=20 * GIB, predicted=PREDICTED)
-    assert not plan_words(plan)
-    assert not plan_words(dataclasses.replace(plan, predicted=None, account=account(weights=1)))
+    assert not plan_message(plan)
+    assert not plan_message(dataclasses.replace(plan, predicted=None, account=account(weights=1)))
     full = account(weights=512, optimizer_state=1024, activations=10, peak=2048)
-    assert plan_words(dataclasses.replace(plan, account=full)) == (
+    assert plan_message(dataclasses.replace(plan, account=full)) == (
         " The plan had said: peak 19.0 GiB of a budget of 20.0 GiB, of which optimizer state: 1.0 GiB. What would help "
         "most: write memory.optimizer: swap."
     )

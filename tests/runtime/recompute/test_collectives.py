@@ -139,7 +139,7 @@ def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
             "saved": stats.saved_bytes / 3,
             "recomputed": stats.recomputed_bytes / 3,
             "swapped": stats.swapped_bytes / 3,
-            "anchors": stats.anchor_bytes / 3,
+            "retained_inputs": stats.retained_input_bytes / 3,
             "divergences": stats.num_divergences,
             "rows": [(row.layer, row.part, row.fate, row.nbytes) for row in tide.source.file_plan.rows],
             "why": [row.why for row in tide.source.file_plan.rows],
@@ -169,7 +169,7 @@ def test_gathers_at_norms_are_made_again(ranks: Ranks, how: dict) -> None:
         assert set(found["why"]) == {"recompute_config.select_comm_recompute (its all-gather is recomputed)"}
         # What goes is what was gathered; the norms' shares, which autograd does not save, are held for it.
         assert found["recomputed"] == 2 * NUM_LAYERS * GATHERED
-        assert found["anchors"] == 2 * NUM_LAYERS * SHARE
+        assert found["retained_inputs"] == 2 * NUM_LAYERS * SHARE
         assert found["kept"] == found["saved"] - 2 * NUM_LAYERS * (GATHERED - SHARE)
         assert found["counts"] == [PLAIN | {GATHERS: 6 * NUM_LAYERS}] * 2
 

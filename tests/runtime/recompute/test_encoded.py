@@ -152,9 +152,11 @@ def test_what_a_recipe_starts_from_may_be_stored_smaller() -> None:
     profile = profiled(model)
     made = {node.name: Fate.RECOMPUTE for node in profile.sites if node.recipe is not None}
     starts = {name for node in profile.sites if node.name in made for name in node.recipe.nodes}
-    anchors = {node.name: Fate.KEEP for node in profile.nodes if node.anchor is not None and node.name in starts}
+    retained_inputs = {
+        node.name: Fate.KEEP for node in profile.nodes if node.retained_input is not None and node.name in starts
+    }
     for fate in (Fate.KEEP, Fate.SWAP):
-        plan = smaller(profile, fate, **made, **anchors)
+        plan = smaller(profile, fate, **made, **retained_inputs)
         assert any(site.codec is not None and site.name in starts for site in plan.sites)
         want = step(model)
         with lowtide.apply(model, plan, engine=VirtualEngine(2)) as tide:

@@ -1,4 +1,4 @@
-"""Cells and anchors: what recipes start from and make, held no longer than needed, and who may write to it."""
+"""Cells and retained inputs: what recipes start from and make, held no longer than needed, and who may write to it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ FORKED = ("layers.1.tanh", "layers.1.exp")
 
 
 def forked(fate: Fate) -> tuple[nn.Module, Plan]:
-    """A model and a plan in which two made cells start from one anchor of this fate."""
+    """A model and a plan in which two made cells start from one retained input of this fate."""
     model = stack(Gated(), Forked())
     profile = profiled(model)
     recipes = {node.name: node.recipe.nodes for node in profile.sites if node.recipe is not None}
@@ -298,12 +298,12 @@ def test_a_made_tensor_that_was_modified_raises_what_plain_autograd_raises() -> 
 
 
 @pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
-def test_an_anchor_that_was_modified_is_named(fate: Fate) -> None:
+def test_a_retained_input_that_was_modified_is_named(fate: Fate) -> None:
     model = stack(Gated(), Normed())
-    anchor = "layers.0.add"
+    retained_input = "layers.0.add"
     profile = profiled(model)
-    assert next(node for node in profile.nodes if node.name == anchor).anchor is not None
-    plan = only_made(profile, **{anchor: fate})
+    assert next(node for node in profile.nodes if node.name == retained_input).retained_input is not None
+    plan = only_made(profile, **{retained_input: fate})
     caught: list[Tensor] = []
     model.layers[1].before = caught.append
     with lowtide.apply(model, plan, engine="virtual:0"):
@@ -395,17 +395,18 @@ def test_a_recipe_runs_under_the_settings_of_its_forward(monkeypatch: pytest.Mon
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-# -- anchors ---------------------------------------------------------------------------------------------------------
+# -- retained inputs
+# ---------------------------------------------------------------------------------------------------------
 
 
-def test_anchors_leave_no_trace_and_are_not_copied() -> None:
+def test_retained_inputs_leave_no_trace_and_are_not_copied() -> None:
     model = stack(Gated(), Normed(), Gated())
     before = zoo.footprint(model)
     plan = only_made(profiled(model))
-    assert any(site.anchor is not None for site in plan.sites)
+    assert any(site.retained_input is not None for site in plan.sites)
     with lowtide.apply(model, plan, engine="virtual:0") as tide:
         gradients(model, rows())
-        assert tide.stats.anchor_bytes > 0
+        assert tide.stats.retained_input_bytes > 0
         assert tide.stats.num_divergences == 0
         twin = copy.deepcopy(model)
     assert zoo.footprint(model) == before
@@ -413,7 +414,7 @@ def test_anchors_leave_no_trace_and_are_not_copied() -> None:
     assert_plain(twin, rows(), gradients(model, rows()))
 
 
-def test_an_anchor_dies_with_the_graph_or_before() -> None:
+def test_a_retained_input_dies_with_the_graph_or_before() -> None:
     model = stack(Gated(), Normed())
     plan = only_made(profiled(model))
     caught: list[weakref.ref] = []
@@ -428,7 +429,7 @@ def test_an_anchor_dies_with_the_graph_or_before() -> None:
             assert caught[-1]() is None
 
 
-def test_an_anchor_of_the_second_call_of_a_module() -> None:
+def test_a_retained_input_of_the_second_call_of_a_module() -> None:
     block = stack(Normed()).layers[0]
 
     class Twice(nn.Module):
@@ -443,7 +444,9 @@ def test_an_anchor_of_the_second_call_of_a_module() -> None:
     profile = profiled(model)
     needed = {name for node in profile.sites if node.recipe for name in node.recipe.nodes}
     calls = {
-        n.anchor.call for n in profile.nodes if n.name in needed and n.anchor and n.anchor.module.endswith("block")
+        n.retained_input.call
+        for n in profile.nodes
+        if n.name in needed and n.retained_input and n.retained_input.module.endswith("block")
     }
     assert calls == {0, 1}
     with lowtide.apply(model, only_made(profile), engine="virtual:0") as tide:
@@ -460,7 +463,7 @@ def test_what_the_guard_sent_away_is_still_known_by_its_version(room: dict[str, 
     tensor = torch.arange(64.0)
     scheduler = OffloadScheduler(VirtualEngine(0, **room), Counters(), Ledger())
     prints: Any = None
-    source = sources.RecomputedSource("anchor", None, tensor, scheduler, fingerprints=prints, modes=Modes())
+    source = sources.RecomputedSource("retained_input", None, tensor, scheduler, fingerprints=prints, modes=Modes())
     source.spill_queue = PrefetchQueue()
     source.spill()
     assert source.is_intact()

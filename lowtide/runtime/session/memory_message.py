@@ -1,7 +1,7 @@
 """Out of memory in words: what the plan had said, what most of it was, and the one change that would mend that.
 
-What: `plan_words` reads the account of the plan in force. Where it was the loss or a temporary that asked last does not
-matter: what is most is what has to be less.
+What: `plan_message` reads the account of the plan in force. Where it was the loss or a temporary that asked last does
+not matter: what is most is what has to be less.
 Cost: none until memory runs out. Not covered: an error of backward where nobody wrote `with`; plans by rules, which
 predict nothing; memory of others on the device.
 """
@@ -24,7 +24,7 @@ _CHANGES = {
 }
 
 
-def plan_words(plan: Plan) -> str:
+def plan_message(plan: Plan) -> str:
     """Two sentences, after a blank; nothing for a plan that predicts nothing."""
     parts = [line for line in plan.account if line.what in _CHANGES]
     if plan.predicted is None or not parts:
@@ -37,7 +37,7 @@ def plan_words(plan: Plan) -> str:
     )
 
 
-def add_words(error: BaseException | None, describe_floor: Callable[[], str]) -> None:
+def add_message(error: BaseException | None, describe_floor: Callable[[], str]) -> None:
     """To an error that leaves the `with` block of a handle because memory ran out, say what held it; a forward pass has
     said it of its own. In a plain loop nothing else of lowtide's sees an error of backward."""
     if error is None or not is_out_of_memory(error):

@@ -2,7 +2,7 @@
 
 What: a collective must not run again in backward: ranks would exchange twice, and where the second routing differed by
 a bit they would wait for each other for ever. So its result is kept, and the second run takes it. While a region runs,
-its thread finds the region's `KeptResults` here, by `only_once`.
+its thread finds the region's `KeptResults` here, by `draw_once`.
 
 Cost: the bytes of these results from forward to backward; they are in the ledger, and in `stats.kept_bytes`.
 Not covered: collectives that do not ask (whatever a block calls on `torch.distributed` itself): they run twice.
@@ -63,7 +63,7 @@ class KeptResults:
         return result.detach()
 
 
-def only_once() -> tuple[KeptResults | None, bool]:
+def draw_once() -> tuple[KeptResults | None, bool]:
     """The results of the region that this thread runs, if it does, and whether it runs it again."""
     found = _RUN.get()
     return (None, False) if found is None else found

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from lowtide.pipeline.figures import peak_live_chunks
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.moments import moments_of
+from lowtide.pipeline.live_chunks import live_chunks_of
+from lowtide.pipeline.row_counts import peak_live_chunks
 from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Kind, Result, Schedule, carried_by, made_by
 from lowtide.pipeline.transfers import with_transfers
 
@@ -27,7 +27,7 @@ def schedule_of(name: str, num_ranks: int) -> Schedule:
 def test_as_many_chunks_are_alive_as_the_figures_say(name: str, num_ranks: int) -> None:
     schedule = schedule_of(name, num_ranks)
     for rank, peak in enumerate(peak_live_chunks(schedule)):
-        moments = moments_of(schedule, rank, pairs_at_once=True)
+        moments = live_chunks_of(schedule, rank, pairs_at_once=True)
         assert max(len(moment.running) + sum(number for _, number in moment.live) for moment in moments) == peak
 
 
@@ -76,7 +76,7 @@ def executed(schedule: Schedule, seed: int) -> list[tuple[int, tuple, Counter, C
 @pytest.mark.parametrize("name", SEVERAL)
 def test_no_execution_holds_more_than_some_moment_says(name: str) -> None:
     schedule = schedule_of(name, 4)
-    moments = [moments_of(schedule, rank, pairs_at_once=True) for rank in range(4)]
+    moments = [live_chunks_of(schedule, rank, pairs_at_once=True) for rank in range(4)]
     for seed in range(6):
         for rank, running, live, messages in executed(schedule, seed):
             assert any(

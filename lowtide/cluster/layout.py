@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lowtide.cluster.shape import ModelShape
 from lowtide.config.parallel import AXES, ParallelConfig
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cluster.shape import ModelShape
 from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule
 from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
 

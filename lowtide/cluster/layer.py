@@ -21,11 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lowtide.cluster.layout import Batch, Layout
+from lowtide.cluster.shape import DENSE, ModelShape
 from lowtide.config.parallel import ParallelConfig
-from lowtide.pipeline.cluster.layout import Batch, Layout
-from lowtide.pipeline.cluster.network import all_to_all_seconds, ring_seconds
-from lowtide.pipeline.cluster.shape import DENSE, ModelShape
-from lowtide.timeline.cluster import Cluster
+from lowtide.timeline.cluster import Cluster, all_to_all_seconds, ring_seconds
 from lowtide.timeline.hardware import Hardware
 
 
@@ -97,7 +96,7 @@ class Layer:
         return max(sum(self.nbytes[name] for name in names) for names in read)
 
     @cached_property
-    def anchored_bytes(self) -> int:
+    def retained_input_bytes(self) -> int:
         """Of what no recipe makes again."""
         return sum(nbytes for name, nbytes in self.nbytes.items() if name not in self.recipes)
 

@@ -1,4 +1,4 @@
-"""Anchors: tensors that autograd does not save, caught where a module takes them in or gives them out.
+"""Retained inputs: tensors that autograd does not save, caught where a module takes them in or gives them out.
 
 What: a recipe may start from a tensor that no operator saves, such as the bf16 input of a norm that saves an fp32 copy
 of it. A solved plan names such a tensor by module, side (input or output), leaf (which tensor of them) and call. A
@@ -7,8 +7,8 @@ before anything is saved that will be recomputed from it.
 
 Why not module hooks: see runtime/session/forward_patch.py. Also, a copy of the model would have these hooks too.
 
-Cost: 5 us a call of a module with anchors. Not covered: tensors inside objects that `torch.utils._pytree` does not
-know.
+Cost: 5 us a call of a module with retained inputs. Not covered: tensors inside objects that `torch.utils._pytree` does
+not know.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.tensors.private import tree_leaves
 
 
-class AnchorPoints:
-    """The anchors of one module."""
+class RetainedInputs:
+    """The retained inputs of one module."""
 
     def __init__(self, name: str, nodes: Iterable[Node]) -> None:
         self.name = name
         self._points: dict[tuple[str, int], list[Node]] = {}
         for node in nodes:
-            anchor = node.decision.anchor
-            assert anchor is not None
-            self._points.setdefault((anchor.side, anchor.call), []).append(node)
+            retained_input = node.decision.retained_input
+            assert retained_input is not None
+            self._points.setdefault((retained_input.side, retained_input.call), []).append(node)
         self._has_inputs = any(side == "input" for side, _ in self._points)
 
     def around(self, find_pass: Callable[[], ForwardPass | None]) -> Callable[[Callable, tuple, dict], Any]:
@@ -60,23 +60,23 @@ class AnchorPoints:
             return
         leaves = tree_leaves(tree)
         for node in nodes:
-            assert node.decision.anchor is not None
-            leaf = node.decision.anchor.leaf
+            assert node.decision.retained_input is not None
+            leaf = node.decision.retained_input.leaf
             found = leaves[leaf] if leaf < len(leaves) else None
             forward_pass.catch(node, found if isinstance(found, torch.Tensor) else None)
 
 
-def anchor_points(nodes: Iterable[Node], modules: dict[str, nn.Module]) -> list[AnchorPoints]:
-    """The anchors of a solved plan by module. Raises ConfigError for a module that the model does not have."""
+def retained_input_points(nodes: Iterable[Node], modules: dict[str, nn.Module]) -> list[RetainedInputs]:
+    """The retained inputs of a solved plan by module. Raises ConfigError for a module that the model does not have."""
     by_module: dict[str, list[Node]] = {}
     for node in nodes:
-        anchor = node.decision.anchor
-        if anchor is None:
+        retained_input = node.decision.retained_input
+        if retained_input is None:
             continue
-        if anchor.module not in modules:
+        if retained_input.module not in modules:
             raise ConfigError(
-                f"lowtide.apply: anchor '{node.name}' of the plan is at module '{anchor.module}', which this model "
-                "does not have; the plan was made for another model, plan again"
+                f"lowtide.apply: retained input '{node.name}' of the plan is at module '{retained_input.module}', "
+                "which this model does not have; the plan was made for another model, plan again"
             )
-        by_module.setdefault(anchor.module, []).append(node)
-    return [AnchorPoints(name, members) for name, members in by_module.items()]
+        by_module.setdefault(retained_input.module, []).append(node)
+    return [RetainedInputs(name, members) for name, members in by_module.items()]

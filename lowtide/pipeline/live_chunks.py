@@ -1,8 +1,8 @@
 """What a rank of a pipeline holds while it computes: the chunks in flight and the messages, moment by moment. No clock.
 
-What: `moments_of` walks a rank's row. A *moment* is one action that computes, or the two of a pair; it says which other
-chunks of the rank are alive meanwhile, and which messages its memory may hold. Moments that hold less than another are
-left out, so a few remain whatever the number of micro-batches.
+What: `live_chunks_of` walks a rank's row. A *moment* is one action that computes, or the two of a pair; it says which
+other chunks of the rank are alive meanwhile, and which messages its memory may hold. Moments that hold less than
+another are left out, so a few remain whatever the number of micro-batches.
 A chunk is alive from its forward to the end of the backward that reads its activations (B, or I where weight gradients
 are not put off).
 A message that was asked for is counted until it is read. One that was sent is counted until this rank knows that its
@@ -62,7 +62,7 @@ def _covers(one: dict, other: dict) -> bool:
     return all(one.get(key, 0) >= number for key, number in other.items())
 
 
-def moments_of(schedule: Schedule, rank: int, *, pairs_at_once: bool) -> tuple[Moment, ...]:
+def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool) -> tuple[Moment, ...]:
     """Of a schedule with its transfers, which has passed `verify`. `pairs_at_once`: the halves of a pair take turns;
     else the forward is over when the backward begins."""
     found: list[Moment] = []
@@ -75,7 +75,7 @@ def moments_of(schedule: Schedule, rank: int, *, pairs_at_once: bool) -> tuple[M
 
 def read_by_then(schedule: Schedule, rank: int) -> tuple[frozenset[Result], ...]:
     """For each action of a rank, once it has what it reads: results that the rank has sent, and of which it knows from
-    then on that their readers have begun. `moments_of` counts them no more."""
+    then on that their readers have begun. `live_chunks_of` counts them no more."""
     place, found, seen = _reader_positions(schedule), [], set[Result]()
     sent: set[Result] = set()
     for every, known in zip(schedule.actions[rank], _known_positions(schedule, rank), strict=True):
@@ -93,7 +93,7 @@ def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_o
     place = _reader_positions(schedule)
     live: Counter[int] = Counter(dict.fromkeys(schedule.stages_of(rank), 0))
     waiting: set[Result] = set()
-    """Asked for, or made here for this very rank, and not read yet."""
+    """PlanRequest for, or made here for this very rank, and not read yet."""
     sent: set[Result] = set()
 
     def moment(running: tuple[Action, ...]) -> Moment:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lowtide.pipeline.csv_text import from_csv
-from lowtide.pipeline.figures import (
+from lowtide.pipeline.generators import GENERATORS, make_schedule
+from lowtide.pipeline.row_counts import (
     is_in_order,
     paired_share,
     peak_live_chunks,
     peak_receives,
 )
-from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.schedule import Schedule
 
 

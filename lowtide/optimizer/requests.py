@@ -17,7 +17,7 @@ from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.optimizer.homes import LEAST_BYTES, MOST_BYTES, storages_of
+from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES, storages_of
 from lowtide.optimizer.store import entries_of
 from lowtide.optimizer.trial import KNOWN
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE
@@ -30,7 +30,7 @@ TIERS = ("host", "disk")
 OVERLAPS = ("auto", "step", "backward", "in_backward")
 
 
-def check_words(tier: Any, overlap: Any) -> None:
+def check_names(tier: Any, overlap: Any) -> None:
     if tier == "mapped":
         raise ConfigError(
             "lowtide.swap_optimizer: tier 'mapped' (kernels that read main memory in place) is not built: torch has no "

@@ -1,8 +1,8 @@
 """Where the state of a bucket is between steps: a slot of a slower tier, and ordinary tensors over its bytes.
 
-What: `Home` is one bucket. It owns a slot, and for each tensor of state one over the slot's bytes, which stands in
-`optimizer.state` between steps. `Piece` is what is copied and stepped at once: all of a bucket, or a stretch of the
-elements of one large parameter, which has a bucket to itself. `movable` says which tensors of state can live so.
+What: `StateBucket` is one bucket. It owns a slot, and for each tensor of state one over the slot's bytes, which stands
+in `optimizer.state` between steps. `StateChunk` is what is copied and stepped at once: all of a bucket, or a stretch of
+the elements of one large parameter, which has a bucket to itself. `movable` says which tensors of state can live so.
 Why: whoever looks into `optimizer.state` between steps (a checkpoint, a logger, a user) finds a valid tensor with the
 right bytes and of the right shape, only its device is another. Nothing is ever empty or out of date.
 Each tensor has a storage of its own, which is a part of the slot: `torch.save` writes whole storages, and would write
@@ -111,13 +111,13 @@ class Entry:
         return local if self.shell is None else self.shell.around(local)
 
 
-class Piece:
+class StateChunk:
     """What is copied and stepped at once. `slots`: the bucket's own; or of each entry the part with elements
     [start, end), in order of memory."""
 
     __slots__ = ("end", "home", "slots", "start")
 
-    def __init__(self, home: Home, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
+    def __init__(self, home: StateBucket, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
         self.home = home
         self.slots = slots
         self.start = start
@@ -128,7 +128,7 @@ class Piece:
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots)
 
-    def overlaps(self, other: Piece) -> bool:
+    def overlaps(self, other: StateChunk) -> bool:
         return self is other or (self.home is other.home and None in (self.end, other.end))
 
     def stretches(self, bucket: Bucket | None) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class Piece:
         ]
 
 
-class Home:
+class StateBucket:
     """One bucket and where it lives. Plain data; the copies are made by transfers.py."""
 
     __slots__ = (
@@ -174,7 +174,7 @@ class Home:
         """The bytes on the device, where they could not be written to the slot."""
         self.was_idle = False
         """Whether no parameter of it had a gradient in the last step."""
-        self.whole = Piece(self, [slot])
+        self.whole = StateChunk(self, [slot])
         self.pieces = [self.whole]
 
     @property
@@ -191,7 +191,7 @@ class Home:
                 for entry in self.entries
                 for size in (entry.shape.dtype.itemsize,)
             ]
-            self.pieces.append(Piece(self, slots, start, end))
+            self.pieces.append(StateChunk(self, slots, start, end))
             start = end
 
     def bind_host(self, state: Any) -> None:

@@ -20,17 +20,16 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lowtide.cluster.layer import Layer, Place, make_layer
+from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of
+from lowtide.cluster.rank import Memory, RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.cluster.shape import ModelShape
+from lowtide.cluster.split import split_layers
+from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
 from lowtide.config.parallel import ParallelConfig
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cluster.layer import Layer, Place, make_layer
-from lowtide.pipeline.cluster.layout import Batch, Layout, layouts, schedules_of
-from lowtide.pipeline.cluster.network import hand_over_seconds, ring_seconds
-from lowtide.pipeline.cluster.rank import Memory, RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
-from lowtide.pipeline.cluster.shape import ModelShape
-from lowtide.pipeline.cluster.split import split_layers
-from lowtide.pipeline.cluster.step import Clockwork, StageTimes, StepParts, step_parts
-from lowtide.timeline.cluster import Cluster
+from lowtide.timeline.cluster import Cluster, hand_over_seconds, ring_seconds
 from lowtide.timeline.hardware import Hardware
 from lowtide.units import MIB, format_bytes, format_seconds
 

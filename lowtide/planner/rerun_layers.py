@@ -26,7 +26,7 @@ from lowtide.core.profile import LayerCall, Profile, Site
 _GONE = "its layer runs again"
 
 
-def can_run_again(profile: Profile) -> tuple[str, ...]:
+def can_rerun(profile: Profile) -> tuple[str, ...]:
     """Layers of which every call can be run again, in order."""
     refused = {call.name for call in profile.calls if call.why_not}
     called = {call.name for call in profile.calls if call.end_op > call.first_op}
@@ -116,7 +116,7 @@ class _Again:
         if call is None or node.name in self.inputs:
             return None
         # Saved after the call was over, too: somebody else reads it.
-        return None if node.anchor is None and node.last_sequence > call.end_sequence else call
+        return None if node.retained_input is None and node.last_sequence > call.end_sequence else call
 
     def op(self, index: int) -> int:
         """An operator: it comes after what runs again before it."""
@@ -223,13 +223,13 @@ class _Again:
             release = max(release, *(self.end(self.over[rerun.call.first_op]) for rerun in readers))
             # Handed over when the layer begins.
             begins = min(rerun.call.first_op for rerun in readers)
-            if node.anchor is not None or begins <= node.saved:
+            if node.retained_input is not None or begins <= node.saved:
                 saved = max(begins - 1, node.born, 0)
                 first = self._sequence_at(saved)
-            last = max(0 if node.anchor is not None else last, *(rerun.call.end_sequence for rerun in readers))
+            last = max(0 if node.retained_input is not None else last, *(rerun.call.end_sequence for rerun in readers))
         return dataclasses.replace(
             node,
-            anchor=None if readers else node.anchor,
+            retained_input=None if readers else node.retained_input,
             saved=saved,
             dies=self.end(node.dies),
             reads=tuple(sorted(reads)),

@@ -1,6 +1,6 @@
 """What an autopilot decided in a run, as plain rows.
 
-What: `story_of` reads a handle; `tables_of` makes a table of it. events.json has it as data.
+What: `history_of` reads a handle; `tables_of` makes a table of it. events.json has it as data.
 Cost: nothing. Not covered: Python's view of it, `tide.events`.
 """
 
@@ -11,19 +11,19 @@ import json
 from dataclasses import dataclass
 
 from lowtide.errors import ConfigError
-from lowtide.report.parts import Table
+from lowtide.report.elements import Table
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class History:
     """Rows of text."""
 
     events: tuple[tuple[str, ...], ...] = ()
 
 
-def story_of(handle: Autopilot) -> Story:
+def history_of(handle: Autopilot) -> History:
     events = [
         (
             str(event.forward),
@@ -34,10 +34,10 @@ def story_of(handle: Autopilot) -> Story:
         )
         for event in handle.events
     ]
-    return Story(events=tuple(events))
+    return History(events=tuple(events))
 
 
-def tables_of(story: Story) -> list[Table]:
+def tables_of(story: History) -> list[Table]:
     """One of all decisions. None where nothing happened."""
     if not story.events:
         return []
@@ -46,18 +46,18 @@ def tables_of(story: Story) -> list[Table]:
     return [Table(title="What happened", caption=caption, rows=(head, *story.events))]
 
 
-def story_to_json(story: Story) -> str:
-    """As text; `story_from_json` gives back an equal one."""
+def history_to_json(story: History) -> str:
+    """As text; `history_from_json` gives back an equal one."""
     return json.dumps(dataclasses.asdict(story)) + "\n"
 
 
-def story_from_json(text: str) -> Story:
-    """What `story_to_json` wrote. Raises ConfigError for anything else."""
+def history_from_json(text: str) -> History:
+    """What `history_to_json` wrote. Raises ConfigError for anything else."""
     try:
         content = json.loads(text)
         events = tuple(tuple(str(cell) for cell in row) for row in content["events"])
         if any(len(row) != 5 for row in events):
             raise ValueError
-        return Story(events=events)
+        return History(events=events)
     except (KeyError, TypeError, ValueError, RecursionError):
         raise ConfigError("not a list of events that lowtide wrote") from None

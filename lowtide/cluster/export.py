@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lowtide.cluster.decisions import Decisions, decisions
+from lowtide.cluster.layout import Layout
+from lowtide.cluster.search import ClusterPlan, LayoutPlan, Question
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cluster.decisions import Decisions, decisions
-from lowtide.pipeline.cluster.layout import Layout
-from lowtide.pipeline.cluster.search import ClusterPlan, LayoutPlan, Question
 from lowtide.units import format_bytes
 
 PREFETCH = 1

@@ -26,7 +26,7 @@ from lowtide.runtime.session.forward_patch import handle_of
 from lowtide.tensors.private import num_dispatch_modes
 
 
-class Unplanned:
+class UnplannedShapes:
     """Of one model on autopilot."""
 
     def __init__(self, model: nn.Module) -> None:

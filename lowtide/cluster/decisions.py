@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from lowtide.cluster.layout import schedules_of
+from lowtide.cluster.rank import Share
+from lowtide.cluster.search import LayoutPlan
 from lowtide.core.fate import Fate
-from lowtide.pipeline.cluster.layout import schedules_of
-from lowtide.pipeline.cluster.rank import Share
-from lowtide.pipeline.cluster.search import LayoutPlan
 
 Decisions = Mapping[str, Fate]
 """Saved activation -> its fate, for those that are not kept."""

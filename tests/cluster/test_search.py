@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from cluster_cases import DENSE_SHAPE, MOE_SHAPE, question
 
+from lowtide.cluster.layout import layouts
+from lowtide.cluster.report import document
+from lowtide.cluster.search import ClusterPlan, Planner, Question, plan_cluster
 from lowtide.config.parallel import AXES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cluster.layout import layouts
-from lowtide.pipeline.cluster.report import document
-from lowtide.pipeline.cluster.search import ClusterPlan, Planner, Question, plan_cluster
 
 ALL = 10**6
 

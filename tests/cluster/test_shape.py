@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lowtide.cluster.shape import DENSE, MOE, shape_of
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cluster.shape import DENSE, MOE, shape_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},

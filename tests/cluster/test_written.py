@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from cluster_cases import DENSE_SHAPE, MOE_SHAPE, question
 
+from lowtide.cluster.decisions import decisions
+from lowtide.cluster.export import export, patterns_of
+from lowtide.cluster.report import document, lines
+from lowtide.cluster.search import ClusterPlan, plan_cluster
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import read_sections
-from lowtide.pipeline.cluster.decisions import decisions
-from lowtide.pipeline.cluster.export import export, patterns_of
-from lowtide.pipeline.cluster.report import document, lines
-from lowtide.pipeline.cluster.search import ClusterPlan, plan_cluster
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -10,10 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowtide.core.plan_table import percent
-from lowtide.core.text_table import align, wrapped
-from lowtide.pipeline.cluster.rank import RankPlan
-from lowtide.pipeline.cluster.search import (
+from lowtide.cluster.rank import RankPlan
+from lowtide.cluster.search import (
     GRADIENT_BYTES,
     MASTER_BYTES,
     WEIGHT_BYTES,
@@ -21,7 +19,9 @@ from lowtide.pipeline.cluster.search import (
     LayoutPlan,
     Question,
 )
-from lowtide.pipeline.cluster.step import StepParts
+from lowtide.cluster.step import StepParts
+from lowtide.core.plan_table import percent
+from lowtide.core.text_table import align, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds
 
 _PARTS = {

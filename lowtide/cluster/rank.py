@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lowtide.cluster.layer import Layer
 from lowtide.core.fate import Fate
 from lowtide.errors import BudgetError
-from lowtide.pipeline.cluster.layer import Layer
 from lowtide.planner.solve import solve
 from lowtide.timeline.step import Item, Link, Step, Tick
 
@@ -144,7 +144,7 @@ def _solved(loads: Loads, layers: Mapping[str, Layer], link: Link) -> _Solved | 
     builder = _Builder(loads, layers)
     step = builder.step()
     try:
-        solution = solve(step, link, loads.room_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_ways_out=False)
+        solution = solve(step, link, loads.room_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_suggestions=False)
     except BudgetError:
         return None
     by_fate: Counter[Fate] = Counter()
@@ -208,7 +208,7 @@ def least_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
     inputs = 0
     if Fate.SWAP not in task.fates:
         for stage, number in zip(task.stages, task.chunks, strict=True):
-            inputs += number * sum(layers[kind].anchored_bytes for kind in stage.kinds)
+            inputs += number * sum(layers[kind].retained_input_bytes for kind in stage.kinds)
     read = max((layers[kind].read_bytes for stage in task.stages for kind in stage.kinds), default=0)
     return _base_bytes(task, layers) + max(inputs, read)
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowtide.cluster.layout import Schedules
 from lowtide.pipeline.clock import Played, play
-from lowtide.pipeline.cluster.layout import Schedules
 from lowtide.pipeline.schedule import AnyAction, Kind, Pair
 
 

@@ -2,8 +2,8 @@
 
 What: a trainer may call a part of the module that lowtide was given (`training_step` of a Lightning module calls
 `self.model`), put another forward over the wrapped one, or run it where lowtide steps aside. Then nothing is planned,
-and without a word nobody would know. `Unseen` puts a hook on each parameter until the first forward is seen; when a
-backward pass ends before that, it warns once, by the names of the modules whose parameters got gradients.
+and without a word nobody would know. `UnobservedForwards` puts a hook on each parameter until the first forward is
+seen; when a backward pass ends before that, it warns once, by the names of the modules whose parameters got gradients.
 
 Cost: two Python calls a parameter when a plan is applied (about 3 us), nothing after the first forward. Not covered:
 gradients that autograd does not deliver itself (FSDP2's sharded parameters), a model whose parameters all are frozen.
@@ -25,7 +25,7 @@ from lowtide.tensors.private import queue_callback
 _MAX_NAMES = 3
 
 
-class Unseen:
+class UnobservedForwards:
     """Waits for the first forward of `model`, which the function `call` has wrapped."""
 
     def __init__(self, model: nn.Module, call: str) -> None:
@@ -98,7 +98,7 @@ class Unseen:
         )
 
 
-def _hook(unseen: weakref.ref[Unseen], name: str) -> Callable[[Any], None]:
+def _hook(unseen: weakref.ref[UnobservedForwards], name: str) -> Callable[[Any], None]:
     def arrived(gradient: Any) -> None:
         found = unseen()
         if found is not None:
