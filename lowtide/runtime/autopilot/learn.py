@@ -124,7 +124,7 @@ class Learning:
         shapes.add(key, shape)
         in_force.use(key, why=why, seconds=time.perf_counter() - start)
         if self._planning.needs_more_room(shape):
-            in_force.with_passes()
+            in_force.with_passes(self._planning.facts.num_passes)
 
     def _without_idle_numbers(self, key: ShapeBucket, profile: Profile, args: tuple, kwargs: dict) -> ShapeBucket:
         """The same key, unless a step that differs in numbers alone has done the same: they are left out then."""

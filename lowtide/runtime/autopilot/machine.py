@@ -29,6 +29,7 @@ import dataclasses
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,10 @@ class Machine:
         """Of planned forward passes whose graph is alive."""
         self._most_passes = 1
         """That were open at the same time."""
+        self._has_guessed_passes = False
+        """Plans are made for a step of which not all is known yet."""
+        self._beside: set[Tide] = set()
+        """Whose plans are not in force any more, while forward passes under them are open."""
         self._output_bytes = 0
         """The most that a forward pass has given to the loop."""
         self._most_over_bytes = 0
@@ -165,8 +170,13 @@ class Machine:
         """What a step has shown about all plans."""
         num_open = self.num_open_passes
         self._most_passes = max(self._most_passes, num_open + 1)
-        if num_open == 0 and self._most_passes > self.planning.facts.num_passes:
-            self.with_passes()
+        if num_open == 0:
+            self._beside.clear()
+        if num_open >= self.planning.facts.num_passes:
+            # As many again may come. Where that does not fit, this one more.
+            self.with_passes(1 << num_open.bit_length(), num_open + 1)
+        elif num_open == 0 and (self._has_guessed_passes or self._most_passes > self.planning.facts.num_passes):
+            self.with_passes(self._most_passes)
         # Between two forward passes of one step there may be gradients of the step, and they stay no longer than it.
         has_several = self.planning.facts.num_passes > 1
         is_new = not self.planning.facts.has_gradients and (not has_several or num_open == 0)
@@ -180,7 +190,7 @@ class Machine:
         """A planned forward pass gave `output`: it is open until its backward pass begins."""
         self.model_state.leave_out_moved()
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        own = _Pass()
+        own = _Pass(self.state.tide)
         for leaf in leaves:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(own.begin_backward)
@@ -262,6 +272,7 @@ class Machine:
             shape.tide.outlive(self._lease)
             shape.tide.expect_no_forward()  # a graph of the plan before may be waiting for its backward pass
             self.planning.source.equip(shape.tide, shape, self.planning.consensus.budget_bytes)
+            shape.tide.stand_beside(self._beside_bytes)
         else:
             shape.tide.resume()
         shape.tide.keep_layers(self.planning.facts.refused)
@@ -426,11 +437,35 @@ class Machine:
         self.planning.know(has_gradients=True)
         self._all_again(ACCUMULATES, before)
 
-    def with_passes(self) -> None:
-        """A step has so many forward passes before a backward pass: each leaves room for what the others hold."""
+    def with_passes(self, *numbers: int) -> None:
+        """A step has so many forward passes before a backward pass: each leaves room for what the others hold.
+
+        Of several `numbers` the first for which plans fit is taken, else the last. In the first such step this comes
+        as soon as a forward pass begins while another one is open. The open ones were planned to be alone: they spill
+        what is more than their share, and where that is not enough the rest of the step has so much less.
+        """
         before = self.planning.facts
-        self.planning.know(num_passes=self._most_passes)
+        for number in dict.fromkeys(numbers):
+            self.planning.know(num_passes=number)
+            if self.planning.make_room(self.shapes, self._output_bytes):
+                break
+        self._has_guessed_passes = self.num_open_passes > 0
         self._all_again(SEVERAL_PASSES, before)
+
+    def _spill_open_passes(self, plans: list[Plan]) -> int:
+        """Bring the open forward passes down to what they would hold under these plans. Returns how many bytes more
+        they hold all the same."""
+        pairs = zip(self.shapes, plans, strict=True)
+        share_bytes = max(self.planning.own_bytes(plan, shape.profile) for shape, plan in pairs)
+        own = Counter(tide for each in self._passes if each.is_open and (tide := each.tide) is not None)
+        for tide, num_passes in own.items():
+            tide.hold_at_most(share_bytes * num_passes)
+        self._beside |= own.keys()
+        return sum(tide.live_bytes for tide in own) - share_bytes * own.total()
+
+    def _beside_bytes(self) -> int:
+        """What open forward passes hold under plans that are not in force."""
+        return sum(tide.live_bytes for tide in self._beside if tide is not self.state.tide)
 
     def with_optimizer(self) -> None:
         """An optimizer steps the model's parameters that nobody had told of: its state is counted from now on."""
@@ -451,13 +486,17 @@ class Machine:
         no plan will do, so that the next forward pass is refused as well."""
         start = time.perf_counter()
         shapes = list(self.shapes)
-        if self.state.key is not None:
+        if self.state.key is not None and not self._has_guessed_passes:
             self.count_review(self.shapes[self.state.key])  # its plan changes without one
         try:
             is_joint = bool(shapes) and self.decide(why)
-            if shapes and self.planning.facts.num_passes > 1:
+            if shapes and self.planning.facts.num_passes > 1 and why != SEVERAL_PASSES:
                 self.planning.make_room(shapes, self._output_bytes)
             plans = [self.planning.again(shape, is_joint=is_joint) for shape in shapes]
+            more_bytes = self._spill_open_passes(plans) if self._has_guessed_passes else 0
+            if more_bytes > 0:
+                self.planning.know(beside_bytes=self.planning.facts.beside_bytes + more_bytes)
+                plans = [self.planning.again(shape, is_joint=is_joint) for shape in shapes]
         except BudgetError:
             self.planning.facts = before
             raise
@@ -549,6 +588,7 @@ class Machine:
         for shape in self.shapes:
             shape.retire()
         self._lease = None
+        self._beside.clear()
         try:
             self._placed.remove()
         finally:
@@ -558,10 +598,16 @@ class Machine:
 class _Pass:
     """A forward pass. Alive as long as its graph is, which has hooks that belong to it."""
 
-    __slots__ = ("__weakref__", "is_open")
+    __slots__ = ("__weakref__", "_tide", "is_open")
 
-    def __init__(self) -> None:
+    def __init__(self, tide: Tide | None) -> None:
+        self._tide = None if tide is None else weakref.ref(tide)
         self.is_open = True
+
+    @property
+    def tide(self) -> Tide | None:
+        """Under whose plan it ran, while that is remembered."""
+        return None if self._tide is None else self._tide()
 
     def begin_backward(self, gradients: Any) -> None:
         self.is_open = False

@@ -201,19 +201,22 @@ class Planning:
                     return CachedPlan(profile=free, plan=plan, serves_smaller=True)
         return CachedPlan(profile=profile, plan=self.agreed(profile, self.consensus.budget_bytes, is_joint=is_joint))
 
-    def make_room(self, shapes: Iterable[CachedPlan], output_bytes: int) -> None:
+    def make_room(self, shapes: Iterable[CachedPlan], output_bytes: int) -> bool:
         """Find out what the other forward passes of a step hold: the least for which that is true of the plans that
-        are made with so much less. `output_bytes`: what a forward pass gives to the loop."""
+        are made with so much less. `output_bytes`: what a forward pass gives to the loop. Returns whether plans fit."""
         shapes = list(shapes)
+        if not shapes:
+            return True
         others = self.facts.num_passes - 1
+        self.know(beside_bytes=0)
 
         def plans(beside_bytes: int) -> list[Plan]:
-            """With so much room for the others; the smallest, where nothing fits."""
-            self.know(beside_bytes=beside_bytes)
+            """With so much room for the others; the smallest, where nothing fits. For a smaller budget of one step,
+            of which the solver knows the floor then."""
             found = []
             for shape in shapes:
                 try:
-                    found.append(self.make(shape.profile, self.budget_for(shape)))
+                    found.append(self.make(shape.profile, self.budget_bytes - shape.unforeseen_bytes - beside_bytes))
                 except BudgetError as refusal:
                     found.append(self._smallest(shape.profile, refusal.with_traceback(None)))
             return found
@@ -221,7 +224,7 @@ class Planning:
         def held_bytes(beside_bytes: int) -> int:
             """By the others, under plans with so much room for them."""
             pairs = zip(plans(beside_bytes), shapes, strict=True)
-            held = max(self._own_bytes(plan, shape.profile) for plan, shape in pairs)
+            held = max(self.own_bytes(plan, shape.profile) for plan, shape in pairs)
             # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
             return others * (held + output_bytes) + gradients
@@ -231,19 +234,20 @@ class Planning:
         least = held_bytes(most)
         if least > most:  # nothing fits; so much is held under the smallest plans
             self.know(beside_bytes=least)
-            return
+            return False
         low, high = 0, min(most, max(least, held_bytes(0)))
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) // 2
             low, high = (low, middle) if held_bytes(middle) <= middle else (middle, high)
         self.know(beside_bytes=high)
+        return True
 
     def needs_more_room(self, shape: CachedPlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
         others = self.facts.num_passes - 1
-        return others > 0 and others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
+        return others > 0 and others * self.own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
 
-    def _own_bytes(self, plan: Plan, profile: Profile) -> int:
+    def own_bytes(self, plan: Plan, profile: Profile) -> int:
         """What a forward pass holds of its own when it is over."""
         assert plan.predicted is not None
         there = state_bytes(self.facts.known_to(profile), has_gradients=True)
@@ -277,6 +281,8 @@ class BudgetSource:
         self._config = config
         self._engine = engine
         self._loss = attach_where(model, **config.slices_loss)
+        self._last: tuple[Profile, Facts, Profile] | None = None
+        """What was planned for last, and what is known of it: the solver remembers a step by its profile."""
 
     def measure_link(self) -> Link:
         """Measured once for a machine; see engines/bandwidth.py."""
@@ -292,7 +298,9 @@ class BudgetSource:
         assert facts.link is not None
         has_gradients = facts.has_gradients or facts.num_passes > 1
         how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": has_gradients}
-        steady = _steady(facts.known_to(profile), facts)
+        if self._last is None or self._last[0] is not profile or self._last[1] != facts:
+            self._last = (profile, facts, _steady(facts.known_to(profile), facts))
+        steady = self._last[2]
 
         def make(**limits: Any) -> Plan:
             return self._plan(steady, facts, self._config, costs=HOST_COSTS, **{**how, **limits})
