@@ -51,7 +51,6 @@ from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.compiled import graphs_between
-from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
     current_graph_group,
@@ -59,13 +58,11 @@ from lowtide.tensors.private import (
     disable_current_modes,
     gradient_hooks,
     num_compiled_graphs,
-    storage_key,
     top_saved_tensors_hooks,
     tree_leaves,
     version_of,
 )
 from lowtide.tensors.view import without_bytes
-from lowtide.tensors.wrappers import inside
 
 _WAY_OUT = (
     "It depends on something that lowtide cannot put back: state outside of the model's objects, a nested function's "
@@ -111,7 +108,6 @@ class RegionRun:
         "dropped",
         "fingerprints",
         "has_changed_inputs",
-        "input_keys",
         "inputs",
         "once",
         "state",
@@ -127,7 +123,6 @@ class RegionRun:
         self.watch = watch
         self.once = KeptResults(dropped.keep, functools.partial(_other_exchange, watch))
         self.inputs: list[Any] = []
-        self.input_keys = {storage_key(t.untyped_storage()) for t in map(inside, call.tensors) if is_plain(t)}
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
@@ -189,16 +184,15 @@ class RegionRun:
             hooks[0](marker)
             return None
         self._has_run = True
-        self.dropped.leave_out(self.call.tensors)
-        state = self.state
-        stops = [tensor.grad_fn for tensor in self.call.tensors]
-        run_again = functools.partial(hooks[1], hooks[0](marker))
-        saves = FirstSaves(self.dropped, self.fingerprints, state.path, state.flow, self._unpack(run_again))
+        state, inputs = self.state, self.call.tensors
+        stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
+        unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
+        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, unpack=unpack)
         with saves, self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
             self._output = self._prints_of(output)
-        self.dropped.prints = self._sealed(self.dropped.prints)
+        self.dropped.prints = self.fingerprints.together(self.dropped.prints)
         self.dropped.forward_done()
         if state.has_compiled:
             self._graphs = graphs_between(_tensors_of(output), stops)
@@ -259,9 +253,6 @@ class RegionRun:
 
     def _prints_of(self, output: Any) -> list[Print]:
         return [self.fingerprints.of(tensor) for tensor in _tensors_of(output)]
-
-    def _sealed(self, prints: dict[int, Print]) -> dict[int, Print]:
-        return dict(zip(prints, self.fingerprints.together(list(prints.values())), strict=True))
 
     def _refuse_saved(self, index: int) -> NoReturn:
         """Of the fingerprints of what the region saves, that with this number differs first."""

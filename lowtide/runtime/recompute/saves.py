@@ -239,6 +239,7 @@ class FirstSaves:
         "_flow",
         "_follows",
         "_hooks",
+        "_inputs",
         "_is_counted",
         "_is_deep",
         "_lasting",
@@ -251,12 +252,15 @@ class FirstSaves:
         self,
         dropped: Dropped,
         fingerprints: Fingerprints,
+        inputs: list[torch.Tensor],
         path: Path | None,
         flow: Flow | None,
+        *,
         unpack: Callable[[Saved], torch.Tensor],
     ) -> None:
-        """`path`: that it is expected to follow."""
+        """`inputs`: of the region. `path`: that it is expected to follow."""
         self._dropped = dropped
+        self._inputs = inputs
         self._path = self._follows = path
         self._flow = flow
         self._prints = _Prints(fingerprints)
@@ -266,6 +270,8 @@ class FirstSaves:
         self._lasting: set[int] = set()
         if path is not None:
             self._lasting, dropped.rows, dropped.origins = path.lasting, path.rows, path.origins
+        else:
+            dropped.leave_out(inputs)
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
 
     @never_compiled
@@ -297,6 +303,7 @@ class FirstSaves:
             self._lasting = set()
             dropped.origins = dropped.origins[:number]
             dropped.rows = dropped.rows[:number]
+            dropped.leave_out(self._inputs)
         dropped.rows.append(row)
         is_part = is_view(tensor)
         dropped.origins.append(Origin(row[1], tensor.output_nr, is_part))
