@@ -331,7 +331,8 @@ class FirstSaves:
     ) -> None:
         assert self._hooks is not None
         self._hooks.__exit__(kind, error, trace)
-        self._hooks = None  # they hold methods of their own owner: a cycle
+        # Autograd holds this object as long as the graph lives: there must be no way from it to the graph.
+        self._hooks, self._inputs = None, []
         if kind is None:
             self._prints.finish()
         self._dropped.prints = self._prints.found

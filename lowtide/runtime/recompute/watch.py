@@ -98,8 +98,8 @@ class Watch:
         self.draws = draws
         self.has_shards = bool(fsdp_modules(model))
         self.num_runs = 0
-        self.marks: Marks | None = None
-        """At the end of the last run."""
+        self.marks: dict[int, tuple[int, int]] = {}
+        """Of tensors that are no parameters, by identity, at the end of the last run."""
         self._tree: Tree | None = None
         self._known: dict[tuple, Known] = {}
 
@@ -163,16 +163,17 @@ class Marks:
 
     def version(self, tensor: torch.Tensor) -> int:
         """How often it had been written to."""
-        return self._by_tensor()[id(tensor)][0]
+        return self.by_tensor()[id(tensor)][0]
 
     def moved(self, later: Marks) -> list[torch.Tensor]:
-        """Those tensors of `later` that had another version or address here."""
-        if self._values == later._values and self.tensors is later.tensors:
+        """Those tensors that have another version or address in `later`."""
+        if self._values == later._values:
             return []
-        then, now = self._by_tensor(), later._by_tensor()
-        return [each for each in later.tensors if then.get(id(each), now[id(each)]) != now[id(each)]]
+        then, now = self.by_tensor(), later.by_tensor()
+        return [each for each in self.tensors if then[id(each)] != now[id(each)]]
 
-    def _by_tensor(self) -> dict[int, tuple[int, int]]:
+    def by_tensor(self) -> dict[int, tuple[int, int]]:
+        """Version and address of each, by identity."""
         addresses = dict(zip(map(id, self._addressed), self._values[len(self.tensors) :], strict=True))
         versions = zip(map(id, self.tensors), self._values, strict=False)
         return {key: (version, addresses.get(key, 0)) for key, version in versions}
@@ -368,9 +369,11 @@ class Before:
         self.is_whole = self._walked is not None or watch.num_runs % _WHOLE == 0
         """Its second run goes to its end, and what it gives is compared."""
         watch.num_runs += 1
-        if watch.marks is not None:
-            moved = watch.marks.moved(self._marks)
-            known.moving |= {id(each) for each in moved if not isinstance(each, nn.Parameter)}  # others write to it
+        if watch.marks:
+            now = self._marks.by_tensor()
+            known.moving |= {
+                key for key, mark in watch.marks.items() if now.get(key, mark) != mark
+            }  # others write to it
         views = {}
         if tree.small or known.moving:
             views = {
@@ -434,8 +437,8 @@ class Before:
         elif known.path is None:
             with disable_current_modes():
                 known.moving |= {key for key, (view, then) in self._copies.items() if not same_bytes(view, then)}
-        watch.marks = self._marks.again()
-        moved = self._marks.moved(watch.marks)
+        now = self._marks.again()
+        moved = self._marks.moved(now)
         for tensor in moved:
             if id(tensor) not in self._copies:
                 raise self.watch.refusal_of(
@@ -444,6 +447,7 @@ class Before:
                     "swap."
                 )
         known.moving |= {id(tensor) for tensor in moved}
+        watch.marks = now.by_tensor() if any(type(tensor) is not nn.Parameter for tensor in now.tensors) else {}
         if self._copies and not is_new:
             needed = known.moving | {_key_of(found(), weak) for weak, found in known.written}
             self._copies = {key: copy for key, copy in self._copies.items() if key in needed}
