@@ -1,18 +1,16 @@
-"""Where an autopilot's plans come from: a budget, for which each is solved; or whatever else keeps the protocol.
+"""Plans for a budget: each is solved for a profile, and for what else is known by now.
 
-What: `Planning` makes the plans of an autopilot from what is known by now (`Facts`), for the budget of all ranks,
-agreed among them. Where no plan fits the budget, the one with the smallest peak is taken, unless the budget is strict
-or the device has no room for that one. `PlanSource` is the protocol of whoever makes one rank's plans.
-`BudgetSource` measures the link once, and gives profile, link and budget to the solver. With each plan it sets the
-limit of the guard (runtime/offload/spill.py): the most that the plan holds in forward, and what it leaves of the
-budget. A step as planned never reaches the limit; in a step that saves more, the guard swaps activations before the
-budget is passed. Files of MindSpore Transformers are another source (mindformers/follow.py).
+What: `Planner` makes the plans of an autopilot from `Facts`, for the budget of all ranks, agreed among them. Where no
+plan fits the budget, the one with the smallest peak is taken, unless the budget is strict or the device has no room for
+that one. The link is measured once. With each plan comes the limit of the guard (runtime/offload/spill.py): the most
+that the plan holds in forward, and what it leaves of the budget. A step as planned never reaches the limit; in a step
+that saves more, the guard swaps activations before the budget is passed.
 
 Several forward passes before one backward pass: at the worst moment all of them hold what they saved. A plan is made
 for one of them, with room for what the others hold and for all gradients; how much that is is found by halving.
 Cost: measuring the link takes a second, once for a machine; the solver takes another for each plan, and some eight
 times that where a step has several forward passes; ranks that agree exchange the plan's text once.
-Not covered: when a plan is made, and putting it on the model (machine.py).
+Not covered: when a plan is made, and putting it on the model (autopilot.py).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -38,10 +36,11 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
 from lowtide.planner.problem import state_bytes
 from lowtide.planner.smaller import form_of
-from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed
-from lowtide.runtime.autopilot.plan_cache import CachedPlan
+from lowtide.runtime.session.consensus import PlanConsensus, agreed
+from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.timeline.step import Link
+from lowtide.units import format_bytes
 
 # The guard begins to spill a fiftieth below its limit (spill.py).
 _GUARD_HEADROOM = 49
@@ -84,72 +83,98 @@ class Facts:
         return dataclasses.replace(profile, state=dataclasses.replace(state, others=others))
 
 
-class PlanSource(Protocol):
-    """Where plans come from."""
+class Planner:
+    """Makes plans for the budget of `config`. Made on all ranks of `group` at once."""
 
-    @property
-    def budget_bytes(self) -> int | None:
-        """What this rank may have on the device.
-
-        None: there is no such number. Plans of such a source are carried out as they are, and predict nothing; so
-        nothing is compared with them, and no plan is made a second time for what a step has shown.
-        """
-
-    def measure_link(self) -> Link | None:
-        """How fast bytes leave the device and come back; None if no plan depends on it. Called in the first step."""
-
-    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
-        """This rank's own plan for what was observed, in `budget_bytes` if there is a budget.
-
-        Raises BudgetError where none fits.
-        """
-
-    def localized(self, plan: Plan, profile: Profile) -> Plan:
-        """A plan that may be another rank's, in the names of this one, which has observed `profile`."""
-
-    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
-        """Give a tide what it needs beside its plan. `budget_bytes` is that of all ranks. Before the first forward."""
-
-    def close(self) -> None:
-        """Undo what the source itself has changed about the model. Idempotent."""
-
-
-class Planning:
-    """Where the plans of an autopilot are made. Made on all ranks of `group` at once."""
-
-    def __init__(self, source: PlanSource, group: Any, *, room: Callable[[], int] | None = None) -> None:
-        """`room`: the bytes that the device has. Absent: a plan above the budget is a BudgetError."""
-        self.source = source
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MemoryConfig,
+        engine: Engine,
+        group: Any,
+        *,
+        preset: Preset | None = None,
+        room: Callable[[], int] | None = None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`config` has its budget in bytes. `preset`: what to plan for within it; `say` hears what that comes to.
+        `room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
+        assert isinstance(config.budget, int)
+        self.config = config
+        """The rules and the budget that plans are made under."""
         self.group = group
-        self.consensus = PlanConsensus(group, source.budget_bytes)
+        self.consensus = PlanConsensus(group, config.budget)
         self.facts = Facts()
         """Replaced whenever a step shows something new; plans that are made from then on know it."""
+        self._model = model
+        self._engine = engine
+        self._preset = preset
         self._room = room
+        self._say = say
+        self._told = ""
+        """The last line about the preset."""
+        self._loss = attach_where(model, **config.slices_loss)
 
     def know(self, **facts: Any) -> None:
         """More is known, or other, of these fields of `Facts`."""
         self.facts = dataclasses.replace(self.facts, **facts)
 
     @property
-    def has_budget(self) -> bool:
-        """Whether some rank has one."""
-        return self.consensus.budget_bytes is not None
-
-    @property
     def budget_bytes(self) -> int:
-        """That of all ranks. Only where there is one."""
+        """That of all ranks, the smallest."""
         assert self.consensus.budget_bytes is not None
         return self.consensus.budget_bytes
 
-    def budget_for(self, shape: CachedPlan) -> int | None:
+    def budget_for(self, shape: ShapePlan) -> int:
         """The budget, less what measurements of these shapes showed beyond the prediction."""
-        return self.budget_bytes - shape.unforeseen_bytes if self.has_budget else None
+        return self.budget_bytes - shape.unforeseen_bytes
 
-    def make(self, profile: Profile, budget_bytes: int | None) -> Plan:
-        """This rank's own. Raises BudgetError where none fits."""
-        return self.source.make_plan(profile, self.facts, budget_bytes)
+    def measure_link(self) -> None:
+        """How fast bytes leave the device and come back: measured once for a machine (engines/bandwidth.py)."""
+        if self.facts.link is not None:
+            return
+        device = next(parameter.device for parameter in self._model.parameters())
+        place = str(self.config.disk_path or "")
+        link = measure_link(self._engine, device, place=place, cache=cache_path())
+        rates = [format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second)]
+        self._say(f"lowtide: link: {rates[0]}/s out, {rates[1]}/s in; this machine's are kept in {cache_path()}")
+        self.know(link=link)
 
-    def nearest(self, profile: Profile, budget_bytes: int | None) -> Plan:
+    # -- one plan --------------------------------------------------------------------------------------------------
+
+    def make(self, profile: Profile, budget_bytes: int) -> Plan:
+        """This rank's own plan, without the recipes and the second runs that did not hold. Raises BudgetError where
+        none fits.
+
+        Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
+        """
+        facts = self.facts
+        assert facts.link is not None
+        has_gradients = facts.has_gradients or facts.num_passes > 1
+        how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": has_gradients}
+        steady = _steady(facts.known_to(profile), facts)
+
+        def make(**limits: Any) -> Plan:
+            return self._plan(steady, costs=HOST_COSTS, **{**how, **limits})
+
+        if self._preset is None:
+            return make()
+        plan, line = plan_preset(self._preset, budget_bytes, make)
+        if line != self._told:
+            self._say(f"lowtide: {line}")
+        self._told = line
+        return plan
+
+    def _plan(self, profile: Profile, **how: Any) -> Plan:
+        resident_bytes = self.facts.resident_state_bytes
+        if resident_bytes is None:
+            return plan_profile(profile, self.config, **how)
+        if resident_bytes:
+            with contextlib.suppress(BudgetError):
+                return _plan_around(profile, resident_bytes, self.config, how)
+        return _plan_around(profile, 0, self.config, how)
+
+    def nearest(self, profile: Profile, budget_bytes: int) -> Plan:
         """This rank's own; where none fits, the one with the smallest peak. Raises BudgetError where that is too much
         for the device, or not asked for."""
         try:
@@ -169,25 +194,25 @@ class Planning:
             floor_bytes += max(1, floor_bytes // 100)
         raise error
 
-    def agreed(self, profile: Profile, budget_bytes: int | None, *, is_joint: bool) -> Plan:
+    def agreed(self, profile: Profile, budget_bytes: int, *, is_joint: bool) -> Plan:
         """The plan of all ranks if `is_joint`: all of them are making this call. BudgetErrors are shared as well."""
         if not is_joint:
-            return self.source.localized(self.nearest(profile, budget_bytes), profile)
+            return self.nearest(profile, budget_bytes)
         error: BudgetError | None = None
         plan: Plan | None = None
         try:
             plan = self.nearest(profile, budget_bytes)
-        except BudgetError as found:
-            error = found.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
+        except BudgetError as refusal:
+            error = refusal.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
         common = agreed(plan, error, self.group)
         # With other shapes the first rank's plan is not one for this rank.
-        return self.source.localized(common if plan is None or self.consensus.is_together else plan, profile)
+        return common if plan is None or self.consensus.is_together else plan
 
-    def again(self, shape: CachedPlan, *, is_joint: bool, profile: Profile | None = None) -> Plan:
+    def again(self, shape: ShapePlan, *, is_joint: bool, profile: Profile | None = None) -> Plan:
         """Another plan for the same shapes, with what is known by now. Raises BudgetError where none will do."""
         return self.agreed(profile or shape.profile, self.budget_for(shape), is_joint=is_joint)
 
-    def first(self, profile: Profile, known: Iterable[CachedPlan], *, is_joint: bool) -> CachedPlan:
+    def first(self, profile: Profile, known: Iterable[ShapePlan], *, is_joint: bool) -> ShapePlan:
         """A plan for what was just observed; one that serves smaller shapes too, if some of the `known` do already.
 
         Raises BudgetError where none will do.
@@ -196,12 +221,14 @@ class Planning:
         if any(shape.serves_smaller for shape in known):
             free = profile.without_sizes(is_proven=all(shape.plan.check != "sampled" for shape in known))
             with contextlib.suppress(BudgetError):
-                plan = self.agreed(free, self.consensus.budget_bytes, is_joint=is_joint)
-                if is_within(plan, self.budget_bytes):
-                    return CachedPlan(profile=free, plan=plan, serves_smaller=True)
-        return CachedPlan(profile=profile, plan=self.agreed(profile, self.consensus.budget_bytes, is_joint=is_joint))
+                plan = self.agreed(free, self.budget_bytes, is_joint=is_joint)
+                if self.keeps_budget(plan):
+                    return ShapePlan(profile=free, plan=plan, serves_smaller=True)
+        return ShapePlan(profile=profile, plan=self.agreed(profile, self.budget_bytes, is_joint=is_joint))
 
-    def make_room(self, shapes: Iterable[CachedPlan], output_bytes: int) -> None:
+    # -- several forward passes before a backward pass ---------------------------------------------------------------
+
+    def make_room(self, shapes: Iterable[ShapePlan], output_bytes: int) -> None:
         """Find out what the other forward passes of a step hold: the least for which that is true of the plans that
         are made with so much less. `output_bytes`: what a forward pass gives to the loop."""
         shapes = list(shapes)
@@ -210,13 +237,13 @@ class Planning:
         def plans(beside_bytes: int) -> list[Plan]:
             """With so much room for the others; the smallest, where nothing fits."""
             self.know(beside_bytes=beside_bytes)
-            found = []
+            made = []
             for shape in shapes:
                 try:
-                    found.append(self.make(shape.profile, self.budget_for(shape)))
+                    made.append(self.make(shape.profile, self.budget_for(shape)))
                 except BudgetError as refusal:
-                    found.append(self._smallest(shape.profile, refusal.with_traceback(None)))
-            return found
+                    made.append(self._smallest(shape.profile, refusal.with_traceback(None)))
+            return made
 
         def held_bytes(beside_bytes: int) -> int:
             """By the others, under plans with so much room for them."""
@@ -238,7 +265,7 @@ class Planning:
             low, high = (low, middle) if held_bytes(middle) <= middle else (middle, high)
         self.know(beside_bytes=high)
 
-    def needs_more_room(self, shape: CachedPlan) -> bool:
+    def needs_more_room(self, shape: ShapePlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
         others = self.facts.num_passes - 1
         return others > 0 and others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
@@ -249,90 +276,22 @@ class Planning:
         there = state_bytes(self.facts.known_to(profile), has_gradients=True)
         return max(0, plan.predicted.forward_held_bytes - there)
 
+    # -- beside a plan ----------------------------------------------------------------------------------------------
 
-def is_within(plan: Plan, budget_bytes: int) -> bool:
-    """Whether it keeps this budget by its own account."""
-    return plan.predicted is None or plan.predicted.peak_bytes <= budget_bytes
+    def keeps_budget(self, plan: Plan) -> bool:
+        """Whether it keeps the budget by its own account."""
+        return plan.predicted is None or plan.predicted.peak_bytes <= self.budget_bytes
 
-
-class BudgetSource:
-    """Plans that the solver makes for the budget of `config`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: MemoryConfig,
-        engine: Engine,
-        *,
-        preset: Preset | None = None,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
-        """`config` has its budget in bytes. `preset`: what to plan for within it; `say` hears what that comes to."""
-        assert isinstance(config.budget, int)
-        self.budget_bytes: int | None = config.budget
-        self._preset = preset
-        self._say = say
-        self._said = ""
-        self._model = model
-        self._config = config
-        self._engine = engine
-        self._loss = attach_where(model, **config.slices_loss)
-
-    def measure_link(self) -> Link:
-        """Measured once for a machine; see engines/bandwidth.py."""
-        device = next(parameter.device for parameter in self._model.parameters())
-        place = str(self._config.disk_path or "")
-        return measure_link(self._engine, device, place=place, cache=cache_path())
-
-    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
-        """Without the recipes and the second runs that did not hold. Raises BudgetError where none fits.
-
-        Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
-        """
-        assert facts.link is not None
-        has_gradients = facts.has_gradients or facts.num_passes > 1
-        how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": has_gradients}
-        steady = _steady(facts.known_to(profile), facts)
-
-        def make(**limits: Any) -> Plan:
-            return self._plan(steady, facts, self._config, costs=HOST_COSTS, **{**how, **limits})
-
-        if self._preset is None:
-            return make()
-        assert budget_bytes is not None
-        plan, line = plan_preset(self._preset, budget_bytes, make)
-        if line != self._said and self._say is not None:
-            self._say(f"lowtide: {line}")
-        self._said = line
-        return plan
-
-    def _plan(self, profile: Profile, facts: Facts, config: MemoryConfig, **how: Any) -> Plan:
-        if facts.resident_state_bytes is None:
-            return plan_profile(profile, config, **how)
-        if facts.resident_state_bytes:
-            with contextlib.suppress(BudgetError):
-                return _plan_around(profile, facts.resident_state_bytes, facts, config, how)
-        return _plan_around(profile, 0, facts, config, how)
-
-    @property
-    def config(self) -> MemoryConfig:
-        """The rules and the budget that plans are made under."""
-        return self._config
-
-    def localized(self, plan: Plan, profile: Profile) -> Plan:
-        """As it is: a solved plan has no process group in it."""
-        return plan
-
-    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
-        """The guard, and how much of what the plan makes again may stay where recipes do not hold."""
-        predicted = known.plan.predicted
-        assert predicted is not None and budget_bytes is not None
+    def set_limit(self, tide: Tide, shape: ShapePlan) -> None:
+        """Give `tide` its guard, and how much of what the plan recomputes may stay where recipes do not hold."""
+        predicted, budget_bytes = shape.plan.predicted, self.budget_bytes
+        assert predicted is not None
         # Where an allocator counts, all bytes count; else only state and activations do, so less is the limit.
         counts_all = self._engine.device_peak_bytes() is not None
         in_forward = predicted.forward_peak_bytes if counts_all else predicted.forward_held_bytes
         high = in_forward + max(0, budget_bytes - predicted.peak_bytes)
         # With what measurements showed beyond the peak.
-        slack = max(0, budget_bytes - known.unforeseen_bytes - predicted.peak_bytes)
+        slack = max(0, budget_bytes - shape.unforeseen_bytes - predicted.peak_bytes)
         tide.set_limit(high + high // _GUARD_HEADROOM + 1, slack_bytes=slack)
 
     def close(self) -> None:
@@ -348,9 +307,7 @@ def _steady(profile: Profile, facts: Facts) -> Profile:
     return profile.without_recipes(unsteady).without_codecs(misfits).without_second_runs(set(facts.refused))
 
 
-def _plan_around(
-    profile: Profile, resident_bytes: int, facts: Facts, config: MemoryConfig, how: dict[str, Any]
-) -> Plan:
+def _plan_around(profile: Profile, resident_bytes: int, config: MemoryConfig, how: dict[str, Any]) -> Plan:
     """With so much of the optimizer's state on the device, and the rest elsewhere between steps."""
     state = profile.state
     moved = dataclasses.replace(state, optimizer_movable=state.optimizer_movable - resident_bytes)
