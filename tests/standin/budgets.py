@@ -161,9 +161,7 @@ def plain(training: Training) -> Plain:
     )
 
 
-def planned(
-    training: Training, budget_bytes: int, look: Callable[[Any | None], None] = lambda tide: None
-) -> Planned:
+def planned(training: Training, budget_bytes: int, look: Callable[[Any | None], None] = lambda tide: None) -> Planned:
     """With this budget or, where no plan fits it, the least that the error says would do.
 
     There may be several such errors: when gradients are found to stay from one micro-batch to the next, and when a

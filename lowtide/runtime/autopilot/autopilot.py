@@ -30,29 +30,25 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, RecomputeRefusedError
-from lowtide.planner.smaller import form_of
 from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.rounding import other_bytes
 from lowtide.profiling.state_bytes import state_bytes
+from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
 from lowtide.runtime.autopilot.measure import Correction, StepWatch, correct_memory, correct_times
 from lowtide.runtime.autopilot.model_state import ModelState
-from lowtide.runtime.autopilot.planner import Facts, Planner
+from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
-from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import any_rank
 from lowtide.units import format_bytes
 
@@ -84,16 +80,11 @@ class Autopilot:
         self._num_structures = self.model_state.num_structures
         """Of the model that is planned for."""
         self.watch = StepWatch(tides.engine, tides.model)
-        self._passes = _OpenPasses()
+        self._passes = OpenPasses()
         self._foreign_bytes: int | None = None
         """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
-        self._most_over_bytes = 0
-        """By which a warning has said that a plan is above the budget."""
-        self._optimizers: list[torch.optim.Optimizer] = []
-        """Those that have stepped the model's parameters, where none was given."""
-        self._optimizer_hook: Any = None
-        if tides.placed.optimizer is None:
-            self._optimizer_hook = register_optimizer_step_pre_hook(_tell_of_step(weakref.ref(self)))
+        self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
+        """Where no optimizer was given."""
 
     @property
     def budget_bytes(self) -> int | None:
@@ -153,8 +144,8 @@ class Autopilot:
         is_new = not self.planner.facts.has_gradients and (not has_several or num_open == 0)
         if is_new and any(parameter.grad is not None for parameter in self.model_state.trained):
             self.with_gradients()
-        if self._optimizer_hook is not None and self._optimizers:
-            self.with_optimizer()
+        if self._stepping is not None and self._stepping.optimizers:
+            self.with_optimizers(self._stepping.optimizers)
         self.without_unsteady()
 
     def _serving(self, bucket: ShapeBucket) -> ShapeBucket | None:
@@ -276,30 +267,13 @@ class Autopilot:
             self._tides.note(
                 shape.plan, why=why, seconds=seconds, budget_bytes=budget_bytes, is_correction=is_correction
             )
-        self._say_what_is_over(key, shape.plan)
+        self.planner.warn_if_over(shape.plan, key.shapes)
 
     def _replace(self, shape: ShapePlan, plan: Plan) -> None:
         """Another plan for these shapes, from the next `_use` on."""
         if shape.tide is not None and shape.tide is self._tides.tide:
             self._tides.take_off()
         shape.replace(plan)
-
-    def _say_what_is_over(self, key: ShapeBucket, plan: Plan) -> None:
-        """Warn where the plan needs more than the budget, once for each that needs more than those before."""
-        if plan.predicted is None:
-            return
-        budget_bytes, peak_bytes = self.planner.budget_bytes, plan.predicted.peak_bytes
-        over_bytes = peak_bytes - budget_bytes
-        if over_bytes <= self._most_over_bytes:
-            return
-        self._most_over_bytes = over_bytes
-        warnings.warn(
-            f"lowtide: no plan of {type(self._tides.model).__name__} for inputs of {_listed(key.shapes)} fits the "
-            f"budget of {format_bytes(budget_bytes)}: the least that one needs is {format_bytes(peak_bytes)}, "
-            f"{format_bytes(over_bytes)} more. Such steps run under that one. Raise the budget to it, make the "
-            "micro-batch smaller, or write strict: true to have a BudgetError instead.",
-            stacklevel=2,
-        )
 
     # -- a step is over --------------------------------------------------------------------------------------------
 
@@ -433,25 +407,18 @@ class Autopilot:
         self.planner.know(num_passes=self._passes.most)
         self._replan_all(SEVERAL_PASSES, before)
 
-    def with_optimizer(self) -> None:
-        """An optimizer steps the model's parameters, and none was given: its state is counted from now on."""
+    def with_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """They step the model's parameters, and none was given: their state is counted from now on."""
         before = self.planner.facts
         self._stop_looking()
-        if len(self._optimizers) == 1:
-            self._tides.placed.optimizer = self._optimizers[0]
+        if len(optimizers) == 1:
+            self._tides.placed.optimizer = optimizers[0]
         device_type = self._tides.engine.device_type
         how: Any = {"inputs": 0, "device_type": device_type, "is_accelerator": device_type != "cpu"}
-        states = [state_bytes(self._tides.model, optimizer=optimizer, **how) for optimizer in self._optimizers]
+        states = [state_bytes(self._tides.model, optimizer=optimizer, **how) for optimizer in optimizers]
         most = max(states, key=lambda state: state.optimizer_temporaries)
         self.planner.know(optimizer=dataclasses.replace(most, optimizer=sum(state.optimizer for state in states)))
         self._replan_all(OPTIMIZER, before)
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
-        own = {id(parameter) for parameter in self._tides.model.parameters()}
-        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if all(optimizer is not each for each in self._optimizers) and any(id(p) in own for p in stepped):
-            self._optimizers.append(optimizer)
 
     def _replan_all(self, why: str, before: Facts) -> None:
         """Make all plans again, since something is known that concerns all. `before`: what was known, which is known
@@ -479,16 +446,11 @@ class Autopilot:
         tide, shape, before = self._tides.tide, self.shape, self.planner.facts
         if tide is None or shape is None:
             return
-        failed, refused = tide.failed_recipes, tide.refused_layers
-        # A site may still be stored smaller where its recipe failed, and be made by its recipe where its codec did.
-        smaller = {site.name for site in tide.plan.sites if site.codec is not None} if failed else ()
-        lost = {name: form_of(name) if name in smaller else name for name in failed}
-        failed = {name: why for name, why in failed.items() if lost[name] not in before.unsteady}
-        refused = {name: why for name, why in refused.items() if name not in before.refused}
+        failed, refused, unsteady = what_failed(tide, before)
         if not (failed or refused):
             return
         start = time.perf_counter()
-        unsteady, layers = before.unsteady | {lost[name] for name in failed}, before.refused | refused.keys()
+        layers = before.refused | refused.keys()
         self.planner.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
@@ -538,9 +500,9 @@ class Autopilot:
 
     def _stop_looking(self) -> None:
         """For optimizers. Idempotent."""
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
-            self._optimizer_hook = None
+        if self._stepping is not None:
+            self._stepping.remove()
+            self._stepping = None
 
     def close(self) -> None:
         self._stop_looking()
@@ -549,57 +511,5 @@ class Autopilot:
         self.planner.close()
 
 
-class _OpenPasses:
-    """The forward passes whose backward pass is still to come."""
-
-    def __init__(self) -> None:
-        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
-        """Of which the graph is alive."""
-        self.most = 1
-        """That were open at the same time."""
-        self.output_bytes = 0
-        """The most that a forward pass has given to the loop."""
-
-    @property
-    def num_open(self) -> int:
-        return sum(each.is_open for each in self._passes)
-
-    def add(self, output: Any) -> None:
-        """A planned forward pass gave `output`: it is open until its backward pass begins."""
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        own = _Pass()
-        for leaf in leaves:
-            if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(own.begin_backward)
-                self._passes.add(own)
-        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.layout is torch.strided)
-        self.output_bytes = max(self.output_bytes, nbytes)
-
-
-class _Pass:
-    """A forward pass. Alive as long as its graph is, which has hooks that belong to it."""
-
-    __slots__ = ("__weakref__", "is_open")
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-    def begin_backward(self, gradients: Any) -> None:
-        self.is_open = False
-
-
-def _tell_of_step(autopilot: weakref.ref[Autopilot]) -> Callable[..., None]:
-    def about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = autopilot()
-        if alive is not None:
-            alive.note_optimizer(optimizer)
-
-    return about_to_step
-
-
 def _why(correction: Correction | None) -> str:
     return correction.why if correction is not None else _ANOTHERS
-
-
-def _listed(shapes: tuple[tuple[int, ...], ...]) -> str:
-    return ", ".join("x".join(map(str, shape)) or "()" for shape in shapes) or "no tensors"

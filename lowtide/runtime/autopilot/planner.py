@@ -1,10 +1,10 @@
 """Plans for a budget: each is solved for a profile, and for what else is known by now.
 
-What: `Planner` makes the plans of an autopilot from `Facts`, for the budget of all ranks, agreed among them. Where no
-plan fits the budget, the one with the smallest peak is taken, unless the budget is strict or the device has no room for
-that one. The link is measured once. With each plan comes the limit of the guard (runtime/offload/spill.py): the most
-that the plan holds in forward, and what it leaves of the budget. A step as planned never reaches the limit; in a step
-that saves more, the guard swaps activations before the budget is passed.
+What: `Planner` makes the plans of an autopilot from a profile and `Facts` (facts.py), for the budget of all ranks,
+agreed among them. Where no plan fits the budget, the one with the smallest peak is taken, unless the budget is strict
+or the device has no room for that one. The link is measured once. With each plan comes the limit of the guard
+(runtime/offload/spill.py): the most that the plan holds in forward, and what it leaves of the budget. A step as planned
+never reaches the limit; in a step that saves more, the guard swaps activations before the budget is passed.
 
 Several forward passes before one backward pass: at the worst moment all of them hold what they saved. A plan is made
 for one of them, with room for what the others hold and for all gradients; how much that is is found by halving.
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ from torch import nn
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile, StateBytes
+from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError
@@ -36,10 +36,10 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
 from lowtide.planner.problem import state_bytes
 from lowtide.planner.smaller import form_of
+from lowtide.runtime.autopilot.facts import Facts
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
 from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
-from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
 
 # The guard begins to spill a fiftieth below its limit (spill.py).
@@ -48,39 +48,6 @@ _NUM_HALVINGS = 6
 """A sixty-fourth of what the other forward passes hold may be left free."""
 _MOST_FLOORS = 4
 """A floor that has no plan after all is raised by a hundredth, so often."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known beside the profiles, for all shapes."""
-
-    link: Link | None = None
-    """As it was measured, and corrected since; None where nobody needs it, and before the first step."""
-    has_gradients: bool = False
-    """Forward passes find gradients (micro-batches accumulate)."""
-    unsteady: frozenset[str] = frozenset()
-    """Sites whose recipe did not hold in some step, and smaller forms (planner/smaller.py) that a site did not fit: no
-    plan has them again."""
-    refused: frozenset[str] = frozenset()
-    """Layers that could not be run again in some step: no plan does."""
-    resident_state_bytes: int | None = None
-    """What stays of the optimizer's state, of which some is elsewhere between steps by now, whatever the shape. None as
-    long as all of it stays."""
-    num_passes: int = 1
-    """Forward passes before a backward pass."""
-    beside_bytes: int = 0
-    """What the other forward passes of a step hold while one of them is at its worst."""
-    optimizer: StateBytes | None = None
-    """The state of an optimizer that was found, of which profiles do not know; only its fields about that."""
-
-    def known_to(self, profile: Profile) -> Profile:
-        """The profile with the bytes that are known beside it."""
-        state = profile.state
-        if self.optimizer is not None:
-            names = [field.name for field in dataclasses.fields(state) if field.name.startswith("optimizer")]
-            state = dataclasses.replace(state, **{name: getattr(self.optimizer, name) for name in names})
-        others = state.others + self.beside_bytes
-        return dataclasses.replace(profile, state=dataclasses.replace(state, others=others))
 
 
 class Planner:
@@ -113,6 +80,8 @@ class Planner:
         self._say = say
         self._told = ""
         """The last line about the preset."""
+        self._most_over_bytes = 0
+        """By which a warning has said that a plan is above the budget."""
         self._loss = attach_where(model, **config.slices_loss)
 
     def know(self, **facts: Any) -> None:
@@ -281,6 +250,25 @@ class Planner:
     def keeps_budget(self, plan: Plan) -> bool:
         """Whether it keeps the budget by its own account."""
         return plan.predicted is None or plan.predicted.peak_bytes <= self.budget_bytes
+
+    def warn_if_over(self, plan: Plan, shapes: Iterable[tuple[int, ...]]) -> None:
+        """Warn where the plan for inputs of these shapes needs more than the budget, once for each that needs more than
+        those before."""
+        if plan.predicted is None:
+            return
+        budget_bytes, peak_bytes = self.budget_bytes, plan.predicted.peak_bytes
+        over_bytes = peak_bytes - budget_bytes
+        if over_bytes <= self._most_over_bytes:
+            return
+        self._most_over_bytes = over_bytes
+        inputs = ", ".join("x".join(map(str, shape)) or "()" for shape in shapes) or "no tensors"
+        warnings.warn(
+            f"lowtide: no plan of {type(self._model).__name__} for inputs of {inputs} fits the "
+            f"budget of {format_bytes(budget_bytes)}: the least that one needs is {format_bytes(peak_bytes)}, "
+            f"{format_bytes(over_bytes)} more. Such steps run under that one. Raise the budget to it, make the "
+            "micro-batch smaller, or write strict: true to have a BudgetError instead.",
+            stacklevel=2,
+        )
 
     def set_limit(self, tide: Tide, shape: ShapePlan) -> None:
         """Give `tide` its guard, and how much of what the plan recomputes may stay where recipes do not hold."""

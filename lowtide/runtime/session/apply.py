@@ -21,7 +21,7 @@ from lowtide.config.memory import MemoryConfig, load_memory, plan_from_rules
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Rule, unmatched_error
-from lowtide.engines.base import Engine
+from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import attach_where, why_not
@@ -40,7 +40,7 @@ def apply(
     memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     group: Any = None,
     moves_state: bool = True,
 ) -> Tide:
@@ -59,7 +59,7 @@ def apply(
     warn_about_parts_of_compiled_modules(model, plan)
     chosen = choose_engine(engine, model, plan)
     warn_about_tiers(plan, chosen)
-    placed = PlacedState(model, optimizer, chosen, "lowtide.apply") if moves_state else None
+    placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
     loss = attach_where(model, may=plan.loss == "sliced", must=True)

@@ -17,16 +17,17 @@ from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import BudgetError
-from lowtide.runtime.autopilot.planner import Facts, Planner
+from lowtide.runtime.autopilot.facts import Facts
+from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import Phase, PlanSource, Tides
 from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.step import Link
-from tests.profiles import MIB, decoder_profile
+from tests.support.profiles import MIB, decoder_profile
+from tests.support.virtual_engine import VirtualEngine
 
 
 class SwapAll:
@@ -93,7 +94,7 @@ def test_a_source_of_ones_own_without_a_budget() -> None:
     plain.load_state_dict(model.state_dict())
     x = torch.randn(8, 16)
     engine = VirtualEngine(seed=1)
-    placed = PlacedState(model, None, engine, "lowtide.apply")
+    placed = PlacedState(None, engine, "lowtide.apply")
     tides = Tides(model, None, engine, SwapAll, call="lowtide.apply", owns_engine=False, placed=placed, group=ALONE)
     source: PlanSource = tides.source
     assert isinstance(source, SwapAll)
