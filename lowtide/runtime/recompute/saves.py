@@ -368,7 +368,7 @@ class FirstSaves:
         dropped.prints = {number: dropped.prints[number] for number in frontier}
         return Path(
             rows=dropped.rows,
-            roles=[role._replace(is_fingerprinted=number in frontier) for number, role in enumerate(self._roles)],
+            roles=[Role(role.nbytes, number in frontier, role.is_lasting) for number, role in enumerate(self._roles)],
             saved_inputs=dropped.saved_inputs,
             origins=dropped.origins,
             is_filled_late=dropped.is_filled_late,

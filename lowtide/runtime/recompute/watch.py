@@ -146,13 +146,13 @@ class Watch:
 class Marks:
     """What changes when somebody writes to one of some tensors, or exchanges its data, as it is now."""
 
-    __slots__ = ("_addressed", "_values", "tensors")
+    __slots__ = ("_addressed", "tensors", "values")
 
     def __init__(self, tensors: list[torch.Tensor], addressed: list[torch.Tensor]) -> None:
         """`addressed`: those of them that have an address."""
         self.tensors = tensors
         self._addressed = addressed
-        self._values = [*map(version_of, tensors), *map(torch.Tensor.data_ptr, addressed)]
+        self.values = [*map(version_of, tensors), *map(torch.Tensor.data_ptr, addressed)]
 
     def again(self) -> Marks:
         """Of the same tensors, as they are by then."""
@@ -168,15 +168,15 @@ class Marks:
 
     def moved(self, later: Marks) -> list[torch.Tensor]:
         """Those tensors that have another version or address in `later`."""
-        if self._values == later._values:
+        if self.values == later.values:
             return []
         then, now = self.by_tensor(), later.by_tensor()
         return [each for each in self.tensors if then[id(each)] != now[id(each)]]
 
     def by_tensor(self) -> dict[int, tuple[int, int]]:
         """Version and address of each, by identity."""
-        addresses = dict(zip(map(id, self._addressed), self._values[len(self.tensors) :], strict=True))
-        versions = zip(map(id, self.tensors), self._values, strict=False)
+        addresses = dict(zip(map(id, self._addressed), self.values[len(self.tensors) :], strict=True))
+        versions = zip(map(id, self.tensors), self.values, strict=False)
         return {key: (version, addresses.get(key, 0)) for key, version in versions}
 
 
