@@ -20,6 +20,7 @@ import lowtide
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.loss.attach import sliced_where
+from lowtide.runtime.autopilot.autopilot import SEVERAL_PASSES
 from lowtide.runtime.offload.selective import SelectiveOffload
 from tests.attack.habits import Run
 from tests.attack.hidden import CONTEXTS, SelectiveCells
@@ -132,8 +133,9 @@ class Rig:
         return closure() if self.tide is None else self.tide.step(closure)
 
     def _hear(self, line: str) -> None:
-        # From here on the step is the planned one; what was observed before it is not what the budget is about.
-        if self._live is not None and line.startswith("lowtide: plan"):
+        # From here on the step is the planned one; what was observed before it is not what the budget is about. A plan
+        # that is made in the middle of a step, with nothing observed, must keep it all along.
+        if self._live is not None and line.startswith("lowtide: plan") and SEVERAL_PASSES not in line:
             self._live.restart()
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,15 +70,34 @@ class OpenPasses:
         """That were open at the same time."""
         self.output_bytes = 0
         """The most that a forward pass has given to the loop."""
+        self._beside: set[Tide] = set()
+        """Whose plans were taken off while forward passes under them were open."""
 
     @property
     def num_open(self) -> int:
         return sum(each.is_open for each in self._passes)
 
-    def add(self, output: Any) -> None:
-        """A planned forward pass gave `output`: it is open until its backward pass begins."""
+    def spill(self, share_bytes: int) -> int:
+        """Bring each open forward pass down to so much, since other plans come for the rest of the step. Returns how
+        many bytes more they hold all the same."""
+        own = Counter(tide for each in self._passes if each.is_open and (tide := each.tide()) is not None)
+        for tide, num_passes in own.items():
+            tide.hold_at_most(share_bytes * num_passes)
+        self._beside |= own.keys()
+        return sum(tide.live_bytes for tide in own) - share_bytes * own.total()
+
+    def bytes_beside(self, in_force: Tide) -> int:
+        """What open forward passes hold under other plans than that of `in_force`."""
+        return sum(tide.live_bytes for tide in self._beside if tide is not in_force)
+
+    def forget(self) -> None:
+        """None is open."""
+        self._beside.clear()
+
+    def add(self, output: Any, tide: Tide) -> None:
+        """A planned forward pass under `tide` gave `output`: it is open until its backward pass begins."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        own = _Pass()
+        own = _Pass(tide)
         for leaf in leaves:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(own.begin_backward)
@@ -89,9 +109,10 @@ class OpenPasses:
 class _Pass:
     """A forward pass. Alive as long as its graph is, which has hooks that belong to it."""
 
-    __slots__ = ("__weakref__", "is_open")
+    __slots__ = ("__weakref__", "is_open", "tide")
 
-    def __init__(self) -> None:
+    def __init__(self, tide: Tide) -> None:
+        self.tide = weakref.ref(tide)
         self.is_open = True
 
     def begin_backward(self, gradients: Any) -> None:

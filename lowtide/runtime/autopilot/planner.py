@@ -83,6 +83,8 @@ class Planner:
         self._most_over_bytes = 0
         """By which a warning has said that a plan is above the budget."""
         self._loss = attach_where(model, **config.slices_loss)
+        self._last: tuple[Profile, Facts, Profile] | None = None
+        """What was planned for last, and what is known of it: the solver remembers a step by its profile."""
 
     def know(self, **facts: Any) -> None:
         """More is known, or other, of these fields of `Facts`."""
@@ -121,7 +123,9 @@ class Planner:
         assert facts.link is not None
         has_gradients = facts.has_gradients or facts.num_passes > 1
         how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": has_gradients}
-        steady = _steady(facts.known_to(profile), facts)
+        if self._last is None or self._last[0] is not profile or self._last[1] != facts:
+            self._last = (profile, facts, _steady(facts.known_to(profile), facts))
+        steady = self._last[2]
 
         def make(**limits: Any) -> Plan:
             return self._plan(steady, costs=HOST_COSTS, **{**how, **limits})
@@ -197,19 +201,22 @@ class Planner:
 
     # -- several forward passes before a backward pass ---------------------------------------------------------------
 
-    def make_room(self, shapes: Iterable[ShapePlan], output_bytes: int) -> None:
+    def make_room(self, shapes: Iterable[ShapePlan], output_bytes: int) -> bool:
         """Find out what the other forward passes of a step hold: the least for which that is true of the plans that
-        are made with so much less. `output_bytes`: what a forward pass gives to the loop."""
+        are made with so much less. `output_bytes`: what a forward pass gives to the loop. Returns whether plans fit."""
         shapes = list(shapes)
+        if not shapes:
+            return True
         others = self.facts.num_passes - 1
+        self.know(beside_bytes=0)
 
         def plans(beside_bytes: int) -> list[Plan]:
-            """With so much room for the others; the smallest, where nothing fits."""
-            self.know(beside_bytes=beside_bytes)
+            """With so much room for the others; the smallest, where nothing fits. For a smaller budget of one step,
+            of which the solver knows the floor then."""
             made = []
             for shape in shapes:
                 try:
-                    made.append(self.make(shape.profile, self.budget_for(shape)))
+                    made.append(self.make(shape.profile, self.budget_for(shape) - beside_bytes))
                 except BudgetError as refusal:
                     made.append(self._smallest(shape.profile, refusal.with_traceback(None)))
             return made
@@ -217,7 +224,7 @@ class Planner:
         def held_bytes(beside_bytes: int) -> int:
             """By the others, under plans with so much room for them."""
             pairs = zip(plans(beside_bytes), shapes, strict=True)
-            held = max(self._own_bytes(plan, shape.profile) for plan, shape in pairs)
+            held = max(self.own_bytes(plan, shape.profile) for plan, shape in pairs)
             # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
             return others * (held + output_bytes) + gradients
@@ -227,19 +234,20 @@ class Planner:
         least = held_bytes(most)
         if least > most:  # nothing fits; so much is held under the smallest plans
             self.know(beside_bytes=least)
-            return
+            return False
         low, high = 0, min(most, max(least, held_bytes(0)))
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) // 2
             low, high = (low, middle) if held_bytes(middle) <= middle else (middle, high)
         self.know(beside_bytes=high)
+        return True
 
     def needs_more_room(self, shape: ShapePlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
         others = self.facts.num_passes - 1
-        return others > 0 and others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
+        return others > 0 and others * self.own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
 
-    def _own_bytes(self, plan: Plan, profile: Profile) -> int:
+    def own_bytes(self, plan: Plan, profile: Profile) -> int:
         """What a forward pass holds of its own when it is over."""
         assert plan.predicted is not None
         there = state_bytes(self.facts.known_to(profile), has_gradients=True)

@@ -215,6 +215,17 @@ class Tide:
                 slack_bytes=slack_bytes,
             )
 
+    def stand_beside(self, beside_bytes: Callable[[], int]) -> None:
+        """Have the limit count what forward passes under other plans hold."""
+        if self._context.guard is not None:
+            self._context.guard.beside_bytes = beside_bytes
+
+    def hold_at_most(self, nbytes: int) -> None:
+        """Spill kept activations of forward passes that are over, until they hold no more than this. Not a promise:
+        what recipes and second runs start from stays. Only under a limit."""
+        if self._context.guard is not None:
+            self._context.guard.hold_at_most(nbytes)
+
     def keep_layers(self, names: Collection[str]) -> None:
         """Keep what these layers save, where the solved plan would run them again: another plan's step has shown that
         they cannot be. A limit (`set_limit`) holds all the same."""
