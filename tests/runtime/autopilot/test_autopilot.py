@@ -124,7 +124,7 @@ NAMES = (
 )  # fmt: skip
 
 
-ON_THE_HOST_ALWAYS = ("gpt2_dropout", "tied", "stateful", "unet")
+ON_THE_HOST_ALWAYS = ("tied", "unet")
 ON_THE_HOST = [
     pytest.param(name, "host", marks=() if name in ON_THE_HOST_ALWAYS else (pytest.mark.slow, pytest.mark.extended))
     for name in NAMES
