@@ -20,7 +20,7 @@ from tests.support import budget_jobs, two_ranks
 from tests.support.virtual_engine import virtual
 
 NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
-SHARES = [0.02, 0.4]
+SHARES = [0.02]
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
 CASTS: dict[str, Any] = {"casts": True}
@@ -32,10 +32,10 @@ LARGE = {"inner": 1024, "num_micro_batches": 2}
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
     jobs: dict[str, two_ranks.Job] = {
-        "1f1b": ("budgets", {"name": "1f1b", "shares": SHARES[:1]}),
+        "1f1b": ("budgets", {"name": "1f1b", "shares": SHARES}),
         "dualpipev": ("budgets", {"name": "dualpipev", "shares": SHARES}),
-        "held": ("budgets", {"name": "1f1b", "shares": SHARES[:1], "holds": True}),
-        "casts": ("budgets", {"name": "1f1b", "shares": SHARES[:1], "about": CASTS}),
+        "held": ("budgets", {"name": "1f1b", "shares": SHARES, "holds": True}),
+        "casts": ("budgets", {"name": "1f1b", "shares": SHARES, "about": CASTS}),
         "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
         "turns": ("budgets", {"name": "dualpipev", "shares": [0.02], "about": OWN}),
         "shared": ("budgets", {"name": "one_stage_overlap", "shares": [0.1], "about": SHARED}),
