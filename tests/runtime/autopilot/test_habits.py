@@ -31,11 +31,6 @@ NUM_STEPS = 3
 """Of each phase."""
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
 class Block(nn.Module):
     def __init__(self, p: float = 0.1) -> None:
         super().__init__()
