@@ -29,11 +29,6 @@ MIN_BYTES = 4096
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
 class GatedRecurrence(nn.Module):
     """GRU or LSTM cells over time, whose gates are written in place part by part, then a layer of attention."""
 

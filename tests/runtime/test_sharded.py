@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,8 +115,7 @@ def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 
 @pytest.fixture
-def _group_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def _group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -30,12 +30,6 @@ LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 MIN_BYTES = 256
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One measurement of the link for all tests of a run, and none of the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
 class Whole(nn.Module):
     """A model and its loss: what the autopilot can see all of."""
 
@@ -124,7 +118,7 @@ NAMES = (
 )  # fmt: skip
 
 
-ON_THE_HOST_ALWAYS = ("gpt2_dropout", "tied", "stateful", "unet")
+ON_THE_HOST_ALWAYS = ("tied", "unet")
 ON_THE_HOST = [
     pytest.param(name, "host", marks=() if name in ON_THE_HOST_ALWAYS else (pytest.mark.slow, pytest.mark.extended))
     for name in NAMES

@@ -93,8 +93,7 @@ def beside_a_file(model: nn.Module, optimizer: Any, engine: str) -> Any:
 
 @pytest.mark.parametrize("engine", [virtual(3), "host"])
 @pytest.mark.parametrize("way", [by_rules, by_a_budget, beside_a_file])
-def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str) -> None:
     model, optimizer = build()
     with way(model, optimizer, engine) as tide:
         losses = train(model, optimizer)
@@ -109,9 +108,8 @@ def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_
     assert_plain(everything(losses, model, optimizer))
 
 
-def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_budget_that_only_moved_state_can_keep() -> None:
     """Also for batches of other sizes, which get plans of their own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, optimizer = build(8)
     moved_bytes = STATE_BYTES // 3 * 8
     sizes = (64, 64, 96, 64, 96)
@@ -165,9 +163,8 @@ def test_the_least_that_is_named_holds_the_step_of_the_optimizer_too(optimizer_s
             assert audit is None or audit.peak_bytes <= budget
 
 
-def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
+def test_on_autopilot_what_fits_stays() -> None:
     """Also for batches of other sizes: no step passes the budget, and not all of the state travels."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, optimizer = build(6)
     all_bytes = 2 * STATE_BYTES
     memory = {"min_bytes": "1KiB", "optimizer": "keep"}
@@ -202,9 +199,8 @@ def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
         assert_plain(everything(losses, model, optimizer), sizes, 6)
 
 
-def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any) -> None:
     """The first planned forward finds no place for the state: it says so, and so does the next one, until there is."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "swap"
     folder.mkdir()
     model, optimizer = build()
