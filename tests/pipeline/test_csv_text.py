@@ -8,9 +8,9 @@ import pytest
 from pipeline.torch_oracle import loaded
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.csv_text import from_csv, to_csv
+from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.transfers import with_transfers
+from lowtide.pipeline.schedule import from_csv, to_csv
 from lowtide.pipeline.verify import verify
 
 
