@@ -7,10 +7,10 @@ it is made and those before it to the same rank are on their way; it is asked fo
 buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
 Why exact: every stage adds up its weight gradients in the order of the micro-batches, raw, and divides once at the end
 (gradients.py). One process that does the same gets the same bits. Weights of the loss, and what the inputs or targets
-were computed from, are divided with them; weights that stages share are kept equal (tied.py).
-A failure on one rank ends the step on all, with one text that names the rank and its action (failure.py).
+were computed from, are divided with them; weights that stages share are kept equal.
+A failure on one rank ends the step on all, with one text that names the rank and its action (agree.py).
 
-Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that row_counts.py
+Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that live_chunks.py
 counts.
 Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws
 (a warning says so), FSDP2 around a stage (refused where halves of pairs take turns). After a step that failed a new
@@ -249,7 +249,7 @@ class Pipeline:
 
     def try_stages(self, inputs: Sequence[Any] | None) -> None:
         """Once, before the first step: whether each stage can take what it will be given. Collective. Raises
-        ConfigError on all ranks (trial.py)."""
+        ConfigError on all ranks (stage_call.py)."""
         if not self._has_tried:
             try_stages(self.schedule, self.stages, inputs, self.group, **self.keywords_of(0))
             self._has_tried = True

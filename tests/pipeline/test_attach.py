@@ -18,8 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.pipeline import attach, linear
-from tests import two_ranks
-from tests.zoo import mixed, same_bits
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import mixed, same_bits
 
 M = 6
 SCHEDULES = {
@@ -89,7 +90,7 @@ def trained(rank: int, name: str, rules: str) -> tuple[list[str], int]:
         loss.backward()
         wanted.append(loss.detach())
     schedule = torchs(rank, name, every)
-    attached = attach(schedule, memory=RULES[rules], engine=f"virtual:{rank}")
+    attached = attach(schedule, memory=RULES[rules], engine=virtual(rank))
     found: list[str] = []
     counts = []
     events: list[str] = []
@@ -177,7 +178,7 @@ def with_keywords(rank: int) -> list[str]:
     inputs, targets, factor = torch.randn(2 * M, 8), torch.randn(2 * M, 8), torch.rand(2 * M, 1)
     outputs = one_process(truth, inputs, targets, factor=factor)
     schedule = torchs(rank, name, every, scale_grads=False)
-    attached = attach(schedule, memory=RULES["recompute"], engine=f"virtual:{rank}")
+    attached = attach(schedule, memory=RULES["recompute"], engine=virtual(rank))
     how: dict[str, Any] = {"target": targets if rank == 1 else None, "losses": [], "factor": factor}
     given = schedule.step(*((inputs,) if rank == 0 else ()), **how)
     found = different(rank, name, every, truth, 1)
@@ -202,9 +203,7 @@ def within(rank: int, name: str, share: float) -> dict[str, Any]:
 
     def step(budget: int, num_steps: int) -> tuple[Any, list[int], list[str]]:
         schedule = torchs(rank, name, every)
-        attached = attach(
-            schedule, memory={"min_bytes": 0}, budget=budget, optimizer=optimizer, engine=f"virtual:{rank}"
-        )
+        attached = attach(schedule, memory={"min_bytes": 0}, budget=budget, optimizer=optimizer, engine=virtual(rank))
         peaks, found = [], []
         ends = (0 in SCHEDULES[name][rank], len(every) - 1 in SCHEDULES[name][rank])
         try:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from pipeline.torch_oracle import rows_of
 
 from lowtide.config.schedules import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
@@ -15,6 +14,7 @@ from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.live_chunks import peak_live_chunks
 from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv, to_csv
 from lowtide.pipeline.verify import verify
+from tests.pipeline.torch_oracle import rows_of
 
 GOLDEN = Path(__file__).parent / "golden"
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")

@@ -13,9 +13,9 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.cut_model import cut
-from tests import grid_jobs, two_ranks
-from tests.grid_jobs import FATES, MODELS, names_of
-from tests.zoo import same_bits
+from tests.support import grid_jobs, two_ranks
+from tests.support.grid_jobs import FATES, MODELS, names_of
+from tests.support.zoo import same_bits
 
 Row = tuple[str, str, str]
 """Model, schedule, fate."""

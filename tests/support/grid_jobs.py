@@ -17,7 +17,7 @@ from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.gradients import find_ties
 from lowtide.pipeline.schedule import layers_of_stages
 from tests.pipeline.test_cut_model import CONFIGS, SMALL
-from tests.shared_jobs import compared
+from tests.support.shared_jobs import compared
 
 M = 8
 NUM_STEPS = 3

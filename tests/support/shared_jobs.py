@@ -25,7 +25,8 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages
 from lowtide.tensors.ranks import ALONE
 from tests.pipeline.test_cut_model import CONFIGS
-from tests.zoo import mixed, same_bits
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import mixed, same_bits
 
 M, WIDTH, CLASSES = 6, 12, 7
 
@@ -133,7 +134,7 @@ def _under(
     fate: str, rank: int, pipeline: Pipeline, given: Any, optimizer: torch.optim.Optimizer
 ) -> tuple[list[Any], Any]:
     """The tides of all stages, and the plans that they are of, if they are of a budget."""
-    engine: Any = f"virtual:{rank}"
+    engine: Any = virtual(rank)
     if fate in ("recompute", "swap"):
         rules = mixed(recompute="all") if fate == "recompute" else mixed(swap=["*"])
         return [lowtide.apply(s, rules, engine=engine, group=ALONE) for s in pipeline.stages.values()], None
