@@ -28,7 +28,8 @@ import lowtide
 from examples.train.experts import named, split_for
 from examples.train.progress import PlanRecord, resident_bytes
 from examples.train.ranks import Ranks
-from lowtide.cluster.split import split_layers
+from examples.train.step_log import StepLog, shifted
+from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
 from lowtide.core.profile import Profile
@@ -40,11 +41,10 @@ from lowtide.mindformers.stages import layers_by_offset, sections_of_stages
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
-from lowtide.pipeline.experts_transformers import find_experts
+from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
-from lowtide.pipeline.step_log import StepLog, shifted
 from lowtide.profiling.fake.trace import trace
 from lowtide.report.rank_step import RankStep
 from lowtide.runtime.autopilot.plan_model import hardware_of_device

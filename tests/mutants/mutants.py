@@ -68,7 +68,7 @@ _VERIFY = (
     "pipeline/test_rows.py",
     "pipeline/test_verify.py",
     "pipeline/test_schedule.py",
-    "pipeline/test_torch_schedules.py",
+    "pipeline/test_attach.py",
 )
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
 
