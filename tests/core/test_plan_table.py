@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lowtide.config.memory import MemoryConfig, load_memory
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import first_few, percent, placement_lines
+from lowtide.core.plan_table import first_few, notebook_html, percent, placement_lines
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
 from lowtide.report.compared_curves import Curve, curve_lines, memory_curve
@@ -203,3 +204,11 @@ def test_memory_that_is_taken_again_is_named(tight: Plan) -> None:
     line, before = (str(plan).splitlines()[1] for plan in (dataclasses.replace(tight, predicted=more), tight))
     assert ", freed memory taken again 30.0 ms" in line and "taken again" not in before
     assert ("copies slow it" in line) == ("copies slow it" in before)
+
+
+def test_a_notebook_shows_the_table(tight: Plan) -> None:
+    """In a box of its own that scrolls; what a name has of HTML is text."""
+    shown = tight._repr_html_()
+    assert shown.startswith('<b>lowtide.Plan</b><pre style="overflow-x: auto;') and shown.endswith("</pre>")
+    assert html.escape(str(tight)) in shown
+    assert "&lt;x&gt;" in notebook_html("<x>", None) and "no plan yet" in notebook_html("<x>", None)
