@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes, two_ranks
+from tests.support import processes, two_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = {
