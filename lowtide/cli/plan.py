@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lowtide.core.profile import Profile
     from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
-    from lowtide.report.compared_curves import Curve
+    from lowtide.report.played_step import Curve
     from lowtide.timeline.hardware import Hardware
     from lowtide.timeline.step import Link
 
@@ -68,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
-    parser.add_argument("--curve", action="store_true", help="draw the memory of the step over its time")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
     parser.add_argument(
@@ -83,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises `ConfigError` for mistakes, `BudgetError` when no plan fits."""
     is_of_model = alternatives.is_of_model(args)
-    settings = alternatives.settings_of(args, _kind(args)) if is_of_model else load_run(args.run)
+    settings = alternatives.settings_of(args, _kind(args)) if is_of_model else _run_file(args.run)
     if plan_cluster.is_cluster_requested(settings, args):
         return _run_cluster(settings, args)
     _check_files(args)
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.presets import plan_settled
         from lowtide.report.budget_sweep import budget_sweep
-        from lowtide.report.compared_curves import memory_curve
+        from lowtide.report.played_step import play
 
         settled = wanted.settled(lambda: _memory(settings, args, profile))
         if args.hardware is not None:
@@ -117,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_settled(settled, functools.partial(plan_profile, profile, memory, **shared, **told), lines.append)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
-        curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
+        curve = play(plan, profile, memory, **kind).curve if args.json else None
         if args.report is not None:
             from lowtide.report.report import report_of_plan
 
@@ -132,9 +131,16 @@ def run(args: argparse.Namespace) -> int:
         more = _more(lines, forecast, freed)
         print(json.dumps(_document(plan, profile, rungs, curve, network) | more))
     else:
-        lines += _lines(plan, profile, rungs=rungs, curve=curve, network=network, forecast=forecast)
+        lines += _lines(plan, profile, rungs=rungs, network=network, forecast=forecast)
         print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link), "", _WORDS], width_of_stdout())))
     return 0
+
+
+def _run_file(path: str) -> RunConfig:
+    """A name that is no file may be meant for `--model`."""
+    if not path.endswith((".yaml", ".yml")) and not os.path.exists(path):  # noqa: PTH110 -- does not raise
+        raise ConfigError(f"{path}: no such file; give a run file, or for a model of that name: --model {path}")
+    return load_run(path)
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -150,8 +156,8 @@ def _kind(args: argparse.Namespace) -> OptimizerKind:
 
 def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     """Prints what the step needs plain, checkpointed, and under lowtide; then raises `BudgetError` if no plan fits."""
-    for option in ("profile", "curve") if args.largest is None else ("profile", "curve", "out", "report"):
-        if getattr(args, option):
+    for option in ("profile",) if args.largest is None else ("profile", "out", "report"):
+        if getattr(args, option) is not None:
             raise ConfigError(f"--{option}: is not for this table; leave it out, or plan the step of a run file")
     if settings.is_sharded:
         raise ConfigError("--largest: is for a step on one device; leave 'parallel.shard' out")
@@ -434,13 +440,11 @@ def _lines(
     profile: Profile,
     *,
     rungs: tuple[SweptBudget, ...],
-    curve: Curve | None,
     network: Network | None,
     forecast: Sequence[OptimizerForecast],
 ) -> list[str]:
     from lowtide.core.plan_table import plan_table
     from lowtide.report.budget_sweep import sweep_lines
-    from lowtide.report.compared_curves import curve_lines
 
     width = width_of_stdout()
     lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]
@@ -454,8 +458,6 @@ def _lines(
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
     lines += ["", "what other budgets would give", *sweep_lines(rungs, width)]
-    if curve is not None:
-        lines += ["", *curve_lines(curve, width)]
     if forecast:
         lines += ["", *forecast_lines(forecast, profile.state, width)]
     return lines

@@ -38,7 +38,6 @@ from typing import Any
 
 from lowtide.core.plan_table import percent, plan_table
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.compared_curves import largest_difference
 from lowtide.report.pictures import (
     DARK,
     LIGHT,
@@ -48,7 +47,7 @@ from lowtide.report.pictures import (
     memory_picture,
     sweep_picture,
 )
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Played, largest_difference
 from lowtide.report.rank_step import COMPUTE, RankStep
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes

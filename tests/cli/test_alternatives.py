@@ -150,8 +150,8 @@ def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.Captur
             "--devices: needs a run file, and --model is instead of one; leave one of them out",
         ),
         (
-            ["--model", "tiny.json", "--curve"],
-            "--curve: is not for this table; leave it out, or plan the step of a run file",
+            ["--model", "tiny.json", "--largest", "batch", "--out", "f"],
+            "--out: is not for this table; leave it out, or plan the step of a run file",
         ),
     ],
 )

@@ -22,8 +22,7 @@ from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
-from lowtide.report.compared_curves import compared_seconds, largest_difference
-from lowtide.report.played_step import play
+from lowtide.report.played_step import compared_seconds, largest_difference, play
 from lowtide.report.report import Report, document, report_of_plan
 from lowtide.report.run_folder import report_of_handle
 from lowtide.report.write import _sweep_caption, page, trace
