@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lowtide
+from lowtide.config.memory import check_unit
 from lowtide.core.budget import parse_budget
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class Wish:
             raise lowtide.ConfigError(f"{where}: memory is a plan, which has its budget; leave budget out")
         if self.budget is not None:
             try:  # now, and not when training begins
-                parse_budget(self.budget)
+                check_unit(f"{where}: budget", parse_budget(self.budget))
             except ValueError as error:
-                raise lowtide.ConfigError(f"{where}: budget: {error}") from None
+                raise lowtide.ConfigError(str(error) if where in str(error) else f"{where}: budget: {error}") from None
         return self
 
 

@@ -46,7 +46,7 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
         yield change("train.precision: bf16", state, narrow)
     for ranks in _RANKS:
         yield Change(
-            text=f"parallel: {{data: {ranks}, fully_sharded: true}}, without its network",
+            text=f"parallel: {{shard: fsdp2, data: {ranks}}}, without its network",
             helps=frozenset(state),
             profile=lambda ranks=ranks: _sharded(run, traced, ranks),  # type: ignore[misc]
         )

@@ -190,7 +190,7 @@ def _model(
 ) -> ModelConfig:
     """Splits our keys from those of the model's config class, and checks ours."""
     fields = dict(values)
-    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed") if key in fields}
+    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed", "lora") if key in fields}
 
     def fail(key: str, message: str) -> NoReturn:
         raise ConfigError(f"{places.of(f'model.{key}' if key else 'model')}: {message}")
@@ -198,6 +198,8 @@ def _model(
     for key, wanted, description in (("path", str, "a path"), ("model_type", str, "text"), ("seed", int, "an integer")):
         if key in ours and (not isinstance(ours[key], wanted) or isinstance(ours[key], bool)):
             fail(key, f"expected {description} for 'model.{key}', not {shown(ours[key])}")
+    if "lora" in ours and (type(ours["lora"]) is not int or ours["lora"] < 1):
+        fail("lora", f"expected the rank of LoRA for 'model.lora', a number from 1, not {shown(ours['lora'])}")
     if "dtype" in ours and ours["dtype"] not in get_args(DType):
         hint = did_you_mean(str(ours["dtype"]), get_args(DType))
         fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {shown(ours['dtype'])}{hint}")
@@ -210,7 +212,10 @@ def _model(
         fail("", "'model' needs either 'path' or 'model_type'; write e.g. model_type: llama")
     if "path" in ours and fields:
         key = next(iter(fields))
-        hint = did_you_mean(key, ("path", "dtype", "seed")) or "; a model from a folder takes only path, dtype and seed"
+        hint = (
+            did_you_mean(key, ("path", "dtype", "seed", "lora"))
+            or "; a model from a folder takes only path, dtype, seed and lora"
+        )
         raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
     for key, value in fields.items():
         if _REPEATS.fullmatch(key) and isinstance(value, int) and not 0 <= value <= _MOST_REPEATS:

@@ -24,6 +24,7 @@ from torch import nn
 from lowtide.core.fate import Fate
 from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
+from lowtide.core.plan_table import notebook_html
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
@@ -297,6 +298,9 @@ class Tide:
     def __repr__(self) -> str:
         state = "removed" if self._is_removed else "applied"
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(repr(self), self.plan)
 
     def _say_if_no_loss(self, loss: LossHandle) -> None:
         if self.has_run and not loss.loss.was_called:

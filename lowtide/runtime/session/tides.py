@@ -38,6 +38,7 @@ from torch import nn
 
 from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
+from lowtide.core.plan_table import notebook_html
 from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError
@@ -316,6 +317,9 @@ class Tides:
         budget = "" if self.source.budget_bytes is None else f", budget {format_bytes(self.source.budget_bytes)}"
         plan = "" if self.tide is None else f", plan {self.tide.plan.digest()}"
         return f"<lowtide.Tides {self.phase.value}: engine '{self.engine.name}'{budget}{plan}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(repr(self), self.plan)
 
     # -- each forward pass -----------------------------------------------------------------------------------------
 
