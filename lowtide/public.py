@@ -161,14 +161,16 @@ def write_report(handle: torch.nn.Module | Tide | Tides, path: str | os.PathLike
     from lowtide.runtime.session.tides import Tides
 
     check_form(path)
-    found = current(handle) if isinstance(handle, Module) else handle
-    if found is not None and not isinstance(found, Tide | Tides):
-        raise wrong_argument("lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", found)
-    if found is None:
+    in_force = current(handle) if isinstance(handle, Module) else handle
+    if in_force is not None and not isinstance(in_force, Tide | Tides):
+        raise wrong_argument(
+            "lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", in_force
+        )
+    if in_force is None:
         raise ConfigError(
             "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
         )
-    return write(report_of_handle(found), path)
+    return write(report_of_handle(in_force), path)
 
 
 def selective_offload(

@@ -201,7 +201,7 @@ class Planner:
         """Find out what the other forward passes of a step hold: the least for which that is true of the plans that
         are made with so much less. `output_bytes`: what a forward pass gives to the loop."""
         shapes = list(shapes)
-        others = self.facts.num_passes - 1
+        num_others = self.facts.num_passes - 1
 
         def plans(beside_bytes: int) -> list[Plan]:
             """With so much room for the others; the smallest, where nothing fits."""
@@ -220,7 +220,7 @@ class Planner:
             held = max(self._own_bytes(plan, shape.profile) for plan, shape in pairs)
             # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
-            return others * (held + output_bytes) + gradients
+            return num_others * (held + output_bytes) + gradients
 
         floors = [plan.predicted.floor_bytes for plan in plans(0) if plan.predicted is not None]
         most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - max(floors))
@@ -236,8 +236,8 @@ class Planner:
 
     def needs_more_room(self, shape: ShapePlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
-        others = self.facts.num_passes - 1
-        return others > 0 and others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
+        num_others = self.facts.num_passes - 1
+        return num_others > 0 and num_others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
 
     def _own_bytes(self, plan: Plan, profile: Profile) -> int:
         """What a forward pass holds of its own when it is over."""
