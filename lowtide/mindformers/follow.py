@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.base import EngineChoice
@@ -54,7 +55,6 @@ def follow(
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
-    say: Callable[[str], None] | None = None,
 ) -> Tides:
     """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once where they do not fit it.
 
@@ -88,7 +88,7 @@ def follow(
     def plans(tides: Tides) -> FilePlans:
         return FilePlans(tides, resolution=resolution, layers=layers, memory=memory, slicing=slicing, group=group)
 
-    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say}
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group}
     tides = Tides(model, optimizer, chosen, plans, call="lowtide.apply", **how)
     try:
         placed.follow(bare)
@@ -305,7 +305,7 @@ class FilePlans:
     def _say_once(self, line: str) -> None:
         if line not in self._told:
             self._told.add(line)
-            self._tides.say(line)
+            LOG.info("%s", line)
 
 
 def sections_in(memory: Any) -> Sections | None:

@@ -25,6 +25,7 @@ from torch import nn
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
@@ -62,9 +63,8 @@ class Planner:
         *,
         preset: Preset | None = None,
         room: Callable[[], int] | None = None,
-        say: Callable[[str], None],
     ) -> None:
-        """`config` has its budget in bytes. `preset`: what to plan for within it; `say` hears what that comes to.
+        """`config` has its budget in bytes. `preset`: what to plan for within it.
         `room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
         assert isinstance(config.budget, int)
         self.config = config
@@ -77,7 +77,6 @@ class Planner:
         self._engine = engine
         self._preset = preset
         self._room = room
-        self._say = say
         self._told = ""
         """The last line about the preset."""
         self._most_over_bytes = 0
@@ -106,7 +105,7 @@ class Planner:
         place = str(self.config.disk_path or "")
         link = measure_link(self._engine, device, place=place, cache=cache_path())
         rates = [format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second)]
-        self._say(f"lowtide: link: {rates[0]}/s out, {rates[1]}/s in; this machine's are kept in {cache_path()}")
+        LOG.info("lowtide: link: %s/s out, %s/s in; this machine's are kept in %s", *rates, cache_path())
         self.know(link=link)
 
     # -- one plan --------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ class Planner:
             return make()
         plan, line = plan_preset(self._preset, budget_bytes, make)
         if line != self._told:
-            self._say(f"lowtide: {line}")
+            LOG.info("lowtide: %s", line)
         self._told = line
         return plan
 

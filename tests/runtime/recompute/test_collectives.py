@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.core.recipe import RecipeStep
 from lowtide.errors import ConfigError
 from lowtide.mindformers.collectives import with_own_groups
@@ -123,7 +124,7 @@ def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
     model = parallel_llama.build(rank, **how)
     lines: list[str] = []
     counts, is_same = [], []
-    with follow(model, sections_in(config), engine=virtual(7), say=lines.append) as tide:
+    with Listener(lines.append), follow(model, sections_in(config), engine=virtual(7)) as tide:
         for seed, (loss, gradients) in enumerate(truth):
             with Collectives() as seen:
                 got_loss, got = parallel_llama.step(model, seed)
