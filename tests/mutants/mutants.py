@@ -556,7 +556,7 @@ THREADS = [
     Mutant(
         "first-tables-without-a-lock",
         "runtime.session.wrap:PlannedForwards._enter",
-        puts("self._learning", "contextlib.nullcontext()"),
+        puts("self._writing", "contextlib.nullcontext()"),
         _WRAP,
         "two threads in their first forward pass write their tables into one another",
     ),
