@@ -215,7 +215,10 @@ def record_step(
         leaves = [t for t in [*inputs, *recorder.leaves] if t.requires_grad and t.is_leaf]
         trained.extend({id(t): t for t in [*leaves, *ends] if id(t) not in known}.values())
         if not trained:
-            raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+            raise ConfigError(
+                "lowtide: no parameter requires a gradient, so there is nothing to plan; unfreeze what is to be "
+                "trained first"
+            )
 
     with recorder.following(model), recorder, torch.enable_grad():
         with recorder.saves.hooks():

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, RecomputeRefusedError
@@ -355,7 +356,7 @@ class Autopilot:
             return
         peak_bytes = None if self._tides.engine.device_peak_bytes() is None else self.watch.highest_bytes
         line = self.watch.first_line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes)
-        self._tides.say(line)
+        LOG.info(line)
 
     def _correction(self, shape: ShapePlan, stats: Stats) -> Correction | None:
         """What this step says was wrong; None where it was as predicted."""
@@ -513,10 +514,10 @@ class Autopilot:
         self.planner.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
-            self._tides.say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
+            LOG.info("lowtide: %d recipes do not hold in every step: '%s' %s", len(failed), name, why)
         if refused:
             why = next(iter(refused.values()))
-            self._tides.say(f"lowtide: {len(refused)} layers cannot be run again: {why}")
+            LOG.info("lowtide: %d layers cannot be run again: %s", len(refused), why)
         is_joint = self._decide(f"{UNSTEADY} {len(unsteady)} {len(layers)}")
         try:
             plan = self.planner.again(shape, is_joint=is_joint)

@@ -32,7 +32,7 @@ class Facts:
     """What is known beside the profiles, for all shapes."""
 
     link: Link | None = None
-    """As it was measured, and corrected since; None where nobody needs it, and before the first step."""
+    """As it was measured, and corrected since; None before the first step."""
     has_gradients: bool = False
     """Forward passes find gradients (micro-batches accumulate)."""
     unsteady: frozenset[str] = frozenset()
@@ -56,8 +56,8 @@ class Facts:
         if self.optimizer is not None:
             names = [field.name for field in dataclasses.fields(state) if field.name.startswith("optimizer")]
             state = dataclasses.replace(state, **{name: getattr(self.optimizer, name) for name in names})
-        others = state.others + self.beside_bytes
-        return dataclasses.replace(profile, state=dataclasses.replace(state, others=others))
+        foreign_bytes = state.others + self.beside_bytes
+        return dataclasses.replace(profile, state=dataclasses.replace(state, others=foreign_bytes))
 
 
 class OpenPasses:

@@ -25,6 +25,7 @@ from torch import nn
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
@@ -62,9 +63,8 @@ class Planner:
         *,
         preset: Preset | None = None,
         room: Callable[[], int] | None = None,
-        say: Callable[[str], None],
     ) -> None:
-        """`config` has its budget in bytes. `preset`: what to plan for within it; `say` hears what that comes to.
+        """`config` has its budget in bytes. `preset`: what to plan for within it.
         `room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
         assert isinstance(config.budget, int)
         self.config = config
@@ -77,7 +77,6 @@ class Planner:
         self._engine = engine
         self._preset = preset
         self._room = room
-        self._say = say
         self._told = ""
         """The last line about the preset."""
         self._most_over_bytes = 0
@@ -108,7 +107,7 @@ class Planner:
         place = str(self.config.disk_path or "")
         link = measure_link(self._engine, device, place=place, cache=cache_path())
         rates = [format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second)]
-        self._say(f"lowtide: link: {rates[0]}/s out, {rates[1]}/s in; this machine's are kept in {cache_path()}")
+        LOG.info("lowtide: link: %s/s out, %s/s in; this machine's are kept in %s", *rates, cache_path())
         self.know(link=link)
 
     # -- one plan --------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ class Planner:
             return make()
         plan, line = plan_preset(self._preset, budget_bytes, make)
         if line != self._told:
-            self._say(f"lowtide: {line}")
+            LOG.info("lowtide: %s", line)
         self._told = line
         return plan
 
@@ -207,7 +206,7 @@ class Planner:
         shapes = list(shapes)
         if not shapes:
             return True
-        others = self.facts.num_passes - 1
+        num_others = self.facts.num_passes - 1
         self.know(beside_bytes=0)
 
         def plans(beside_bytes: int) -> list[Plan]:
@@ -227,7 +226,7 @@ class Planner:
             held = max(self.own_bytes(plan, shape.profile) for plan, shape in pairs)
             # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
-            return others * (held + output_bytes) + gradients
+            return num_others * (held + output_bytes) + gradients
 
         floors = [plan.predicted.floor_bytes for plan in plans(0) if plan.predicted is not None]
         most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - max(floors))
@@ -244,8 +243,8 @@ class Planner:
 
     def needs_more_room(self, shape: ShapePlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
-        others = self.facts.num_passes - 1
-        return others > 0 and others * self.own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
+        num_others = self.facts.num_passes - 1
+        return num_others > 0 and num_others * self.own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
 
     def own_bytes(self, plan: Plan, profile: Profile) -> int:
         """What a forward pass holds of its own when it is over."""
