@@ -23,8 +23,7 @@ from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import DataConfig, ModelConfig, OptimizerKind, Precision, RunConfig, TrainConfig
 from lowtide.core.fate import Fate
-from lowtide.core.plan_table import percent
-from lowtide.core.text_table import align
+from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.units import format_bytes, format_seconds
 
