@@ -169,6 +169,11 @@ class Tide:
         """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
         return self._ledger.now_bytes
 
+    @property
+    def num_misfits(self) -> int:
+        """Saved tensors that a solved plan did not expect, or not where they came. Unlike `stats`, cheap."""
+        return self._counters.num_divergences + len(self._context.unplanned)
+
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""
         self._counters.reset()
