@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.row_counts import peak_live_chunks, peak_receives
-from lowtide.pipeline.transfers import with_transfers
+from lowtide.pipeline.live_chunks import peak_live_chunks, peak_receives
 from tests.support import pipeline_jobs, two_ranks
 from tests.support.staged_models import MANY
 from tests.support.zoo import mixed
@@ -60,6 +60,7 @@ FOR_TWO: dict[str, Job] = {
 FOR_FOUR: dict[str, Job] = {
     "experts": ("with_experts", {"names": ["gpipe", "dualpipev", "zb_v", "1f1b"]}),
     "fully sharded": ("fully_sharded", {"names": ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev"]}),
+    "sharded under torch": ("sharded_under_torch", {}),
 }
 ON_FOUR = [
     words
@@ -231,6 +232,17 @@ def test_what_a_stage_passes_on_may_change_with_its_weights_and_not_by_itself(
 @pytest.mark.parametrize("answers", ["four"], indirect=True)
 def test_stages_that_fsdp2_shards_have_the_mean_of_two_processes(answers: dict[str, tuple[Any, ...]]) -> None:
     assert answers["fully sharded"] == ([],) * 4
+
+
+@pytest.mark.parametrize("answers", ["four"], indirect=True)
+def test_torchs_own_split_of_a_sharded_stage_is_wrong_and_ours_is_right(answers: dict[str, tuple[Any, ...]]) -> None:
+    """With FSDP2's default setting, torch 2.13: docs/history/torch-zero-bubble-fsdp2.md."""
+    told = answers["sharded under torch"]
+    for each in told:
+        assert (each[True, False], each[True, True], each[False, False]) == ([], [], [])
+    if not any(each[False, True] for each in told):
+        pytest.skip("this torch splits the backward of a sharded stage correctly")
+    assert all(each[False, True] for each in told)
 
 
 @pytest.mark.parametrize("answers", ["two"], indirect=True)

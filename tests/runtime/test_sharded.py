@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.profiling.observe_step import observe
@@ -427,7 +428,7 @@ def gathers(rank: int, way: str, flag: bool | None) -> dict[str, Any]:
     step(model, rank)
     before = settings(model)
     config = {"recompute": [2]} | ({} if flag is None else {"parallel_optimizer_comm_recompute": flag})
-    with follow(model, sections_in({"recompute_config": config}), engine=virtual(0), say=lines.append):
+    with Listener(lines.append), follow(model, sections_in({"recompute_config": config}), engine=virtual(0)):
         bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
         with Gathers() as counted:
             loss = model(tokens(rank))
