@@ -52,13 +52,9 @@ WITHOUT = {
         for file in (
             "schedule",
             "generators",
-            "transfers",
             "verify",
-            "row_counts",
             "live_chunks",
             "clock",
-            "csv_text",
-            "picture",
         )
     },
     "cluster": {"torch", "transformers"},

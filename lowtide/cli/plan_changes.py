@@ -60,7 +60,7 @@ def _trace(run: RunConfig, hardware: Hardware) -> Profile:
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
     from lowtide.cli.run_step import layer_bytes
-    from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
+    from lowtide.cluster.sharded import Sharding, sharded_profile
 
     width = 2 if run.model.dtype == "bfloat16" else 4
     sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)

@@ -25,16 +25,16 @@ from lowtide.config.loader import Locations, load_tree
 from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig
 from lowtide.config.parallel import ParallelConfig
 from lowtide.config.run import DataConfig, DType, ModelConfig, PipelineConfig, Precision, RunConfig, TrainConfig
+from lowtide.config.schedules import SCHEDULES
 from lowtide.config.source import Node, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import has_sections, read_sections
 from lowtide.mindformers.schema.file import SECTIONS
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import GENERATORS, make_schedule
 
 _OURS = ("model", "data", "train", "memory", "pipeline", "parallel")
 _UPSTREAMS = ("trainer", "run_mode", "modelarts")
 """Keys of MindSpore Transformers that look like a misspelt one of ours."""
-_HAVE_PAIRS = ("dualpipev", "interleaved_overlap", "one_stage_overlap")
 _MOST_TOKENS = 2**27
 """Of a micro-batch of one rank: 1 GiB of token numbers."""
 _MOST_REPEATS = 4096
@@ -154,11 +154,12 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
         make_schedule(pipeline.schedule, num_ranks=pipeline.stages, num_micro_batches=pipeline.micro_batches)
     except ConfigError as error:
         fail("pipeline", str(error))
-    if pipeline.overlap and pipeline.schedule not in _HAVE_PAIRS:
+    if pipeline.overlap and not SCHEDULES[pipeline.schedule].has_pairs:
+        have = sorted(name for name in GENERATORS if SCHEDULES[name].has_pairs)
         fail(
             "pipeline.overlap",
             f"'pipeline.overlap' is about pairs of a forward and a backward, which '{pipeline.schedule}' does not "
-            f"have; choose {', '.join(_HAVE_PAIRS[:-1])} or {_HAVE_PAIRS[-1]}",
+            f"have; choose {', '.join(have[:-1])} or {have[-1]}",
         )
     if file.train.grad_accumulation != 1:
         fail(

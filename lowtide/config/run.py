@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.parallel import ParallelConfig
+from lowtide.config.schedules import RunSchedule
 from lowtide.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
@@ -140,9 +141,7 @@ class TrainConfig:
 class PipelineConfig:
     """How the layers are split over ranks, and in which order their micro-batches go through them."""
 
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"
-    ] = "1f1b"
+    schedule: RunSchedule = "1f1b"
     stages: int
     """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
     micro_batches: int

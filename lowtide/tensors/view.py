@@ -182,14 +182,14 @@ def version_alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not torch.Tensor and is_desugared((type(tensor),)):
         return hollow(tensor)
-    if tensor.layout is not torch.strided:
-        return tensor.detach()
     alias = tensor.detach()
     empty = without_bytes(tensor.dtype, tensor.device)
-    if tensor.is_conj() or tensor.is_neg():
-        empty = empty.conj() if tensor.is_conj() else empty
-        empty = negated(empty) if tensor.is_neg() else empty
-    alias.data = empty
+    try:
+        alias.data = empty
+    except RuntimeError:
+        if tensor.layout is torch.strided:
+            empty = empty.conj() if tensor.is_conj() else empty
+            alias.data = negated(empty) if tensor.is_neg() else empty
     return alias
 
 

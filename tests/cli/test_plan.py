@@ -24,6 +24,7 @@ from lowtide.core.profile import Profile
 from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS
 from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.report import budget_sweep
 from lowtide.timeline.hardware import load_hardware
 from tests.support import processes
 from tests.support.profiles import decoder_profile
@@ -55,6 +56,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     still = types.SimpleNamespace(perf_counter=lambda: 0.0)  # no clock ends a search, on whatever machine
     for module in ("solve", "local_search"):
         monkeypatch.setattr(f"lowtide.planner.{module}.time", still)
+    monkeypatch.setattr(budget_sweep, "_WAY_UP", (1.0, 0.0))  # two other budgets tell as much as six
     Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
     write()
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.profiling.observe_step import observe
@@ -116,8 +116,7 @@ def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 
 @pytest.fixture
-def _group_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def _group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -429,7 +428,7 @@ def gathers(rank: int, way: str, flag: bool | None) -> dict[str, Any]:
     step(model, rank)
     before = settings(model)
     config = {"recompute": [2]} | ({} if flag is None else {"parallel_optimizer_comm_recompute": flag})
-    with follow(model, sections_in({"recompute_config": config}), engine=virtual(0), say=lines.append):
+    with Listener(lines.append), follow(model, sections_in({"recompute_config": config}), engine=virtual(0)):
         bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
         with Gathers() as counted:
             loss = model(tokens(rank))

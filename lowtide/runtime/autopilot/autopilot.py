@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, RecomputeRefusedError
@@ -81,6 +82,8 @@ class Autopilot:
         """Of the model that is planned for."""
         self.watch = StepWatch(tides.engine, tides.model)
         self._passes = OpenPasses()
+        self._has_guessed = False
+        """Plans are made for a step of several forward passes, of which not all have come."""
         self._foreign_bytes: int | None = None
         """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
         self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
@@ -137,8 +140,13 @@ class Autopilot:
         """What a step has shown about all plans."""
         num_open = self._passes.num_open
         self._passes.most = max(self._passes.most, num_open + 1)
-        if num_open == 0 and self._passes.most > self.planner.facts.num_passes:
-            self.with_passes()
+        if num_open == 0:
+            self._passes.forget()
+        if num_open >= self.planner.facts.num_passes:
+            # As many again may come. Where that does not fit, this one more.
+            self.with_passes(1 << num_open.bit_length(), num_open + 1)
+        elif num_open == 0 and (self._has_guessed or self._passes.most > self.planner.facts.num_passes):
+            self.with_passes(self._passes.most)
         # Between two forward passes of one step there may be gradients of the step, and they stay no longer than it.
         has_several = self.planner.facts.num_passes > 1
         is_new = not self.planner.facts.has_gradients and (not has_several or num_open == 0)
@@ -224,12 +232,12 @@ class Autopilot:
         self.table.add(buckets[-1], shape)
         self._use(buckets[-1], why=why, start=start)
         if self.planner.needs_more_room(shape):
-            self.with_passes()
+            self.with_passes(self.planner.facts.num_passes)
 
     def follow(self, output: Any, tide: Tide) -> None:
         with self._tides.lock:
             self.model_state.leave_out_moved()
-            self._passes.add(output)
+            self._passes.add(output, tide)
         self.watch.follow(output, tide, is_compared=self.is_compared)
 
     def _decide(self, what: str) -> bool:
@@ -251,6 +259,7 @@ class Autopilot:
 
         def equip(tide: Tide) -> None:
             self.planner.set_limit(tide, shape)
+            tide.stand_beside(lambda: self._passes.bytes_beside(tide))
 
         try:
             shape.tide = self._tides.use(shape.plan, shape.tide, equip=equip)
@@ -317,7 +326,7 @@ class Autopilot:
             return
         peak_bytes = None if self._tides.engine.device_peak_bytes() is None else self.watch.highest_bytes
         line = self.watch.first_line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes)
-        self._tides.say(line)
+        LOG.info(line)
 
     def _correction(self, shape: ShapePlan, stats: Stats) -> Correction | None:
         """What this step says was wrong; None where it was as predicted."""
@@ -401,11 +410,27 @@ class Autopilot:
         self.planner.know(has_gradients=True)
         self._replan_all(ACCUMULATES, before)
 
-    def with_passes(self) -> None:
-        """A step has so many forward passes before a backward pass: each leaves room for what the others hold."""
+    def with_passes(self, *numbers: int) -> None:
+        """A step has so many forward passes before a backward pass: each leaves room for what the others hold.
+
+        Of several `numbers` the first for which plans fit is taken, else the last. In the first such step this comes
+        as soon as a forward pass begins while another one is open. The open ones were planned to be alone: they spill
+        what is more than their share, and where that is not enough the rest of the step has so much less.
+        """
         before = self.planner.facts
-        self.planner.know(num_passes=self._passes.most)
+        for number in dict.fromkeys(numbers):
+            self.planner.know(num_passes=number)
+            if self.planner.make_room(self.table, self._passes.output_bytes):
+                break
+        self._has_guessed = self._passes.num_open > 0
         self._replan_all(SEVERAL_PASSES, before)
+
+    def _spill_open_passes(self, shapes: list[ShapePlan], plans: list[Plan]) -> int:
+        """Bring them down to what they would hold under these plans. Returns how much more they hold all the same."""
+        pairs = zip(shapes, plans, strict=True)
+        return self._passes.spill(
+            max((self.planner.own_bytes(plan, shape.profile) for shape, plan in pairs), default=0)
+        )
 
     def with_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """They step the model's parameters, and none was given: their state is counted from now on."""
@@ -425,13 +450,17 @@ class Autopilot:
         again where no plan will do, so that the next forward pass is refused as well."""
         start = time.perf_counter()
         shapes = list(self.table)
-        if self.shape is not None:
+        if self.shape is not None and not self._has_guessed:
             self.shape.num_reviews += 1  # its plan changes without a comparison
         try:
             is_joint = bool(shapes) and self._decide(why)
-            if shapes and self.planner.facts.num_passes > 1:
+            if self.planner.facts.num_passes > 1 and why != SEVERAL_PASSES:
                 self.planner.make_room(shapes, self._passes.output_bytes)
             plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
+            more_bytes = self._spill_open_passes(shapes, plans) if self._has_guessed else 0
+            if more_bytes > 0:
+                self.planner.know(beside_bytes=self.planner.facts.beside_bytes + more_bytes)
+                plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
         except BudgetError:
             self.planner.facts = before
             raise
@@ -454,10 +483,10 @@ class Autopilot:
         self.planner.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
-            self._tides.say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
+            LOG.info("lowtide: %d recipes do not hold in every step: '%s' %s", len(failed), name, why)
         if refused:
             why = next(iter(refused.values()))
-            self._tides.say(f"lowtide: {len(refused)} layers cannot be run again: {why}")
+            LOG.info("lowtide: %d layers cannot be run again: %s", len(refused), why)
         is_joint = self._decide(f"{UNSTEADY} {len(unsteady)} {len(layers)}")
         try:
             plan = self.planner.again(shape, is_joint=is_joint)
@@ -506,6 +535,7 @@ class Autopilot:
 
     def close(self) -> None:
         self._stop_looking()
+        self._passes.forget()
         for shape in self.table:
             shape.retire()
         self.planner.close()

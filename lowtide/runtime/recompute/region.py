@@ -147,8 +147,8 @@ class RegionRun:
         if may_change_inputs:
             with disable_current_modes():
                 copies = [tensor.detach().clone() for tensor in tensors]
-        # From these `checkpoint` learns of which devices to save the random state.
-        devices = {tensor.device: None for tensor in tensors} or {torch.device("cpu"): None}
+        # From these `checkpoint` learns of which devices to save the random state; it always does of the host.
+        devices = {tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}
         markers = [without_bytes(torch.float32, device) for device in devices]
         versions = [_version(tensor) for tensor in tensors]
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
@@ -175,8 +175,9 @@ class RegionRun:
             )
         self.inputs[index] = Kept(copies[index])
 
-    def _body(self, marker: torch.Tensor, *_: torch.Tensor) -> Any:
+    def _body(self, *_: torch.Tensor) -> Any:
         """What checkpoint runs. It gets one saved tensor of each run, `marker`; who reads that runs this again."""
+        marker = without_bytes(torch.float32, torch.device("cpu"))
         hooks = top_saved_tensors_hooks()
         assert is_checkpoint_hook(hooks) and hooks is not None
         if self._has_run:

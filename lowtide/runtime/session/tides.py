@@ -36,6 +36,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from lowtide.core.log import LOG
 from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.core.plan_table import notebook_html
@@ -151,15 +152,13 @@ class Tides:
         owns_engine: bool,
         placed: PlacedState,
         group: Any = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         """`source` makes the plan source for this handle, and may be collective in `group`. `call`: the function that
-        the user called, for messages. `say` gets a line when a plan is made."""
+        the user called, for messages."""
         self.model = model
         self.engine = engine
         self.placed = placed
         """The optimizer's state, wherever it is."""
-        self.say = say or _say_nothing
         self.tide: Tide | None = None
         """The tide in force; None before the first step. After `remove` the last one: its totals can still be read."""
         self.events: list[PlanEvent] = []
@@ -388,7 +387,7 @@ class Tides:
                 f"{self._call}: its module '{under}' came under another lowtide plan since; call remove() on that one "
                 "first"
             )
-        self.say(f"lowtide: observing one step ({why})")
+        LOG.info("lowtide: observing one step (%s)", why)
         if self.tide is not None:
             self.take_off()
             self.wrap()  # other threads wait in it until this is over
@@ -448,7 +447,7 @@ class Tides:
         self.events.append(event)
         predicted = plan.predicted
         if predicted is not None:
-            self.say(
+            LOG.info(
                 f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
                 f"{format_bytes(predicted.plain_peak_bytes)} plain, step {format_seconds(predicted.step_seconds)} for "
                 f"{format_seconds(predicted.plain_seconds)}, made in {format_seconds(seconds)}"
@@ -487,7 +486,3 @@ class _Lease:
 
     def __init__(self, engine: Engine) -> None:
         weakref.finalize(self, engine.close)
-
-
-def _say_nothing(line: str) -> None:
-    pass

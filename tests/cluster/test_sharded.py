@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from lowtide.cluster.sharded import Sharding, play_network, sharded_profile
 from lowtide.core.profile import Profile, StateBytes
-from lowtide.pipeline.fully_sharded import Sharding, play_network, sharded_profile
 from lowtide.timeline.cluster import Cluster
 from lowtide.timeline.hardware import load_hardware
 
