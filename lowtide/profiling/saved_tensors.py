@@ -24,8 +24,9 @@ from lowtide.profiling.stash import ByteStash
 from lowtide.profiling.step_record import Node
 from lowtide.recipes.graph import Storage, index_limit
 from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
-from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
+from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter
 from lowtide.tensors.private import base_of, next_sequence_number
+from lowtide.tensors.view import part_of
 from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
 
 CodecOf = Callable[[torch.UntypedStorage, torch.dtype, int | None], Codec | None]

@@ -12,7 +12,7 @@ import torch
 from lowtide.core.codec import Codec
 from lowtide.core.recipe import RetainedInput
 from lowtide.recipes.graph import Call, Storage
-from lowtide.tensors.kinds import Part
+from lowtide.tensors.view import Shape
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Node:
     retained_input: RetainedInput | None = None
     is_given: bool = False
     """On record only because a layer was given it: no recipe starts from it, and none makes it."""
-    part: Part | None = None
+    part: Shape | None = None
     """What of the storage the first saved tensor's version counter speaks for (activations.py)."""
     codec: Codec | None = None
     """The smallest form that holds its bytes."""

@@ -29,7 +29,7 @@ from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import base_of, is_view, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import modified_error, version_alias
+from lowtide.tensors.view import Origin, modified_error, version_alias
 from lowtide.tensors.wrappers import inside
 
 Row = tuple[int, type, torch.Size, torch.dtype]
@@ -201,14 +201,6 @@ class Saved:
         self.alias = alias
 
 
-class Origin(NamedTuple):
-    """Where a saved tensor came from, for the words of an error."""
-
-    producer: type
-    output_nr: int
-    is_view: bool
-
-
 class _Prints:
     """Fingerprints of what a run saves. What its operator may yet fill is looked at when that one is over."""
 
@@ -320,7 +312,7 @@ class FirstSaves:
             dropped.leave_out(self._inputs)
         dropped.rows.append(row)
         is_part = is_view(tensor)
-        dropped.origins.append(Origin(row[1], tensor.output_nr, is_part))
+        dropped.origins.append(Origin.of(tensor))
         is_first, is_own = dropped.count(local) if is_plain(local) else (False, True)
         if number == 0 or dropped.rows[number - 1][0] != place:
             dropped.is_filled_late = False

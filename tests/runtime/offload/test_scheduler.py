@@ -18,7 +18,7 @@ from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.kinds import part_of
+from lowtide.tensors.view import part_of
 from tests import zoo
 from tests.engines.sim_device import SimDevice
 
