@@ -97,7 +97,7 @@ class Forecast:
 
 def forecast(run: Run) -> Forecast:
     """What lowtide says about `run`."""
-    from lowtide.pipeline.fully_sharded import Sharding, play_network, sharded_profile
+    from lowtide.cluster.sharded import Sharding, play_network, sharded_profile
     from lowtide.planner.rerun_layers import run_again
     from lowtide.timeline.cluster import load_cluster
 

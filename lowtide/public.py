@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from lowtide.config.memory import MemoryConfig
     from lowtide.core.profile import Profile
-    from lowtide.engines.base import Engine
+    from lowtide.engines.base import EngineChoice
     from lowtide.optimizer.swap import OptimizerSwap
-    from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
 _LOSS = "a function that makes the loss of the model's output"
 
@@ -35,18 +35,17 @@ def apply(
     memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
-    say: Callable[[str], None] | None = None,
-) -> Tide | Autopilot:
+) -> Tide | Tides:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
-    file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
-    are the same to the bit; `state_dict` does not change.
-    If `memory` has a budget, this is `optimize`; `say` gets a line when a plan is made.
+    file. `engine` is an engine, the name of one, or a function that makes one for a plan; absent, it is
+    chosen by the device of the model. Gradients are the same to the bit; `state_dict` does not change.
+    If `memory` has a budget, this is `optimize`.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` means what it means there; the
     first forward pass is then observed (one extra step, after which everything is as before). If `model` is one stage
     of a pipeline, `first_layer` is the number that its first layer has in the whole model, from 0.
@@ -56,13 +55,11 @@ def apply(
     """
     from lowtide.config.memory import load_memory
     from lowtide.mindformers.follow import follow, sections_in
-    from lowtide.runtime.autopilot.optimize import optimize
     from lowtide.runtime.session.apply import apply as apply_plan
     from lowtide.tensors.ranks import check_group
 
     check_group(group, "lowtide.apply")
     check_group(tp_group, "lowtide.apply", "tp_group")
-    check_function("lowtide.apply", "say", say)
     if first_layer is not None and (type(first_layer) is not int):
         raise wrong_argument("lowtide.apply", "first_layer", "the number of a layer, from 0", first_layer)
     _refuse_a_budget(memory)
@@ -76,13 +73,14 @@ def apply(
             group=group,
             first_layer=first_layer,
             tp_group=tp_group,
-            say=say,
         )
     _refuse_without_sections(first_layer, tp_group)
     if not isinstance(memory, Plan):
         memory = load_memory(memory)
         if memory.has_budget:
-            return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
+            from lowtide.runtime.autopilot.optimize import optimize  # a fixed plan needs none of it
+
+            return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
 
 
@@ -122,7 +120,7 @@ def observe(
     return observe_step(model, batch, loss=loss, optimizer=optimizer)
 
 
-def current(model: torch.nn.Module) -> Tide | Autopilot | None:
+def current(model: torch.nn.Module) -> Tide | Tides | None:
     """What `apply` or `optimize` gave for `model`, or for the model that it wraps (as DDP does); None if it is plain.
 
     For a notebook cell that runs again, or code that did not keep the handle.
@@ -143,7 +141,7 @@ def remove(model: torch.nn.Module) -> None:
         handle.remove()
 
 
-def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.PathLike[str]) -> Path:
+def write_report(handle: torch.nn.Module | Tide | Tides, path: str | os.PathLike[str]) -> Path:
     """Write what `handle`, or the model that it is on, does and did: its plan, the memory and the lanes of a step.
 
     The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
@@ -156,18 +154,20 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
     from lowtide.report.run_folder import report_of_handle
     from lowtide.report.write import check_form
     from lowtide.report.write import write_report as write
-    from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
     check_form(path)
-    found = current(handle) if isinstance(handle, Module) else handle
-    if found is not None and not isinstance(found, Tide | Autopilot):
-        raise wrong_argument("lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", found)
-    if found is None:
+    in_force = current(handle) if isinstance(handle, Module) else handle
+    if in_force is not None and not isinstance(in_force, Tide | Tides):
+        raise wrong_argument(
+            "lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", in_force
+        )
+    if in_force is None:
         raise ConfigError(
             "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
         )
-    return write(report_of_handle(found), path)
+    return write(report_of_handle(in_force), path)
 
 
 def selective_offload(
@@ -176,7 +176,7 @@ def selective_offload(
     *,
     host_budget: int | str | None = None,
     min_bytes: int | str = "1MiB",
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
 ) -> SelectiveOffload:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint` that follows `policy`, and really offloads what it marks
     as `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`, which torch recomputes in eager mode. Gradients are
@@ -200,7 +200,7 @@ def swap_optimizer(
     overlap: str = "auto",
     resident: float | str = "auto",
     bucket_bytes: int | str = "auto",
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     min_bytes: int | str = 16 * 1024,
 ) -> OptimizerSwap:
     """Keep the state of `optimizer` in main memory or a file between steps, until `detach()` of the handle or the end

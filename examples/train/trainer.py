@@ -38,12 +38,13 @@ from examples.train.stages import RankStages, check_stages
 from lowtide.cli.run_model import build_model
 from lowtide.cli.run_step import make_optimizer
 from lowtide.config.run import RunConfig, TrainConfig
+from lowtide.core.log import Listener
 from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 
 if TYPE_CHECKING:
-    from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
 
 _RUN = "lowtide train"
@@ -87,11 +88,12 @@ class Trainer:
         self.step = saved.step if saved else 0
         """Optimizer steps done."""
         self.say: Callable[[str], None] = _say_nothing
-        """Hears what the autopilot decides."""
-        self.tide: Tide | Autopilot | None = None
+        """Hears the lines of the logger `lowtide`."""
+        self._listener = Listener(self._tell)
+        self.tide: Tide | Tides | None = None
         self._forward: torch.nn.Module = self.model
         if self.stages is not None:
-            self.stages.begin(self.optimizer, self._tell)
+            self.stages.begin(self.optimizer)
         else:
             self.tide = self._take_up_memory()
             if not ranks.is_alone and self.experts is None and self.shards is None:
@@ -104,20 +106,20 @@ class Trainer:
             place = ranks.rank if self.shards is None else self.reader
             _seed(random.Random(f"{run.train.seed} {place} {self.step}").getrandbits(62))
 
-    def _take_up_memory(self) -> Tide | Autopilot | None:
+    def _take_up_memory(self) -> Tide | Tides | None:
         """Rules are followed as written; a budget is planned for in the first step."""
         memory, sections = self.run.memory, self.run.sections
         how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
         if sections is not None:
-            return follow(self.model, sections, memory=memory, say=self._tell, **how)
+            return follow(self.model, sections, memory=memory, **how)
         if memory is None:
             return None
         if not memory.has_budget:
             return lowtide.apply(self.model, memory, **how)
-        return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)
+        return lowtide.optimize(self.model, memory=memory, **how)
 
     def _tell(self, line: str) -> None:
-        self.say(line)  # looked up at each call: `self.say` is set after the autopilot was made
+        self.say(line)  # looked up at each call: `self.say` is set after the plan was put on
 
     @property
     def description(self) -> str:
@@ -240,6 +242,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leaves the model as it was built, and lets go of the process group."""
+        self._listener.close()
         self._forward = self.model
         if self.stages is not None:
             self.stages.close()

@@ -46,7 +46,7 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
         yield change("train.precision: bf16", state, narrow)
     for ranks in _RANKS:
         yield Change(
-            text=f"parallel: {{data: {ranks}, fully_sharded: true}}, without its network",
+            text=f"parallel: {{shard: fsdp2, data: {ranks}}}, without its network",
             helps=frozenset(state),
             profile=lambda ranks=ranks: _sharded(run, traced, ranks),  # type: ignore[misc]
         )
@@ -60,7 +60,7 @@ def _trace(run: RunConfig, hardware: Hardware) -> Profile:
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
     from lowtide.cli.run_step import layer_bytes
-    from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
+    from lowtide.cluster.sharded import Sharding, sharded_profile
 
     width = 2 if run.model.dtype == "bfloat16" else 4
     sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lowtide.config.loader import FieldError, Locations
+from lowtide.config.schedules import SCHEDULES, ClusterSchedule
 
 AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimizer_shards")
 """The keys that are sizes of a layout, in the order in which they are printed."""
 _BESIDE_SHARD = ("shard", "replicas", "tensor", "data", "cluster", "places")
 _MOST = 2**24
-
-ScheduleName = Literal[
-    "auto", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class ParallelConfig:
     `hsdp`: to those of one replica. `lowtide train` trains so, and `lowtide plan` plans one rank."""
     replicas: int | None = None
     """With `hsdp`: the number of groups of data ranks that hold all parameters together."""
-    schedule: ScheduleName = "auto"
+    schedule: ClusterSchedule = "auto"
     devices: int | None = None
     """Number of devices of the whole cluster; `--devices` overrides it."""
     global_batch: int | None = None
@@ -79,8 +76,9 @@ class ParallelConfig:
             raise FieldError("replicas", f"must divide the {self.data} data ranks, and {self.replicas} does not")
         if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 0):
             raise FieldError("layers", "must be one number of layers for each stage, none of them below 0")
-        if self.schedule == "one_stage_overlap" and self.pipeline not in (None, 1):
-            raise FieldError("schedule", f"'one_stage_overlap' is for 1 pipeline rank, not {self.pipeline}")
+        kind = SCHEDULES.get(self.schedule)
+        if kind is not None and kind.is_for_one_rank and self.pipeline not in (None, 1):
+            raise FieldError("schedule", f"'{self.schedule}' is for 1 pipeline rank, not {self.pipeline}")
 
     def place_of(self, key: str) -> str:
         """Where a key is written, or where it would be."""

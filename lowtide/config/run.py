@@ -16,10 +16,12 @@ from typing import Any, Literal, NoReturn
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.parallel import ParallelConfig
+from lowtide.config.schedules import RunSchedule
 from lowtide.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
+OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 NUM_BYTE_TOKENS = 256
 """The vocabulary, unless the file says otherwise: tokens are bytes."""
 
@@ -53,6 +55,8 @@ class ModelConfig:
     """Of the weights. Left out, it follows `train.precision`."""
     seed: int = 0
     """Of fresh weights; the same on every rank."""
+    lora: int | None = None
+    """Rank of LoRA on all linear layers; all other weights are frozen. None: all weights are trained."""
     key_places: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each key of the section stands, for mistakes that are seen when the model is built."""
 
@@ -80,6 +84,8 @@ class TrainConfig:
     grad_accumulation: int = 1
     expert_parallel: int = 1
     """Ranks that share the experts of an MoE model; 1: each has all of them."""
+    optimizer: OptimizerKind = "adamw"
+    """`sgd` with momentum 0.9."""
     learning_rate: float = 1e-3
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up. `cosine` falls to zero at `steps`."""
@@ -135,9 +141,7 @@ class TrainConfig:
 class PipelineConfig:
     """How the layers are split over ranks, and in which order their micro-batches go through them."""
 
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"
-    ] = "1f1b"
+    schedule: RunSchedule = "1f1b"
     stages: int
     """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
     micro_batches: int
@@ -204,6 +208,10 @@ class RunConfig:
         keys += ["clip_grad_norm", "seed", "precision"]
         if self.train.schedule == "cosine":
             keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+        if self.train.optimizer != "adamw":
+            keys.append("optimizer")
+        if self.model.lora is not None:
+            found["model.lora"] = self.model.lora
         if self.train.expert_parallel > 1:
             keys.append("expert_parallel")  # checkpoints of versions that did not know it are as those with 1
         if self.pipeline is not None:  # a rank's checkpoint has the stages of that rank

@@ -91,6 +91,17 @@ class Pattern:
                 return True
         return False
 
+    def numbers_at(self, place: int, names: Iterable[str]) -> set[int]:
+        """The numbers that names have where segment `place` of this pattern would stand, if all before it matches."""
+        before, found = self.segments[:place], set()
+        for name in names:
+            parts = name.split(".")
+            for start in range(len(parts) - place):
+                part = parts[start + place]
+                if part.isdecimal() and all(one.matches(other) for one, other in zip(before, parts[start:])):
+                    found.add(int(part))
+        return found
+
     def __str__(self) -> str:
         return self.text
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.json_text import Mistake, build, parse_json
-from lowtide.core.plan_table import plan_table
+from lowtide.core.plan_table import notebook_html, plan_table
 from lowtide.core.rules import Rules
 from lowtide.errors import ConfigError
 
@@ -134,6 +134,9 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_table(self)
+
+    def _repr_html_(self) -> str:
+        return notebook_html("lowtide.Plan", self)
 
 
 def _agreed(site: SiteDecision) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ count separately the retained inputs that are held only because a recipe starts 
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -86,6 +87,13 @@ def plan_table(plan: TabledPlan, width: int | None = None) -> str:
     """The text of `print(plan)`, without a trailing newline. `width`: the most characters of a line; None: any."""
     lines = _solved_lines(plan, width) if plan.is_solved else _written_lines(plan, width)
     return "\n".join(wrapped(lines, width))
+
+
+def notebook_html(title: str, plan: TabledPlan | None) -> str:
+    """What a notebook shows of a plan, or of the handle that carries it out: the table, in a box that scrolls."""
+    text = "no plan yet: it is made in the first step" if plan is None else plan_table(plan)
+    style = "overflow-x: auto; white-space: pre; line-height: 1.35"
+    return f'<b>{html.escape(title)}</b><pre style="{style}">{html.escape(text)}</pre>'
 
 
 def _written_lines(plan: TabledPlan, width: int | None) -> list[str]:

@@ -131,6 +131,21 @@ class _WrittenRule:
     where: str
 
 
+def past_error(rule: Rule, names: Sequence[str]) -> ConfigError | None:
+    """The error for a range that reaches past the numbers that a model has in that place; None where none does."""
+    at = f"{rule.where}: " if rule.where else ""
+    segments = rule.pattern.segments
+    for place, segment in enumerate(segments):
+        numbers = rule.pattern.numbers_at(place, names) if segment.ranges else set()
+        if numbers and max(end for _, end in segment.ranges) > max(numbers):
+            every = ".".join("*" if each is segment else each.text for each in segments)
+            return ConfigError(
+                f"{at}pattern '{rule.pattern}' reaches past this model, whose numbers there end at {max(numbers)}; "
+                f"write a range that ends there, or '{every}' for all"
+            )
+    return None
+
+
 def unmatched_error(rule: Rule, names: Sequence[str]) -> ConfigError:
     """The error for a rule that matches nothing: where it stands, and what the user may have meant."""
     at = f"{rule.where}: " if rule.where else ""

@@ -55,24 +55,21 @@ def plan_profile(
     time_limit_seconds: float = 5.0,
     costs: HostCosts = NO_COSTS,
     progress: Callable[[str], None] | None = None,
-    layers: tuple[str, ...] | None = None,
     with_suggestions: bool = True,
     changes: Sequence[Change] = (),
-    weighs_page_faults: bool = True,
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
-    where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
-    `weighs_page_faults`: see `Question`.
+    where `config.optimizer` lets it travel.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
     them (ways_out.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)
     costs = costs.on(profile.device)
-    how: Any = {"has_gradients": has_gradients, "layers": layers, "weighs_page_faults": weighs_page_faults}
-    how |= {"num_micro_batches": num_micro_batches, "costs": costs, "time_limit_seconds": time_limit_seconds}
+    how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
+    how |= {"num_micro_batches": num_micro_batches, "costs": costs}
     # Budgets differ from call to call; all else decides what is known of the step.
     problem = _problem(_Same(profile), dataclasses.replace(config, budget=1, preset=None), link, **how)
     tell = progress or _say_nothing

@@ -130,12 +130,6 @@ def observe(
         if num_compiled_graphs() != num_graphs:  # what compiling took is no part of a step
             trace, shapes = apart(run, accumulates=is_sharded_model)
     except (RuntimeError, ConfigError) as error:
-        if _TRANSFORMED in str(error):
-            raise ConfigError(
-                f"observe: {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, "
-                "around which PyTorch lets nobody watch what is saved; train it under rules (lowtide.apply), which "
-                "leave such a layer alone"
-            ) from error
         if is_sharded_model or not wants_accumulation(error):
             raise
         trace, shapes = apart(run, accumulates=True)
@@ -221,11 +215,23 @@ def record_step(
         leaves = [t for t in [*inputs, *recorder.leaves] if t.requires_grad and t.is_leaf]
         trained.extend({id(t): t for t in [*leaves, *ends] if id(t) not in known}.values())
         if not trained:
-            raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+            raise ConfigError(
+                "lowtide: no parameter requires a gradient, so there is nothing to plan; unfreeze what is to be "
+                "trained first"
+            )
 
     with recorder.following(model), recorder, torch.enable_grad():
         with recorder.saves.hooks():
-            roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
+            try:
+                roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
+            except RuntimeError as error:
+                if _TRANSFORMED not in str(error):
+                    raise
+                raise ConfigError(
+                    f"observe: {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, "
+                    "around which PyTorch lets nobody watch what is saved; train it under rules (lowtide.apply), which "
+                    "leave such a layer alone"
+                ) from error
         trained += _leaves_inside(roots, trained)
         recorder.begin_backward(roots, model)
         with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():

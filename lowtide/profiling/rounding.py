@@ -8,7 +8,7 @@ plan keeps, so the most of it at any operator is a bound for every plan. Gradien
 it: each parameter has one gradient, and up to four tensors of state or of the optimizer's temporaries.
 Lowtide's own: what a recipe makes is compared with a fingerprint of what was dropped, which is on the device.
 Cost: one allocation, and a pass over the storages. Not covered: what an allocator gives out beyond its grain (CUDA
-leaves up to 1 MiB of a large block unsplit); that is measured and corrected (runtime/autopilot/corrections.py).
+leaves up to 1 MiB of a large block unsplit); that is measured and corrected (runtime/autopilot/measure.py).
 
 What is on the device beside a model's training, when it is first observed.
 

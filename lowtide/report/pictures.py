@@ -20,9 +20,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.compared_curves import compared_seconds
 from lowtide.report.elements import NOTHING, Measured, StepRow
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Played, compared_seconds
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ which examples/train/progress.py writes.
 
 The report of a model that trains: what its handle planned, beside what its counters say.
 
-What: `report_of_handle` reads an `Autopilot` or a `Tide`; it changes neither. A handle with a budget has the whole step
+What: `report_of_handle` reads a `Tides` or a `Tide`; it changes neither. A handle with a budget has the whole step
 on the clock. One that follows rules predicts nothing, and its report has the plan and the figures.
 Cost: one run of the timeline. Not covered: other shapes than those in force.
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,37 +36,37 @@ from lowtide.core.plan import Plan
 from lowtide.core.plan_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
-from lowtide.report import rank_step, run_state
-from lowtide.report.elements import Measured, StepRow, Table, Tile
-from lowtide.report.history import History, history_from_json, history_of, history_to_json, tables_of
-from lowtide.report.played_step import Played, play, played_from_json, played_to_json
+from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json, to_json
+from lowtide.report.history import History, history_of, tables_of
+from lowtide.report.played_step import Played, play
 from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
-from lowtide.report.run_state import RunState
+from lowtide.report.run_state import RunState, verdict
 from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.tide import Tide
+from lowtide.runtime.session.tides import Tides
 from lowtide.units import format_bytes, format_seconds
 
 
-def report_of_handle(handle: Tide | Autopilot) -> Report:
+def report_of_handle(handle: Tide | Tides) -> Report:
     """Raises ConfigError before the first step, which shows what there is to report."""
     plan, stats = handle.plan, handle.stats
-    tide = handle.tide if isinstance(handle, Autopilot) else handle
+    tide = handle.tide if isinstance(handle, Tides) else handle
     audited_bytes = 0 if plan is None else plan.audited_peak_bytes or 0
     if plan is None or not (stats.num_forwards or audited_bytes):  # an audit starts the totals anew
         raise ConfigError("lowtide.write_report: no step has run under this handle yet; run one, then report")
     name = type(handle.model).__name__
-    if isinstance(handle, Autopilot) and isinstance(handle.source, BudgetSource):
+    if isinstance(handle, Tides) and isinstance(handle.source, Autopilot):
+        planner = handle.source.planner
         assert handle.profile is not None
-        assert handle.link is not None
+        assert planner.facts.link is not None
         return report_of_plan(
             plan,
             handle.profile,
-            handle.source.config,
-            link=handle.link,
-            has_gradients=handle.has_gradients,
+            planner.config,
+            link=planner.facts.link,
+            has_gradients=handle.source.has_gradients,
             costs=HOST_COSTS,
             measured=Measured(
                 peak_bytes=max(stats.peak_device_bytes, audited_bytes),
@@ -151,24 +152,24 @@ class RunFiles:
             for name in (PLAN, STEP, EVENTS, *(path.name for path in self._folder.glob("rank-*.json"))):
                 with contextlib.suppress(OSError):
                     (self._folder / name).unlink(missing_ok=True)
-            self._write(RUN, run_state.to_json(self._state))
+            self._write(RUN, to_json(self._state))
 
     def end(self, *, stopped_by: str | None) -> None:
         """Of the first rank: all steps are done, or a signal came. Nothing where there was none to do."""
         if self._state is None:
             return
         state = dataclasses.replace(self._state, state="stopped" if stopped_by else "done", why=stopped_by or "")
-        self._write(RUN, run_state.to_json(state))
+        self._write(RUN, to_json(state))
 
     def failed(self, why: str, *, step: int, rank: int) -> None:
         """Of the rank that failed first. Nothing before training has begun."""
         if self._state is not None:
             state = dataclasses.replace(self._state, state="failed", why=why, step=step, rank=rank)
-            self._write(RUN, run_state.to_json(state))
+            self._write(RUN, to_json(state))
 
     def follow(self, handle: Any) -> None:
         """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing."""
-        if not isinstance(handle, Autopilot) or self._num_writes == _MOST_WRITES:
+        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or self._num_writes == _MOST_WRITES:
             return
         plan = handle.plan
         if plan is None or plan.predicted is None:
@@ -176,17 +177,17 @@ class RunFiles:
         story = history_of(handle)
         if story != self._story:
             self._story = story
-            self._write(EVENTS, history_to_json(story))
+            self._write(EVENTS, to_json(story))
         if plan.digest() == self._digest:
             return
-        assert isinstance(handle.source, BudgetSource)
-        assert handle.profile is not None and handle.link is not None
-        known: Any = {"link": handle.link, "has_gradients": handle.has_gradients, "costs": HOST_COSTS}
-        played = play(plan, handle.profile, handle.source.config, **known)
+        planner = handle.source.planner
+        assert handle.profile is not None and planner.facts.link is not None
+        known: Any = {"link": planner.facts.link, "has_gradients": handle.source.has_gradients, "costs": HOST_COSTS}
+        played = play(plan, handle.profile, planner.config, **known)
         self._digest = plan.digest()
         self._num_writes += 1
         self._write(PLAN, plan.to_json())
-        self._write(STEP, played_to_json(played))
+        self._write(STEP, to_json(played))
 
     def note_peak(self, step: int, peak_bytes: int | None) -> None:
         """Of this rank, after each step."""
@@ -200,7 +201,7 @@ class RunFiles:
         self._num_rank_steps += 1
         if is_last or self._num_rank_steps <= _EVERY_STEPS or step % _EVERY_STEPS == 0:
             made = dataclasses.replace(make(), peaks=tuple(self._peaks))
-            self._write(rank_name(made.rank), rank_step.to_json(made))
+            self._write(rank_name(made.rank), to_json(made))
 
     def _write(self, name: str, text: str) -> None:
         partial = self._folder / f".{name}.partial"
@@ -245,13 +246,13 @@ def report_of_folder(folder: Path) -> Report:
     recorded = (rows[-1] if rows else {}).get("plan") or {}
     same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
     peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
-    state = _read(folder, RUN, run_state.from_json)
+    state = _read(folder, RUN, functools.partial(from_json, RunState))
     measured = Measured(
         peak_bytes=max(peaks, default=None),
         is_without_temporaries=state is not None and state.device == "cpu",
         step_seconds=recorded.get("measured_seconds"),
     )
-    story = _read(folder, EVENTS, history_from_json)
+    story = _read(folder, EVENTS, functools.partial(from_json, History))
     return Report(
         title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
@@ -323,10 +324,10 @@ def _tables(plan: Plan | None, ranks: tuple[RankStep, ...], measured: Measured) 
 
 
 def _failure(
-    state: run_state.RunState | None, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured
+    state: RunState | None, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured
 ) -> tuple[str, ...]:
     """What ended the run, and what was known of its memory until then."""
-    said = () if state is None else run_state.verdict(state, history[-1].step if history else 0)
+    said = () if state is None else verdict(state, history[-1].step if history else 0)
     if not said:
         return ()
     known = []
@@ -341,7 +342,7 @@ def _failure(
 
 
 def _plan_and_step(folder: Path) -> tuple[Plan | None, Played | None]:
-    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, played_from_json)
+    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, functools.partial(from_json, Played))
     return (None, None) if plan is None or played is None else (plan, played)
 
 
@@ -349,7 +350,7 @@ def _ranks(folder: Path) -> Iterator[RankStep]:
     """By number; a rank that wrote nothing here is left out."""
     numbers = [path.name[len("rank-") : -len(".json")] for path in folder.glob("rank-*.json")]
     for number in sorted(int(each) for each in numbers if each.isdecimal())[:_MOST_RANKS]:
-        found = _read(folder, rank_name(number), rank_step.from_json)
+        found = _read(folder, rank_name(number), functools.partial(from_json, RankStep))
         if found is not None:
             yield found
 

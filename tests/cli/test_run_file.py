@@ -130,7 +130,8 @@ def test_memory_section_is_read_with_its_places() -> None:
         ),
         (
             "model: {path: ., hidden_size: 64}\ntrain: {steps: 1}\n",
-            "run.yaml:1:18: unknown key 'model.hidden_size'; a model from a folder takes only path, dtype and seed",
+            "run.yaml:1:18: unknown key 'model.hidden_size'; a model from a folder takes only path, dtype, "
+            "seed and lora",
         ),
         (
             "model: {path: nowhere}\ntrain: {steps: 1}\n",

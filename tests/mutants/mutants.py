@@ -68,7 +68,7 @@ _VERIFY = (
     "pipeline/test_rows.py",
     "pipeline/test_verify.py",
     "pipeline/test_schedule.py",
-    "pipeline/test_torch_schedules.py",
+    "pipeline/test_attach.py",
 )
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
 
@@ -556,7 +556,7 @@ THREADS = [
     Mutant(
         "first-tables-without-a-lock",
         "runtime.session.wrap:PlannedForwards._enter",
-        puts("self._learning", "contextlib.nullcontext()"),
+        puts("self._writing", "contextlib.nullcontext()"),
         _WRAP,
         "two threads in their first forward pass write their tables into one another",
     ),

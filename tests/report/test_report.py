@@ -22,14 +22,14 @@ from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
-from lowtide.report.compared_curves import compared_seconds, largest_difference
-from lowtide.report.played_step import play
+from lowtide.report.played_step import compared_seconds, largest_difference, play
 from lowtide.report.report import Report, document, report_of_plan
 from lowtide.report.run_folder import report_of_handle
 from lowtide.report.write import _sweep_caption, page, trace
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
+from tests.support.virtual_engine import virtual
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9)
 
@@ -125,7 +125,7 @@ def test_the_document_has_the_same_figures(profile: Profile) -> None:
 
 def test_a_run_within_a_budget(tmp_path: Path) -> None:
     model = _model()
-    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"]}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"]}, engine=virtual(1))
     with pytest.raises(
         lowtide.ConfigError, match=r"^lowtide\.write_report: no step has run under this handle yet; run one"
     ):
@@ -143,7 +143,7 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
 def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: Path) -> None:
     model = nn.Sequential(*_model(), Mean())
     memory = {"min_bytes": 0, "swap": ["0"]}
-    with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory=memory, engine=virtual(1)) as tide:
         for _ in range(2):
             model(torch.ones(32, 64)).backward()
         missing = "were not measured; a step inside of tide.audit() measures them."
@@ -201,7 +201,7 @@ def test_each_layer_of_a_measured_curve_is_stretched_on_its_own(profile: Profile
 
 def test_a_run_by_rules(tmp_path: Path) -> None:
     model = _model()
-    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1")
+    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(1))
     model(torch.ones(32, 64)).sum().backward()
     text = lowtide.write_report(model, tmp_path / "run.html").read_text(encoding="utf-8")
     assert "Sequential: a run by rules" in text
@@ -266,3 +266,49 @@ def test_beside_layers_that_run_again_stands_the_step_that_keeps_everything(prof
     again = {event.name for event in played.events if event.name.startswith("recompute ")}
     assert again == {"recompute 1", "recompute 2"}
     assert " What a layer makes while it runs again counts as temporaries." in unescape(page(report))
+
+
+# -- on a screen -------------------------------------------------------------------------------------------------------
+
+_WIDER = """<script>
+const wide = [...document.querySelectorAll("body *")].filter(each => !each.closest(".wide > *, pre *") &&
+  each.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(each => each.outerHTML);
+if (document.documentElement.scrollWidth > document.documentElement.clientWidth) wide.push("the page itself");
+document.body.innerHTML = "<p id=found>" + JSON.stringify([innerWidth, wide]) + "</p>";
+</script></body>"""
+
+
+def test_what_is_wide_scrolls_in_a_box_of_its_own(profile: Profile) -> None:
+    """Tables, pictures and text in columns: the page is never wider than the screen. Each picture has both themes."""
+    text = page(_report(profile))
+    assert text.count('<div class="wide">') == text.count("<table>") + text.count("<picture>") > 3
+    assert text.count("prefers-color-scheme: dark)") == 1 + text.count("<picture>")
+    assert re.search(r"\npre \{[^}]*overflow-x: auto", text) and ".wide { overflow-x: auto; }" in text
+    assert 'name="viewport" content="width=device-width' in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_overflows_in_a_browser(width: int, theme: str, profile: Profile, tmp_path: Path) -> None:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(names)} is installed")
+    framed = tmp_path / "framed.html"
+    (tmp_path / "run.html").write_text(page(_report(profile)).replace("</body>", _WIDER), encoding="utf-8")
+    # A window is never narrower than 500 points; a frame is.
+    framed.write_text(f'<iframe src="run.html" width="{width}" height="900"></iframe>', encoding="utf-8")
+    scheme = {"light": "1", "dark": "0"}[theme]
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += [
+        f"--blink-settings=preferredColorScheme={scheme}",
+        "--virtual-time-budget=5000",
+        "--window-size=1400,1000",
+    ]
+    script = 'onload = () => document.title = frames[0].document.getElementById("found").textContent'
+    framed.write_text(f"{framed.read_text(encoding='utf-8')}<script>{script}</script>", encoding="utf-8")
+    done = subprocess.run([*command, "--dump-dom", framed.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert found is not None, done.stderr
+    assert json.loads(unescape(found[1])) == [width, []]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.virtual_engine import VirtualEngine
 
 WIDTH = 8
 PLANS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.errors import BudgetError
 from lowtide.timeline.step import Link
 from tests.standin import device
@@ -118,7 +119,7 @@ def at_given_prices(prices: Prices) -> Iterator[None]:
     still = types.SimpleNamespace(perf_counter=lambda: 0.0)
     device.set_speeds(**prices.speeds)
     with (
-        mock.patch("lowtide.runtime.autopilot.plan_source.measure_link", return_value=prices.link),
+        mock.patch("lowtide.runtime.autopilot.planner.measure_link", return_value=prices.link),
         mock.patch("lowtide.planner.solve.time", still),
         mock.patch("lowtide.planner.local_search.time", still),
     ):
@@ -161,9 +162,7 @@ def plain(training: Training) -> Plain:
     )
 
 
-def planned(
-    training: Training, budget_bytes: int, look: Callable[[lowtide.Autopilot | None], None] = lambda tide: None
-) -> Planned:
+def planned(training: Training, budget_bytes: int, look: Callable[[Any | None], None] = lambda tide: None) -> Planned:
     """With this budget or, where no plan fits it, the least that the error says would do.
 
     There may be several such errors: when gradients are found to stay from one micro-batch to the next, and when a
@@ -177,7 +176,7 @@ def planned(
     raise AssertionError(f"no plan fits {budget_bytes}, which was said to be enough")
 
 
-def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Autopilot | None], None]) -> Planned:
+def _planned(training: Training, budget_bytes: int, look: Callable[[Any | None], None]) -> Planned:
     before_bytes = _allocated_bytes()
     peaks: list[int] = []
 
@@ -191,11 +190,10 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Auto
         model = training.model()
         optimizer = training.optimizer(model)
         memory: dict[str, Any] = {"min_bytes": training.min_bytes, "strict": True}
-        with lowtide.optimize(
-            model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
-        ) as tide:
+        budget = budget_bytes + before_bytes
+        with Listener(hear), lowtide.optimize(model, budget=budget, optimizer=optimizer, memory=memory) as tide:
 
-            def after(tide: lowtide.Autopilot = tide) -> None:
+            def after(tide: Any = tide) -> None:
                 peaks.append(device.take_peak() - before_bytes)
                 look(tide)
 

@@ -3,7 +3,7 @@
 What: `ModelState.look` reads flat lists that were made once (submodules, parameters, hooks, settings) and gives the
 number of the state that it finds: the same number for an equal state. A state is
 
-- which submodules there are. Where they are others, all lists are made anew, and no older state comes back;
+- which submodules there are. Where that changes, all lists are made anew, and no older state comes back;
 - of each parameter, whether it is trained, and its dtype;
 - the code of forward and backward hooks of modules. A hook that is put on anew for each step is the same hook;
 - settings: what modules have under a public name that is a flag, a number, a word or a frozen set of them (`training`,
@@ -42,7 +42,7 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.num_structures = 0
-        """How often submodules were others than before."""
+        """How often submodules were added, replaced or removed."""
         self.why = ""
         """In which way the last state is another one than that before it, in words."""
         self._num_states = 0
@@ -120,14 +120,14 @@ class ModelState:
     def _found(self) -> tuple[Any, ...]:
         parameters = chain.from_iterable(map(dict.values, self._parameters))
         trained = [(p.requires_grad, p.dtype) for p in parameters if p is not None]
-        hooks = [(number, *codes) for number, found in enumerate(self._hooks) if found and (codes := _codes(found))]
+        hooks = [(number, *codes) for number, own in enumerate(self._hooks) if own and (codes := _codes(own))]
         return self.num_structures, trained, hooks, self._settings(), _attention()
 
     def _settings(self) -> list[Any]:
         return list(map(dict.get, self._owners, self._names))
 
     def _note(self) -> int:
-        """The number of the state that was just found; a new one if it is new."""
+        """The number of the state that was just read; a new one if it is new."""
         structures, trained, hooks, settings, attention = self._now
         key = (structures, tuple(trained), tuple(hooks), tuple(map(_plain, settings)), attention)
         if key not in self._number_of:
@@ -174,16 +174,16 @@ def _plain(value: Any) -> Any:
 def _codes(hooks: dict[int, Any]) -> list[Any]:
     """Of hooks, the same for one that is made anew by the same code. lowtide's own (an audit's) are none."""
     inner = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks.values()]
-    others = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
-    return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in others]
+    foreign = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
+    return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in foreign]
 
 
 def _attention() -> tuple[bool, ...]:
     """Which kernels scaled dot product attention may use. The switches are the process's, whatever the device."""
-    found = torch.backends.cuda
+    switches = torch.backends.cuda
     return (
-        found.flash_sdp_enabled(),
-        found.mem_efficient_sdp_enabled(),
-        found.math_sdp_enabled(),
-        found.cudnn_sdp_enabled(),
+        switches.flash_sdp_enabled(),
+        switches.mem_efficient_sdp_enabled(),
+        switches.math_sdp_enabled(),
+        switches.cudnn_sdp_enabled(),
     )

@@ -12,11 +12,12 @@ from torch import nn
 
 import lowtide
 from lowtide.core.decisions import AccountLine, Prediction
+from lowtide.core.log import Listener
 from lowtide.core.plan import Plan
-from lowtide.engines.virtual import VirtualEngine
-from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.session.memory_message import plan_message
+from lowtide.runtime.autopilot.measure import StepWatch
+from lowtide.runtime.session.tide import plan_message
 from lowtide.units import GIB, MIB
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 PREDICTED = Prediction(
     peak_bytes=19 * GIB, step_seconds=1.6, stall_seconds=0.0, recompute_seconds=0.0, gap=0.0, plain_peak_bytes=30 * GIB,
@@ -38,40 +39,40 @@ class Clocked:
         return end - start
 
 
-def backward(first: FirstStep) -> None:
-    first.begin()
+def backward(first: StepWatch) -> None:
+    first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow(output)
+    first.follow_first(output)
     output.sum().backward()
 
 
 def test_the_line_of_an_accelerator() -> None:
-    first = FirstStep(Clocked())  # type: ignore[arg-type]
-    first.begin()  # a forward pass whose graph is dropped
+    first = StepWatch(Clocked())  # type: ignore[arg-type]
+    first.begin_pass()  # a forward pass whose graph is dropped
     backward(first)
     backward(first)  # the second one is not the first
-    assert first.line(PREDICTED, peak_bytes=int(19.3 * GIB), counted_bytes=0) == (
+    assert first.first_line(PREDICTED, peak_bytes=int(19.3 * GIB), counted_bytes=0) == (
         "lowtide: step 1: peak 19.3 GiB, predicted 19.0 GiB (+1.6 %); forward and backward 1.00 s, predicted 1.50 s "
         "(-33.3 %)"
     )
-    assert first.is_told
+    assert first.is_first_told
 
 
 def test_a_graph_that_goes_backward_twice_counts_once() -> None:
     """`retain_graph`: its hook runs again in the second backward pass, which is not the first step's."""
-    first = FirstStep(Clocked())  # type: ignore[arg-type]
-    first.begin()
+    first = StepWatch(Clocked())  # type: ignore[arg-type]
+    first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow(output)
+    first.follow_first(output)
     loss = output.sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    line = first.line(PREDICTED, peak_bytes=None, counted_bytes=0)
+    line = first.first_line(PREDICTED, peak_bytes=None, counted_bytes=0)
     assert line.endswith("; forward and backward 1.00 s, predicted 1.50 s (-33.3 %)")
 
 
 def test_the_line_of_the_host_compares_no_peak() -> None:
-    assert FirstStep(Clocked()).line(PREDICTED, peak_bytes=None, counted_bytes=17 * GIB) == (  # type: ignore[arg-type]
+    assert StepWatch(Clocked()).first_line(PREDICTED, peak_bytes=None, counted_bytes=17 * GIB) == (  # type: ignore[arg-type]
         "lowtide: step 1: predicted peak 19.0 GiB; 17.0 GiB counted without temporaries (tide.audit() counts all)"
     )
 
@@ -93,7 +94,7 @@ class Net(nn.Module):
 def test_it_is_said_once_and_an_error_has_the_words_of_the_plan() -> None:
     model, said = Net(), []
     memory: Any = {"budget": "1GiB", "min_bytes": 1}
-    with lowtide.optimize(model, memory=memory, engine=VirtualEngine(0), say=said.append):
+    with Listener(said.append), lowtide.optimize(model, memory=memory, engine=VirtualEngine(0)):
         for _ in range(4):
             model(torch.ones(512, 64)).sum().backward()
         lines = [line for line in said if line.startswith("lowtide: step 1: ")]
@@ -167,7 +168,7 @@ def test_a_backward_pass_inside_of_an_autocast_that_remembers_casts_is_warned_ab
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 512, bias=False))
     model[1].requires_grad_(False)  # torch remembers casts of what is trained
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
                 loss = model(torch.ones(8, 512)).float().sum()

@@ -1,8 +1,9 @@
 """Habits that decide how much a step saves, and that shapes do not show: plans follow, bits stay, budgets hold.
 
 Each habit is a training loop of a few phases. What every step holds at once is counted by an account of its own
-(tests/independent_count.py); losses and weights are compared with those of the plain loop. The first step of a phase
-may pass the budget, since nothing is known of it before it runs; no later one may, unless a warning says by how much.
+(tests/support/independent_count.py); losses and weights are compared with those of the plain loop. The first step of
+a phase may pass the budget, since nothing is known of it before it runs; no later one may, unless a warning says by how
+much.
 """
 
 from __future__ import annotations
@@ -21,16 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
-from tests.independent_count import IndependentCount, state_tensors
+from tests.support.grid import one_of
+from tests.support.independent_count import IndependentCount, state_tensors
+from tests.support.virtual_engine import virtual
 
 WIDTH, ROWS = 32, 16
 NUM_STEPS = 3
 """Of each phase."""
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
 class Block(nn.Module):
@@ -46,9 +44,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, 8)
         self.is_cut = False
         self.num_calls = 0
@@ -133,7 +131,7 @@ class Phase:
 
 
 def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.layers[:3].requires_grad_(False)
+    model.layers[:-1].requires_grad_(False)
 
 
 def unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +147,7 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def grown(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    new = [Block(), Block()]
+    new = [Block()]
     model.layers.extend(new)
     optimizer.add_param_group({"params": [p for block in new for p in block.parameters()]})
 
@@ -194,11 +192,11 @@ HABITS: dict[str, tuple[Phase, ...]] = {
 
 
 def trained(
-    phases: tuple[Phase, ...], budget: int | None = None, **memory: Any
+    phases: tuple[Phase, ...], num_layers: int, budget: int | None = None
 ) -> tuple[list[Tensor], list[list[int]], Any]:
     """Losses and weights; the counted peaks of each phase; and the handle, which was removed."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net(num_layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tide = None
     results: list[Tensor] = []
@@ -207,7 +205,7 @@ def trained(
         for number, phase in enumerate(phases):
             phase.change(model, optimizer)
             if budget is not None and tide is None:
-                how: Any = {"memory": {"min_bytes": 1, **memory}, "optimizer": optimizer, "engine": "host"}
+                how: Any = {"memory": {"min_bytes": 1}, "optimizer": optimizer, "engine": virtual(1)}
                 tide = lowtide.optimize(model, budget=budget, **how)
             peaks.append([])
             for step in range(NUM_STEPS):
@@ -233,13 +231,14 @@ _MORE = ("hooks", "input gradients", "two passes of unlike lengths", "two passes
 )
 def test_plans_follow_what_the_loop_does(name: str) -> None:
     phases = HABITS[name]
-    truth, plain, _ = trained(phases)
+    num_layers = 4 if name == "unfrozen" else 2
+    truth, plain, _ = trained(phases, num_layers)
     most = max(max(peaks[1:]) for peaks in plain)
     share = Random(name).choice((0.6, 0.7, 0.85))
     budget = int(share * most)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        results, peaks, tide = trained(phases, budget)
+        results, peaks, tide = trained(phases, num_layers, budget)
     assert all(map(torch.equal, results, truth))
     said = [str(each.message) for each in told if "fits the budget of" in str(each.message)]
     assert len(said) <= len(phases)
@@ -252,7 +251,7 @@ def test_plans_follow_what_the_loop_does(name: str) -> None:
 # -- fine-tunings, optimizers, numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", one_of(5, range(5)))
 def test_no_fine_tuning_dies_of_a_length(seed: int) -> None:
     """Texts of drawn lengths, in a budget below the floor of the longest: such steps run, and one warning says so."""
     draw = Random(seed)
@@ -260,11 +259,13 @@ def test_no_fine_tuning_dies_of_a_length(seed: int) -> None:
 
     def run(budget: int | None) -> tuple[list[Tensor], list[str], Any]:
         torch.manual_seed(seed)
-        model = Net()
+        model = Net(num_layers=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         tide = None
         if budget is not None:
-            tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, optimizer=optimizer, engine="host")
+            tide = lowtide.optimize(
+                model, budget=budget, memory={"min_bytes": 1}, optimizer=optimizer, engine=virtual(2)
+            )
         losses = []
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -299,7 +300,7 @@ def test_an_optimizer_that_was_not_given_is_found() -> None:
         other = torch.optim.Adam(foreign.parameters())
         counted = []
         hooks = list(register_optimizer_step_pre_hook.__globals__["_global_optimizer_pre_hooks"])
-        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine="host") as tide:
+        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine=virtual(3)) as tide:
             for number in range(4):
                 count = IndependentCount([state_tensors(model, each) for each in optimizers])
                 with count:
@@ -334,7 +335,7 @@ def test_numbers_that_change_nothing_cost_one_observed_step() -> None:
     """A temperature that the loop lowers, a counter that the forward pass moves, and a number that it does not read."""
     model = Net()
     model.temperature = 1.0
-    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine=virtual(1)) as tide:
         for number in range(6):
             model.temperature = 1.0 - 0.1 * number
             called(scale=1.0 + number)(model, number)
@@ -351,7 +352,7 @@ def test_a_strict_budget_is_an_error_and_the_floor_that_it_names_will_do() -> No
         for _ in range(4):
             model = Net()
             memory = {"min_bytes": 1, "strict": True}
-            with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1") as tide:
+            with lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(1)) as tide:
                 try:
                     for number in range(3):
                         loop(model, number)

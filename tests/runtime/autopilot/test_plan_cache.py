@@ -12,16 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket, smallest_cover
-from tests import two_ranks
+from lowtide.runtime.session.shapes import ShapeBucket, shape_bucket, smallest_cover
 from tests.runtime.autopilot.test_autopilot import assert_same, budget_of, gradients, optimize
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
 
 MOST = 96
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
 def of(*shapes: tuple[int, ...], kinds: tuple = ()) -> ShapeBucket:
@@ -97,7 +93,7 @@ def test_batches_of_random_lengths(build: Any) -> None:
     model = build()
     budget = budget_of(model, text(MOST), 0.3)
     torch.manual_seed(5)
-    with optimize(model, budget, engine="virtual:3") as tide:
+    with optimize(model, budget, engine=virtual(3)) as tide:
         for batch, plain in zip(batches, truth, strict=True):
             assert_same(step(model, batch), plain)
             assert tide.stats is not None and tide.stats.num_divergences == 0
@@ -116,12 +112,12 @@ def test_what_is_written_is_not_changed_for_other_shapes() -> None:
     """In a file each op keeps the fate that it was given. Recipes with sizes in them follow those of each pass."""
     truth_model, model = llama(), llama()
     whole = {"recompute_config": {"recompute": [1]}, "swap_config": {"swap": False}}
-    with lowtide.apply(model, whole, engine="virtual:3") as tide:
+    with lowtide.apply(model, whole, engine=virtual(3)) as tide:
         for length in (40, 31, 24, 40):
             assert_same(step(model, text(length)), step(truth_model, text(length)))
         assert [event.why for event in tide.events] == ["first step"]
     sized = {"recompute_config": {"select_recompute": [r"attention\.apply_rotary_emb"]}}
-    with lowtide.apply(model, sized, engine="virtual:3") as tide:
+    with lowtide.apply(model, sized, engine=virtual(3)) as tide:
         for length in (40, 31, 40):
             assert_same(step(model, text(length)), step(truth_model, text(length)))
             assert tide.stats is not None and tide.stats.num_divergences == 0
@@ -161,7 +157,7 @@ def _train(model: nn.Module, lengths: list[int], *, synchronize: bool, patience_
     budget = budget_of(model, text(max(lengths)), 0.4)
     with warnings.catch_warnings(record=True) as caught, optimize(model, budget) as tide:
         warnings.simplefilter("always")
-        tide._planning.consensus._patience_seconds = patience_seconds
+        tide.source.planner.consensus._patience_seconds = patience_seconds
         peaks = []
         for length, expected in zip(lengths, plain, strict=True):
             assert_same(step(model, text(length)), expected)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 WIDTH = 8
 LAYERS = ["layers.0", "layers.1"]
@@ -88,7 +89,7 @@ class Outside(nn.Module):
 def answer(make: Callable[[], nn.Module], memory: dict | None, num_calls: int = 3) -> list[Tensor]:
     torch.manual_seed(0)
     model = make()
-    tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+    tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
     torch.manual_seed(1)
     random.seed(1)
     found = []
@@ -140,7 +141,7 @@ def test_a_layer_that_begins_later_is_refused_once() -> None:
     torch.manual_seed(0)
     model = zoo.Stack(Later(), Later())
     x = torch.randn(4, WIDTH)
-    with lowtide.apply(model, PLANS["swap"], engine="virtual:1"):
+    with lowtide.apply(model, PLANS["swap"], engine=virtual(1)):
         model(x).sum().backward()
         for name in LAYERS:
             with pytest.raises(RuntimeError) as caught:
@@ -165,9 +166,13 @@ class Gradient(nn.Module):
 
 def test_under_a_budget_a_layer_that_takes_gradients_by_torch_func_is_refused_by_name() -> None:
     model = nn.Sequential(Gradient(), Gradient())
-    with lowtide.optimize(model, budget="1GiB"), pytest.raises(lowtide.ConfigError) as refused:
-        model(torch.ones(2, WIDTH))
-    assert str(refused.value) == (
+    words = (
         "observe: Sequential uses torch.func (grad, vjp, jacrev or hessian) in its forward, around which PyTorch lets "
         "nobody watch what is saved; train it under rules (lowtide.apply), which leave such a layer alone"
     )
+    with lowtide.optimize(model, budget="1GiB"), pytest.raises(lowtide.ConfigError) as refused:
+        model(torch.ones(2, WIDTH))
+    assert str(refused.value) == words
+    with pytest.raises(lowtide.ConfigError) as refused:
+        lowtide.plan(model, (torch.ones(2, WIDTH),), budget="1GiB", loss=torch.sum)
+    assert str(refused.value) == words

@@ -1,0 +1,301 @@
+"""What the ranks of tests/pipeline/test_budget.py do: one function a job, run by every rank of a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtide.errors import BudgetError, ConfigError, PipelineError
+from lowtide.pipeline import transport
+from lowtide.pipeline.budget import StagePlans, fit_stages
+from lowtide.pipeline.exchange import Route, start_on_group
+from lowtide.pipeline.execute import Pipeline
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.overlap import Overlap
+from lowtide.pipeline.weight_gradients import WeightGradients
+from lowtide.tensors.live_bytes import LiveBytes
+from tests.pipeline import moe
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
+
+WIDTH, INNER, VOCABULARY, LENGTH = 16, 64, 32, 48
+NUM_BLOCKS = 4
+
+
+class Block(nn.Module):
+    """Saves several times what it passes on; some of it can be made again, the noise cannot."""
+
+    def __init__(self, inner: int = INNER) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.gate, self.down = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.drop(self.down(nn.functional.silu(self.gate(h)) * self.up(h)))
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: list[nn.Module], *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH) if first else None
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def batch_of(step: int, number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator) for _ in range(number)]
+
+
+class Rank:
+    """A rank of a pipeline, which can be begun again.
+
+    `experts`: blocks with experts, whose exchanges of rows pairs hide. "own": each rank has all of them. "shared": each
+    rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts. `casts`: all of a step
+    is under autocast.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        *,
+        num_micro_batches: int = 6,
+        experts: str = "",
+        inner: int = INNER,
+        casts: bool = False,
+    ) -> None:
+        self.inner = inner
+        self.casts = casts
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.experts = experts
+        self.is_sharing = experts == "shared"
+        self.alone = [dist.new_group([each]) for each in range(num_ranks)][rank] if experts else None
+        num = 1 if self.is_sharing else num_ranks
+        self.schedule = make_schedule(name, num_ranks=num, num_micro_batches=num_micro_batches)
+        self.rank = 0 if self.is_sharing else rank
+        self.seed = rank
+        self.begin()
+
+    def _start(self, rows: Tensor, sent: Tensor, route: Route) -> Any:
+        group = None if self.is_sharing else self.alone
+        return start_on_group(rows, sent, dataclasses.replace(route, group=group))
+
+    def begin(self) -> None:
+        torch.manual_seed(self.seed if self.is_sharing else 0)
+        number = self.schedule.num_stages
+        blocks: list[nn.Module] = [Block(self.inner) for _ in range(NUM_BLOCKS)]
+        if self.experts:
+            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS)]
+        each = len(blocks) // number
+        every = [
+            Stage(blocks[each * stage : each * (stage + 1)], first=stage == 0, last=stage == number - 1)
+            for stage in range(number)
+        ]
+        self.stages = {stage: every[stage] for stage in self.schedule.stages_of(self.rank)}
+        self.own = nn.ModuleList(self.stages.values())
+        self.optimizer = torch.optim.AdamW(self.own.parameters(), lr=1e-3)
+        self.has_loss = number - 1 in self.stages
+        more: dict[str, Any] = {"run_pair": Overlap(start=self._start).run_pair} if self.experts else {}
+        if self.is_sharing:
+            more["group"] = self.alone
+        self.pipeline = Pipeline(self.schedule, self.stages, loss=loss_of if self.has_loss else None, **more)
+        torch.manual_seed(1 + self.seed)
+
+    def batch(self, step: int) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        tokens = batch_of(step + 10 * self.seed * self.is_sharing, self.schedule.num_micro_batches)
+        return tokens if 0 in self.stages else None, tokens if self.has_loss else None
+
+    def fit(self, budget: int, **memory: Any) -> StagePlans:
+        section = {"budget": budget, "min_bytes": 0, **memory}
+        how: dict[str, Any] = {"optimizer": self.optimizer, "engine": virtual(self.seed)}
+        if self.is_sharing:
+            how["together"] = dist.group.WORLD
+        with self._casting():
+            return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.casts)
+
+    def train(self, num_steps: int, plans: StagePlans | None = None) -> tuple[list[list[Tensor]], list[int]]:
+        """Of each step: losses and gradients; and the peak."""
+        bits, peaks = [], []
+        for step in range(num_steps):
+            batch = self.batch(step)
+            live = LiveBytes(model=self.own, optimizer=self.optimizer)
+            with live if plans is None else plans.audit() as counted, self._casting():
+                counted.add_all(tensor for tokens in batch for tensor in tokens or ())
+                losses = self.pipeline.step(*batch)
+                found = [*losses, *(parameter.grad for parameter in self.own.parameters())]
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            bits.append(found)
+            peaks.append(counted.peak_bytes)
+        return bits, peaks
+
+    def end(self) -> None:
+        self.pipeline.close()
+
+
+def budgets(
+    rank: int,
+    name: str,
+    shares: list[float],
+    *,
+    num_steps: int = 2,
+    about: dict[str, Any] | None = None,
+    holds: bool = False,
+    **memory: Any,
+) -> dict[str, Any]:
+    """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed.
+
+    `holds`: the threads that send hold on to what has gone until somebody waits for that, as on a busy machine.
+    """
+    it = Rank(name, rank, **(about or {}))
+    truth, plain = it.train(num_steps)
+    it.end()
+    it.begin()
+    with pytest.raises(BudgetError) as caught:
+        it.fit(1 << 10, **memory)
+    floor = caught.value.floor_bytes
+    most = max(max(peaks) for peaks in _everywhere(plain))
+    rows = []
+    for share in shares:
+        it.end()
+        it.begin()
+        budget = int(floor + share * (most - floor))
+        with contextlib.closing(it.pipeline), it.fit(budget, **memory) as plans:
+            with pytest.MonkeyPatch.context() as patch:
+                if holds:
+                    _hold(it.pipeline.transport, patch)
+                bits, peaks = it.train(num_steps, plans)
+            stats = [tide.stats for tide in plans.tides.values()]
+        rows.append(
+            {
+                "budget": budget,
+                "peaks": peaks,
+                "promised": plans.found.peak_bytes,
+                "different": [
+                    (step, number)
+                    for step, (own, want) in enumerate(zip(bits, truth, strict=True))
+                    for number, pair in enumerate(zip(own, want, strict=True))
+                    if not same_bits(*pair)
+                ],
+                "recomputed": sum(each.recomputed_bytes for each in stats),
+                "swapped": sum(each.swapped_bytes for each in stats),
+                "spilled": sum(each.num_spills for each in stats),
+                "divergences": sum(each.num_divergences for each in stats),
+                "summaries": [str(each) for each in plans.summaries],
+                "moved": 0 if plans.found.optimizer is None else plans.found.optimizer.moved_bytes,
+            }
+        )
+    return {"floor": floor, "plain": plain, "rows": rows, "text": str(caught.value)}
+
+
+def _hold(link: Any, patch: pytest.MonkeyPatch) -> None:
+    is_requested = threading.Event()
+
+    def releasing(wait: Callable[..., None], *results: Any) -> None:
+        is_requested.set()
+        wait(*results)
+        is_requested.clear()
+
+    def wait_on_host(work: Any, device: torch.device) -> None:
+        work.wait()
+        is_requested.wait()
+
+    patch.setattr(transport, "_wait_on_host", wait_on_host)
+    let_go_of = link.let_go_of
+    patch.setattr(link, "let_go_of", lambda results: releasing(let_go_of, results) if results else None)
+    patch.setattr(link, "finish", functools.partial(releasing, link.finish))
+
+
+def _everywhere(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def kept(
+    rank: int, names: list[str], about: dict[str, Any] | None = None, recompute: list[str] | None = None
+) -> list[tuple[int, int]]:
+    """With all the room there is: what each pipeline is said to need, and what it needs. `recompute`: layers that run
+    again by rule."""
+    found = []
+    rules: dict[str, Any] = {} if recompute is None else {"recompute": recompute, "swap": "none"}
+    for name in names:
+        it = Rank(name, rank, **(about or {}))
+        with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
+            assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
+            _, peaks = it.train(2, plans)
+            found.append((plans.found.peak_bytes, max(peaks)))
+    return found
+
+
+def refused(rank: int) -> list[str]:
+    """What each rank is told."""
+    told = []
+
+    def attempt(it: Rank, *batch: Any, **memory: Any) -> None:
+        with contextlib.closing(it.pipeline), pytest.raises(ConfigError) as caught:
+            fit_stages(it.pipeline, *(batch or it.batch(0)), memory=memory, engine=virtual(0))
+        told.append(str(caught.value))
+
+    attempt(Rank("1f1b", rank), **({"budget": 2**30} if rank == 0 else {}))
+    attempt(Rank("1f1b", rank), None, batch_of(0, 6), budget=2**30)
+    putting_off = Rank("1f1b", rank)
+    putting_off.pipeline.weight_gradients = WeightGradients()
+    attempt(putting_off, budget=2**30)
+    taking_turns = Rank("1f1b", rank)
+    taking_turns.pipeline.run_pair = lambda forward, backward: None
+    attempt(taking_turns, budget=2**30)
+    filling = Rank("1f1b", rank)
+    filling.pipeline.run_pair = Overlap(fill=lambda: None).run_pair
+    attempt(filling, budget=2**30)
+    attempt(Rank("1f1b", rank), budget=2**30, optimizer="swap")
+    attempt(Rank("1f1b", rank), budget=2**30, loss="sliced")
+    twice = Rank("1f1b", rank)
+    with twice.fit(2**30):
+        attempt(twice, budget=2**30)
+    return told
+
+
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # not when stages are tried
+            raise RuntimeError("no luck")
+        return x
+
+
+def raises(rank: int) -> str:
+    """What each rank is told when a stage of the last one raises."""
+    it = Rank("1f1b", rank)
+    if rank == 1:
+        it.stages[1].layers.insert(1, Raising())
+    with pytest.raises((RuntimeError, PipelineError)) as caught:
+        it.fit(2**30)
+    return f"{type(caught.value).__name__}: {caught.value}"
