@@ -194,11 +194,11 @@ def version_alias(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor and is_desugared((type(tensor),)):
         return hollow(tensor)
     alias = tensor.detach()
-    empty = without_bytes(tensor.dtype, tensor.device)
     try:
-        alias.data = empty
+        alias.data = without_bytes(tensor.dtype, tensor.device)
     except RuntimeError:
         if tensor.layout is torch.strided:
+            empty = without_bytes(tensor.dtype, tensor.device)
             empty = empty.conj() if tensor.is_conj() else empty
             alias.data = negated(empty) if tensor.is_neg() else empty
     return alias
