@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import percent
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import percent
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.memory_breakdown import gradients_at
 from lowtide.planner.min_peak import floor, quick_floor

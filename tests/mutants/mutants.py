@@ -82,7 +82,7 @@ HANDLES = [
     Mutant(
         "view-version",
         "tensors.view:View.check",
-        never("version_of"),
+        never("version"),
         ("runtime/test_contract.py::test_contract_05_modified_after_saving_raises_what_plain_autograd_raises",),
         "a swapped tensor that was written to gives the old gradient where plain autograd raises",
     ),
@@ -227,7 +227,7 @@ RECIPES = [
     ),
     Mutant(
         "autocast-inside-recipes",
-        "recipes.execute:Program.run",
+        "recipes.execute:CompiledRecipe.run",
         puts("DisableAutocast()", "torch.enable_grad()"),
         ("recipes/test_execute.py::test_nothing_is_saved_and_nothing_is_cast",),
         "a backward under autocast makes recipes in bfloat16",
@@ -303,7 +303,7 @@ BUCKETS = [
     ),
     Mutant(
         "late-momenta-in-parts",
-        "optimizer.step:Stepper._steps_at_once",
+        "optimizer.parts:Parts._steps_at_once",
         gives("False"),
         ("optimizer/test_bit_equality.py::test_same_bits[SGD-foreach]",),
         "SGD in bfloat16 gives other bits in the step in which a gradient first comes",
@@ -463,7 +463,7 @@ STATE = [
     Mutant(
         "state-replaced-in-the-middle-of-a-step",
         "optimizer.swap:OptimizerSwap._run",
-        never("_begun_with"),
+        never("begun"),
         _OPTIMIZER,
         "half a step uses the old state and half the new one",
     ),

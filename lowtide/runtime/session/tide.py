@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from lowtide.core.fate import Fate
-from lowtide.core.measured_curve import MeasuredCurve
-from lowtide.core.plan import Plan
-from lowtide.core.plan_table import notebook_html
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.profile import MeasuredCurve
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
