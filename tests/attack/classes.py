@@ -309,5 +309,5 @@ CLASSES: dict[str, Fault] = {
 COUNTED_CORES = frozenset({"preference", "siamese", "gpipe_by_hand"})
 """Several forwards before one backward: one step, for a budget."""
 
-NOT_YET: frozenset[str] = frozenset()
+NOT_YET: frozenset[str] = frozenset({"rounds_later"})
 """Classes of which some draw is wrong today. Take a name out when it is mended."""

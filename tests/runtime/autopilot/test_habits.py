@@ -50,7 +50,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 8)
         self.is_cut = False
         self.num_calls = 0
-        self.order = list(range(4))
+        self.order = list(range(len(self.layers)))
 
     def forward(self, x: Tensor, twice: bool = False, scale: float = 1.0) -> Tensor:  # (N, T, WIDTH) -> scalar
         self.num_calls += 1
@@ -150,7 +150,7 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def grown(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     new = [Block()]
     model.layers.extend(new)
-    model.order += [4, 5]
+    model.order = list(range(len(model.layers)))
     optimizer.add_param_group({"params": [p for block in new for p in block.parameters()]})
 
 
