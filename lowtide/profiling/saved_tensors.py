@@ -27,9 +27,9 @@ from lowtide.core.recipe import Codec
 from lowtide.profiling.step_record import NodeRecord, StepState
 from lowtide.recipes.graph import Storage, index_limit
 from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
-from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
+from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter
 from lowtide.tensors.private import base_of, next_sequence_number
-from lowtide.tensors.view import Shape, byte_view
+from lowtide.tensors.view import Shape, byte_view, part_of
 from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
 
 CodecOf = Callable[[torch.UntypedStorage, torch.dtype, int | None], Codec | None]

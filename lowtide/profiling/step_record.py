@@ -28,7 +28,7 @@ from lowtide.profiling.producer_names import COMPILED
 from lowtide.profiling.storages import NOWHERE, Storages, value_of
 from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.tensors.compiled import without
-from lowtide.tensors.kinds import Part, is_plain_or_fake
+from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import (
     begin_counting_allocations,
     current_autograd_node,
@@ -61,7 +61,7 @@ class NodeRecord:
     retained_input: RetainedInput | None = None
     is_given: bool = False
     """On record only because a layer was given it: no recipe starts from it, and none makes it."""
-    part: Part | None = None
+    part: Shape | None = None
     """What of the storage the first saved tensor's version counter speaks for."""
     codec: Codec | None = None
     """The smallest form that holds its bytes."""

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.recipe import Recipe
 from lowtide.recipes.execute import find_operator
 from lowtide.recipes.operators import WAIT, has_statistics, pure_args
-from lowtide.tensors.kinds import is_plain, part_of
+from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     TorchDispatchMode,
     base_of,
@@ -44,7 +44,7 @@ from lowtide.tensors.private import (
     tree_leaves,
     version_of,
 )
-from lowtide.tensors.view import Shape, may_overlap
+from lowtide.tensors.view import Shape, may_overlap, part_of
 from lowtide.tensors.wrappers import is_desugared
 
 _AS_STRIDED = "aten.as_strided.default"
