@@ -119,7 +119,7 @@ class Rig:
     def peak_bytes(self) -> int:
         """Of what this process holds at most in one step, with what is held between steps."""
         gc.collect()
-        there = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+        there = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         with LiveBytes(model=self.model) as live:
             live.add_all(there)
             self.step()
