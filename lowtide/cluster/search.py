@@ -25,7 +25,7 @@ from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_l
 from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, least_extra_seconds, plan_rank
 from lowtide.cluster.shape import ModelShape
 from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
-from lowtide.config.parallel import ParallelConfig
+from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.timeline.cluster import Cluster, hand_over_seconds, ring_seconds

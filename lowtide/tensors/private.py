@@ -296,6 +296,10 @@ ask."""
 set_attention_order: Callable[[list[int]], None] = find("torch._C._set_sdp_priority_order")
 """As `get_attention_order`. Publicly only as a context manager."""
 
+fp32_precision: Callable[[str, str], str] = find("torch._C._get_fp32_precision_getter")
+"""How exactly a library ("cuda", "mkldnn") computes a kind of operator ("matmul", "conv", "rnn") in fp32. Publicly
+`torch.backends.cudnn.conv.fp32_precision`, which takes ten times as long."""
+
 find("torch.autograd.forward_ad._current_level")
 
 

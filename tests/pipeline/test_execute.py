@@ -26,11 +26,13 @@ Job = two_ranks.Job
 
 
 def _jobs_of(name: str) -> dict[str, Job]:
-    """Of one schedule."""
+    """Of one schedule: with a plan that recomputes, or with one that swaps, in turn."""
+    recomputes = SEVERAL.index(name) % 2 == 0
+    planned = "uneven, recompute" if recomputes else "swap"
+    how = {"uneven": True, "memory": RECOMPUTE} if recomputes else {"memory": SWAP}
     jobs: dict[str, Job] = {
         name: ("trained", {"name": name, "num_steps": 2}),
-        f"{name}, uneven, recompute": ("trained", {"name": name, "uneven": True, "memory": RECOMPUTE}),
-        f"{name}, swap": ("trained", {"name": name, "memory": SWAP}),
+        f"{name}, {planned}": ("trained", {"name": name, **how}),
         f"{name}, counted": ("counted", {"name": name}),
     }
     if name in SPLIT:
@@ -46,7 +48,7 @@ JOBS["refused"] = ("refused", {})
 for _how in ("raises", "other width", "too few inputs"):
     JOBS[_how] = ("broken_step", {"name": "1f1b", "how": _how})
 FOR_TWO: dict[str, Job] = {
-    "200 steps": ("many_steps", {"num_steps": 200}),
+    "many steps": ("many_steps", {"num_steps": 50}),
     "budgets": ("trained", {"name": "dualpipev", "split": True, "budget": "1MiB", "num_steps": 2}),
     "resumed": ("resumed", {}),
     "trial": ("trial", {}),
@@ -251,8 +253,8 @@ def test_a_message_in_the_place_of_another_is_named(answers: dict[str, tuple[Any
 
 
 @pytest.mark.parametrize("answers", ["two"], indirect=True)
-def test_nothing_grows_over_200_steps(answers: dict[str, tuple[Any, ...]]) -> None:
-    assert answers["200 steps"] == ({"tensors": 0, "threads": 0},) * 2
+def test_nothing_grows_over_many_steps(answers: dict[str, tuple[Any, ...]]) -> None:
+    assert answers["many steps"] == ({"tensors": 0, "threads": 0},) * 2
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev", "one_stage_overlap"])

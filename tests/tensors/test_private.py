@@ -156,6 +156,15 @@ def test_the_running_backward() -> None:
     assert private.current_graph_task_id() == -1
 
 
+def test_the_group_of_backward_passes_that_is_open() -> None:
+    kind = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    assert private.current_graph_group() is None
+    if kind is not None:
+        with kind() as group:
+            assert private.current_graph_group() is group
+        assert private.current_graph_group() is None
+
+
 def test_a_nested_backward_has_a_number_of_its_own() -> None:
     tasks = []
 
@@ -473,6 +482,20 @@ def test_the_order_of_attention_backends() -> None:
     finally:
         private.set_attention_order(before)
     assert private.get_attention_order() == before
+
+
+def test_precisions_are_those_that_are_public() -> None:
+    libraries = {"cuda": (torch.backends.cudnn, torch.backends.cuda.matmul), "mkldnn": (torch.backends.mkldnn,) * 2}
+    for name, (library, owner) in libraries.items():
+        kinds = {"matmul": getattr(owner, "matmul", owner), "conv": library.conv, "rnn": library.rnn}
+        for kind, holder in kinds.items():
+            before = holder.fp32_precision
+            try:
+                for value in ("ieee", "tf32"):
+                    holder.fp32_precision = value
+                    assert private.fp32_precision(name, kind) == value == holder.fp32_precision
+            finally:
+                holder.fp32_precision = before
 
 
 def test_forward_mode_is_seen() -> None:
