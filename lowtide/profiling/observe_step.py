@@ -215,7 +215,7 @@ def record_step(
         with recorder.saves.hooks():
             try:
                 roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
-            except RuntimeError as error:
+            except (RuntimeError, ConfigError) as error:
                 if _TRANSFORMED not in str(error):
                     raise
                 raise ConfigError(
