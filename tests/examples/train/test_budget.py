@@ -106,6 +106,7 @@ def test_gradients_of_earlier_micro_batches_are_planned_for(capsys: pytest.Captu
     budget = budget_of(0.3)
     summary = go(output_dir="out", grad_accumulation=2, budget=budget, engine="host", steps=2)
     made = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowtide: plan ")]
+    made = [line for line in made if "(stalls: " not in line]  # a machine that others use, too
     assert ["(first step)" in made[0], "(gradients stay)" in made[1]] == [True, True]
     assert len(made) == 2
     assert summary.peak_bytes is not None
@@ -181,8 +182,9 @@ def test_without_a_budget_there_is_no_plan_to_record() -> None:
 def test_numbers_of_a_step_are_of_that_step() -> None:
     """Also after corrections have ended: totals do not grow from step to step. Of one plan; others save other bytes."""
     go(output_dir="out", budget=budget_of(0.3), steps=4)
-    saved = [record["tide"]["saved_bytes"] for record in records("out")]
-    assert len(set(saved)) == 1
+    plans = [record["plan"]["digest"] for record in records("out")]
+    saved = {(plan, record["tide"]["saved_bytes"]) for plan, record in zip(plans, records("out"), strict=True)}
+    assert len(saved) == len(set(plans))
     assert [record["tide"]["num_forwards"] for record in records("out")] == [1] * 4
 
 
