@@ -23,6 +23,11 @@ Everything that `import lowtide` has. Made from the docstrings by `python docs/m
 """
 ORDER = ("plan", "optimize", "apply", "observe", "swap_optimizer", "cross_entropy", "selective_offload", "write_report")
 """First what people call, in the order in which they need it."""
+OURS = (
+    *("count_buffers", "stand_beside", "hold_at_most", "keep_layers", "slice_inputs", "outlive", "settle"),
+    *("expect_no_forward", "suspend", "resume", "resume_with", "failed_recipes", "refused_layers"),
+)
+"""Members that lowtide calls itself."""
 
 
 def text() -> str:
@@ -40,7 +45,8 @@ def _function(name: str) -> str:
 
 def _class(name: str) -> str:
     kind = getattr(lowtide, name)
-    rows = [f"| `{member}` | {_first(value)} |" for member, value in _members(kind)]
+    members = [] if name == "Profile" else _members(kind)  # of a profile, `lowtide profile` shows what there is
+    rows = [f"| `{member}` | {_first(value)} |" for member, value in members]
     table = "\n".join(["| | |", "|---|---|", *rows])
     return f"## lowtide.{name}\n\n{_doc(kind)}\n" + (f"\n{table}\n" if rows else "")
 
@@ -50,7 +56,7 @@ def _members(kind: type) -> list[tuple[str, Any]]:
     found = []
     for name, written in vars(kind).items():
         value = written.__func__ if isinstance(written, staticmethod | classmethod) else written
-        if not name.startswith("_") and (inspect.isfunction(value) or _is_property(value)):
+        if not name.startswith("_") and name not in OURS and (inspect.isfunction(value) or _is_property(value)):
             found.append((name if _is_property(value) else f"{name}{_names(value)}", value))
     return found
 
@@ -81,7 +87,7 @@ def _doc(found: Any) -> str:
 def _first(value: Any) -> str:
     """The first sentence."""
     doc = _doc(value.fget if _is_property(value) else value).replace("\n", " ").replace("|", "\\|")
-    return re.split(r"(?<=[.:])\s", doc)[0]
+    return re.split(r"(?<=\.)\s", doc)[0]
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import DataConfig, ModelConfig, OptimizerKind, Precision, RunConfig, TrainConfig
 from lowtide.core.fate import Fate
-from lowtide.core.plan_table import percent
-from lowtide.core.text_table import align
+from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.units import format_bytes, format_seconds
 
@@ -123,7 +122,7 @@ def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class AskedStep:
     """A step of a run, traced twice: as plain training runs it, and counted."""
 
     run: RunConfig
@@ -134,7 +133,7 @@ class Step:
     budget_bytes: int
 
     @classmethod
-    def traced(cls, run: RunConfig, hardware: Hardware, budget_bytes: int, say: Callable[[str], None]) -> Step:
+    def traced(cls, run: RunConfig, hardware: Hardware, budget_bytes: int, say: Callable[[str], None]) -> AskedStep:
         from lowtide.cli.run_step import trace_run
 
         whole = dataclasses.replace(run, memory=MemoryConfig(loss="plain"))
@@ -199,7 +198,7 @@ def counting(hardware: Hardware) -> Hardware:
     )
 
 
-def by_hand(step: Step) -> list[Alternative]:
+def by_hand(step: AskedStep) -> list[Alternative]:
     return [step.by_hand(name) for name in _BY_HAND]
 
 
@@ -214,15 +213,15 @@ def largest(
     make: Callable[[RunConfig, int | None], Plan],
     *,
     say: Callable[[str], None],
-) -> tuple[Step, list[Alternative]]:
+) -> tuple[AskedStep, list[Alternative]]:
     """A step of the run, and a row for each way, at the largest size that fits. `make` gives the plan of a run for the
     budget, or for another number of bytes, and raises `BudgetError`."""
-    steps: dict[int, Step] = {}
+    steps: dict[int, AskedStep] = {}
 
-    def step_of(size: int) -> Step:
+    def step_of(size: int) -> AskedStep:
         if size not in steps:
             say(f"trying a {grown} of {size:,}")
-            steps[size] = Step.traced(_grown(run, grown, size), hardware, budget_bytes, lambda text: None)
+            steps[size] = AskedStep.traced(_grown(run, grown, size), hardware, budget_bytes, lambda text: None)
         return steps[size]
 
     def floor_of(size: int) -> int:
@@ -300,52 +299,52 @@ def _on_line(known: dict[int, int], budget_bytes: int) -> int:
 
 
 def lines(
-    step: Step, rows: Sequence[Alternative], weights: Sequence[Weight], grown: Grown | None, width: int | None
+    step: AskedStep, rows: Sequence[Alternative], weights: Sequence[Weight], grown: Grown | None, width: int | None
 ) -> list[str]:
     """The question in one line, the table, and what two of its columns are."""
-    has_host, plain = any(row.host_bytes for row in rows), rows[0].step_seconds
-    head = ["predicted", "peak", "step", "over plain", "tokens/s", "MFU", "main memory", ""]
-    cells = [head]
-    for row in rows:
-        over = "" if grown else _over(row.step_seconds, plain)
-        cells.append(
-            [
-                row.name,
-                format_bytes(row.peak_bytes),
-                "-" if row.step_seconds is None else format_seconds(row.step_seconds),
-                over,
-                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-                "-" if row.mfu is None else f"{100 * row.mfu:.0f} %",
-                format_bytes(row.host_bytes) if row.host_bytes else "-",
-                "" if row.fits else "does not fit",
-            ]
-        )
-    absent = {"main memory"} if not has_host else set()
-    if grown is not None:
-        absent.add("over plain")
-        head.insert(1, f"largest {grown}")
-        for row, line in zip(rows, cells[1:], strict=True):
-            line.insert(1, f"{row.largest:,}" if row.largest else "none")
-    columns = [place for place, name in enumerate(cells[0]) if name not in absent]
-    table = [tuple(line[place] for place in columns) for line in cells]
     notes = ["MFU: of what large products reach on this device, by the products of the plain step"]
-    if has_host:
+    if any(row.host_bytes for row in rows):
         notes.append("main memory: what a rank needs of it for what is swapped")
+    table = _table(rows, grown)
     return [
         _question(step, weights, grown),
         f"one {step.hardware.name}, of which the budget is {format_bytes(step.budget_bytes)}; nothing has run",
         "",
-        *align(table, numeric=tuple(range(1, len(columns) - 1)), width=width),
+        *align(table, numeric=tuple(range(1, len(table[0]) - 1)), width=width),
         "",
         *notes,
     ]
+
+
+def _table(rows: Sequence[Alternative], grown: Grown | None) -> list[tuple[str, ...]]:
+    """The head and a line for each row, without columns that have nothing to say."""
+    plain = rows[0].step_seconds
+    lines = []
+    for row in rows:
+        size = {} if grown is None else {f"largest {grown}": f"{row.largest:,}" if row.largest else "none"}
+        over = {"over plain": _over(row.step_seconds, plain)} if grown is None else {}
+        lines.append(
+            {
+                "predicted": row.name,
+                **size,
+                "peak": format_bytes(row.peak_bytes),
+                "step": "-" if row.step_seconds is None else format_seconds(row.step_seconds),
+                **over,
+                "tokens/s": "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+                "MFU": "-" if row.mfu is None else f"{100 * row.mfu:.0f} %",
+                "main memory": format_bytes(row.host_bytes) if row.host_bytes else "-",
+                "": "" if row.fits else "does not fit",
+            }
+        )
+    names = [name for name in lines[0] if name != "main memory" or any(row.host_bytes for row in rows)]
+    return [tuple(names), *(tuple(line[name] for name in names) for line in lines)]
 
 
 def _over(seconds: float | None, plain: float | None) -> str:
     return "-" if seconds is None or not plain else f"+{percent(seconds / plain - 1)}"
 
 
-def _question(step: Step, weights: Sequence[Weight], grown: Grown | None) -> str:
+def _question(step: AskedStep, weights: Sequence[Weight], grown: Grown | None) -> str:
     run, count = step.run, sum(weight.count for weight in weights)
     trained = sum(weight.count for weight in weights if weight.is_trained)
     sizes = {"batch": f"{run.train.batch_size}", "sequence": f"{run.data.sequence_length:,}"}
@@ -362,7 +361,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
-def document(step: Step, rows: Sequence[Alternative], plan: Plan | None) -> dict[str, object]:
+def document(step: AskedStep, rows: Sequence[Alternative], plan: Plan | None) -> dict[str, object]:
     """The same as plain data."""
     return {
         "model": step.plain.model,

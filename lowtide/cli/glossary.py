@@ -1,7 +1,7 @@
 """`lowtide glossary [WORD]`: what a word of lowtide's output means; without one, all of them.
 
 What: `WORDS` in the order in which a reader of `lowtide plan` meets them; `find` looks one up, also by another name for
-it; `page` is the page of the docs, which a test compares with the file.
+it.
 Exit status: 0, or 2 for a word that is not in it.
 Not covered: words of PyTorch, and keys of the run file (docs/memory-rules.md).
 """

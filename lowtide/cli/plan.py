@@ -40,7 +40,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 if TYPE_CHECKING:
     from lowtide.cli.plan_sharded import Network
     from lowtide.core.decisions import AccountLine
-    from lowtide.core.plan import Plan
+    from lowtide.core.plan import Plan, plan_table
     from lowtide.core.profile import Profile
     from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
@@ -167,13 +167,13 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         waiting.say("loading torch")
         hardware = _hardware(settings, args)
         settled = settings.memory.settled(lambda: _memory_of(settings, args))
-        planner = _Planner(settled, hardware, waiting)
+        planner = _PlanMaker(settled, hardware, waiting)
         if args.largest is not None:
             step, rows = alternatives.largest(
                 settings, hardware, settled.budget_bytes, args.largest, planner, say=waiting.say
             )
         else:
-            step = alternatives.Step.traced(settings, hardware, settled.budget_bytes, waiting.say)
+            step = alternatives.AskedStep.traced(settings, hardware, settled.budget_bytes, waiting.say)
             rows = alternatives.by_hand(step)
             try:
                 plan = planner(settings, None)
@@ -195,7 +195,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-class _Planner:
+class _PlanMaker:
     """The plan of a run that is traced for it, within the budget, or within another number of bytes."""
 
     def __init__(self, settled: Settled, hardware: Hardware, waiting: Waiting) -> None:
@@ -443,7 +443,6 @@ def _lines(
     network: Network | None,
     forecast: Sequence[OptimizerForecast],
 ) -> list[str]:
-    from lowtide.core.plan_table import plan_table
     from lowtide.report.budget_sweep import sweep_lines
 
     width = width_of_stdout()

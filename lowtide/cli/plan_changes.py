@@ -1,7 +1,7 @@
 """Changes of a run file that `lowtide plan` tries where no plan fits: each is traced and planned as it would run.
 
 What: half the micro-batch, weights in bf16, the loss in slices, parameters in shards. Only changes that make the
-largest part of the memory smaller are tried (planner/ways_out.py).
+largest part of the memory smaller are tried (planner/advice.py).
 Cost: a trace for each that is tried. Not covered: plans from a saved profile, which has one step and no model.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import RunConfig
-from lowtide.planner.ways_out import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
+from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
 
 if TYPE_CHECKING:
     from lowtide.core.profile import Profile

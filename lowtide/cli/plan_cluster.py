@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
-from lowtide.config.parallel import ParallelConfig
-from lowtide.config.run import RunConfig
+from lowtide.config.run import ParallelConfig, RunConfig
 from lowtide.core.budget import parse_budget, settle
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError

@@ -23,10 +23,18 @@ from typing import Any, NoReturn, get_args
 
 from lowtide.config.loader import Locations, load_tree
 from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig
-from lowtide.config.parallel import ParallelConfig
-from lowtide.config.run import DataConfig, DType, ModelConfig, PipelineConfig, Precision, RunConfig, TrainConfig
+from lowtide.config.run import (
+    DataConfig,
+    DType,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    Precision,
+    RunConfig,
+    TrainConfig,
+)
 from lowtide.config.schedules import SCHEDULES
-from lowtide.config.source import Node, read_yaml, shown
+from lowtide.config.source import RawValue, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import has_sections, read_sections
 from lowtide.mindformers.schema.file import SECTIONS
@@ -94,7 +102,7 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     )
 
 
-def _check_names(root: Node) -> None:
+def _check_names(root: RawValue) -> None:
     """A section that nobody reads is a mistake, most often in its name."""
     for entry in root.entries:
         if entry.key not in _OURS:
@@ -102,7 +110,7 @@ def _check_names(root: Node) -> None:
             raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
 
 
-def _without_sections(root: Node) -> Node:
+def _without_sections(root: RawValue) -> RawValue:
     """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in.
     `parallel` is upstream's beside them."""
     parallel = [entry.node for entry in root.entries if entry.key == "parallel"]

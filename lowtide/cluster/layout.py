@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from lowtide.cluster.shape import ModelShape
-from lowtide.config.parallel import AXES, ParallelConfig
+from lowtide.config.run import AXES, ParallelConfig
 from lowtide.config.schedules import SCHEDULES
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule

@@ -23,7 +23,9 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from lowtide.core.json_text import build
 from lowtide.errors import ConfigError
 
 _MOST_CHARACTERS = 1_000
@@ -74,6 +76,11 @@ class Pattern:
             except ValueError as error:
                 raise ConfigError(f"{at}pattern '{text}': {error}") from None
         return cls(text=text, segments=tuple(segments))
+
+    @classmethod
+    def from_plain(cls, text: Any) -> Pattern:
+        """A pattern in a JSON document. Raises `Mistake` for what is no text."""
+        return cls.parse(build(str, text))
 
     def matches(self, name: str, *, is_site: bool = True) -> bool:
         """Does the pattern name `name`, or something that `name` is in?

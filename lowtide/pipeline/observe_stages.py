@@ -35,8 +35,10 @@ from lowtide.pipeline.stage_call import Tensors, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import weights_behind
 from lowtide.profiling.observe_call import observe_call
-from lowtide.profiling.observe_step import device_of, untouched
-from lowtide.profiling.step_recorder import OUTSIDE, StepRecorder
+from lowtide.profiling.observe_step import device_of
+from lowtide.profiling.step_record import OUTSIDE
+from lowtide.profiling.step_recorder import StepRecorder
+from lowtide.profiling.untouched import untouched
 from lowtide.tensors.live_bytes import unique_bytes
 from lowtide.tensors.private import disable_current_modes, dispatch_modes, next_sequence_number, tree_leaves
 from lowtide.tensors.ranks import gather

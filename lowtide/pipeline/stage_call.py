@@ -29,8 +29,9 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline.schedule import Schedule
 from lowtide.profiling.fake.fake_model import grouped_experts, lend, mode_of, without_numbers
 from lowtide.profiling.fake.trace import quietly
-from lowtide.profiling.observe_step import device_of, untouched
+from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.step_recorder import COLLECTIVES
+from lowtide.profiling.untouched import untouched
 from lowtide.tensors.private import TorchDispatchMode
 from lowtide.tensors.ranks import gather
 

@@ -20,8 +20,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
+from lowtide.planner.advice import Change, explained, with_half_a_batch
 from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
-from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
@@ -30,7 +30,6 @@ from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
 from lowtide.planner.state_items import split, state_curve
-from lowtide.planner.ways_out import Change, explained
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
@@ -63,7 +62,7 @@ def plan_profile(
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
     where `config.optimizer` lets it travel.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
-    them (ways_out.py).
+    them (advice.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lowtide.core.json_text import Mistake, build, parse_json
-from lowtide.core.measured_curve import MeasuredCurve
+from lowtide.core.profile import MeasuredCurve
 from lowtide.errors import ConfigError
 
 _Element = TypeVar("_Element")

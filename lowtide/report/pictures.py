@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import layers_label, runs
+from lowtide.core.text_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.elements import NOTHING, Measured, StepRow

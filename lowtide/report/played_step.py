@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowtide.core.fate import Fate
-from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.profile import LayerTimes, MeasuredCurve, Profile
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.place_state import placed_fates, shares_of

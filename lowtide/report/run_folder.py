@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import plural
+from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json, to_json

@@ -36,7 +36,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lowtide.core.plan_table import percent, plan_table
+from lowtide.core.plan import plan_table
+from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
 from lowtide.report.pictures import (
     DARK,

@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a value": (lambda: lowtide.apply(llama(), {"recompute": "al"}), "memory.recompute: expected auto, none, all, a list or null, not 'al'; did you mean 'all'?"),
     "a pattern": (lambda: lowtide.apply(llama(), {"swap": ["layres.0"]}), "memory.swap[0]: pattern 'layres.0' matches no layer, module or op of this model; nearest: 'layers.0', 'layers.1-3', 'layers.*.mlp'"),
     "more layers than there are": (lambda: lowtide.apply(llama(), {"swap": ["layers.0-31"]}), "memory.swap[0]: pattern 'layers.0-31' reaches past this model, whose numbers there end at 3; write a range that ends there, or 'layers.*' for all"),
-    "a layer that is not there": (lambda: lowtide.apply(llama(), {"recompute": ["layers.9.mlp"]}), "memory.recompute[0]: pattern 'layers.9.mlp' reaches past this model, whose numbers there end at 3; write a range that ends there, or 'layers.*.mlp' for all"),
+    "a layer that is not there": (lambda: lowtide.apply(llama(), {"recompute": ["layers.9.mlp"]}), "memory.recompute[0]: pattern 'layers.9.mlp' matches no layer, module or op of this model; nearest: 'layers.0-3.mlp', 'model.layers.*.mlp', 'layers.*.mlp.act_fn' (recompute acts on layers and modules; single operators can be kept or swapped)"),
     "a class": (lambda: lowtide.optimize(LlamaForCausalLM, "1GiB"), "lowtide.optimize: expected a torch.nn.Module, not type"),  # type: ignore[arg-type]
     "DataParallel": (lambda: first_step(nn.DataParallel(llama()), "1GiB"), "lowtide: nn.DataParallel is not supported, its replicas cannot be told apart; use DistributedDataParallel, one process a device"),
     "compiled before": (lambda: lowtide.optimize(torch.compile(llama()), "1GiB"), "lowtide.optimize: this model is compiled as a whole (torch.compile(module)), and one compiled graph has no layers to decide about; give lowtide the model before that, with its layers compiled: `for layer in model.model.layers: layer.compile()`"),
@@ -187,7 +187,7 @@ def test_advice_that_is_printed_can_be_followed() -> None:
     step that the refusal had planned."""
     run, hardware = load_run("run.yaml"), load_hardware("h100")
     offered = list(changes_of(run, hardware, trace_run(run, hardware, say=lambda text: None)))
-    assert len(offered) == 4
+    assert len(offered) == 5
     for change in offered:
         text = re.search(r"(?:^|, )((?:train|memory)\.\w+: \S+$|parallel: \{.*\})", change.text)
         assert text is not None, change.text
@@ -200,4 +200,5 @@ def test_advice_that_is_printed_can_be_followed() -> None:
         if changed.is_sharded:
             assert changed.parallel is not None and changed.parallel.data in (2, 8)
             continue
-        assert trace_run(changed, hardware, say=lambda text: None).state == change.profile().state
+        traced, planned = trace_run(changed, hardware, say=lambda text: None), change.profile()
+        assert (traced.state, traced.loss, traced.batch) == (planned.state, planned.loss, planned.batch)

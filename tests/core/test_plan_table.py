@@ -12,8 +12,8 @@ import pytest
 from lowtide.config.memory import MemoryConfig, load_memory
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
-from lowtide.core.plan import Plan
-from lowtide.core.plan_table import first_few, notebook_html, percent, placement_lines
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.text_table import first_few, percent
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
 from lowtide.report.played_step import Curve, play
@@ -162,7 +162,7 @@ def test_lines_of_a_placement(changes: dict[str, Any], lines: list[str], tight: 
         exposed_seconds=0.02, slowed_seconds=0.0015, free_from_tokens=21304, reason="the budget asks for it",
     )  # fmt: skip
     placement = dataclasses.replace(moved, **changes)
-    assert placement_lines(placement) == lines
+    assert placement.lines() == lines
     text = str(dataclasses.replace(tight, optimizer=placement)).splitlines()
     start = text.index(lines[0])
     assert text[start : start + len(lines)] == lines

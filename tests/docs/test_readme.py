@@ -185,6 +185,15 @@ def test_every_test_that_is_named_exists(page: Path) -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
+def test_pages_stay_few_and_users_are_sent_to_no_decision() -> None:
+    lines = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in [*PAGES, *DOCS]}
+    assert sum(lines[page] for page in DOCS) <= 4000
+    assert max(lines[ROOT / "README.md"], lines[ROOT / "CHANGELOG.md"]) <= 150
+    for page in PAGES:
+        if page.parent.name != "decisions" and page.name != "CONTRIBUTING.md":
+            assert "decisions/" not in page.read_text(encoding="utf-8"), page
+
+
 def test_the_contract_has_twenty_points_with_tests() -> None:
     text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
     points = re.split(r"^## ", text, flags=re.MULTILINE)[1:]

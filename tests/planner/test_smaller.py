@@ -9,10 +9,10 @@ import pytest
 
 from lowtide.cli.diff import plan_diff
 from lowtide.config.memory import load_memory
-from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
+from lowtide.core.recipe import Codec
 from lowtide.errors import BudgetError
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import HostCosts

@@ -17,8 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.cli.main import main
 from lowtide.config.memory import load_memory
-from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
-from lowtide.core.profile import Profile
+from lowtide.core.profile import LayerTimes, MeasuredCurve, Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep

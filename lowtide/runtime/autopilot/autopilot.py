@@ -2,7 +2,8 @@
 
 Read from top to bottom, this is the life of a plan:
 
-1. *A forward pass comes* (`prepare`). Its key is the shapes of the inputs, and the state of the model (model_state.py).
+1. *A forward pass comes* (`prepare`). Its key is the shapes of the inputs, and the state of the model (model_state.py);
+   where the pass before saved others than planned, that is another state.
    A plan that was made for that key, or for one that covers it, is in the table (session/shapes.py); else the step is
    observed and planned for. A plan serves smaller shapes too: when the first smaller batch comes, it is made again
    without recipes that hold for one shape only. An observed step runs the model's collectives once more; where only
@@ -46,12 +47,14 @@ from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
-from lowtide.tensors.ranks import any_rank
+from lowtide.tensors.ranks import any_rank, has_company
 from lowtide.units import format_bytes
 
 NUM_REVIEWS = 2
 """So many planned steps are compared with their prediction."""
 _TIGHTER = 0.9
+_MOST_UNSEEN = 4
+"""So often a step is observed because others were saved, and nobody knows why."""
 CHANGED = "the model changed: "
 """How the event of a plan for another state of the model begins."""
 ACCUMULATES = "gradients stay"
@@ -78,8 +81,12 @@ class Autopilot:
         """Of the model that is planned for."""
         self.watch = StepWatch(tides.engine, tides.model)
         self._passes = OpenPasses()
-        self._has_guessed = False
-        """Plans are made for a step of several forward passes, of which not all have come."""
+        self._holds_more = False
+        """Plans are made for a step whose first forward passes hold more than later ones will."""
+        self._misfits_before = (False, 0)
+        """Whether the forward pass that is under way is not the first under its plan, and what was there before it."""
+        self._has_diverged = False
+        """The last forward pass saved others than those before it."""
         self._foreign_bytes: int | None = None
         """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
         self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
@@ -112,6 +119,7 @@ class Autopilot:
     # -- a forward pass comes --------------------------------------------------------------------------------------
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
+        self._note_divergence()
         model = self.model_state.look()
         if self.shape is not None:
             self.watch.note_loop(self.shape)
@@ -122,7 +130,7 @@ class Autopilot:
             not self.table or self.planner.consensus.may_observe(self._moment(f"shape {bucket.shapes}"))
         ):
             self._observe(bucket, args, kwargs)
-            self.watch.begin_pass()
+            self._begin_pass()
             return
         if key is None:
             key = self.table.largest_for(bucket, ", and the guard keeps the limit")
@@ -131,7 +139,23 @@ class Autopilot:
         if key != self.key:
             self._use(key)
         self.watch.was_smaller |= key != bucket
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
         self.watch.begin_pass()
+        tide = self._tides.tide
+        self._misfits_before = (False, 0) if tide is None else (tide.has_run, tide.num_misfits)
+
+    def _note_divergence(self) -> None:
+        """What was saved differs from what the same plan saw before, and nothing that is compared has changed: the
+        model reads something else, which is a state of its own. A few times; then it is how the model is."""
+        tide, has_diverged = self._tides.tide, self._has_diverged
+        self._has_diverged = False
+        if not has_diverged or tide is None or self.model_state.num_unseen >= _MOST_UNSEEN:
+            return
+        failed, refused, _ = what_failed(tide, self.planner.facts)
+        if not (failed or refused or has_company(self.planner.group)):
+            self.model_state.num_unseen += 1
 
     def _replan_for_all(self) -> None:
         """What a step has shown about all plans."""
@@ -142,7 +166,7 @@ class Autopilot:
         if num_open >= self.planner.facts.num_passes:
             # As many again may come. Where that does not fit, this one more.
             self.with_passes(1 << num_open.bit_length(), num_open + 1)
-        elif num_open == 0 and (self._has_guessed or self._passes.most > self.planner.facts.num_passes):
+        elif num_open == 0 and (self._holds_more or self._passes.most != self.planner.facts.num_passes):
             self.with_passes(self._passes.most)
         # Between two forward passes of one step there may be gradients of the step, and they stay no longer than it.
         has_several = self.planner.facts.num_passes > 1
@@ -235,6 +259,12 @@ class Autopilot:
         with self._tides.lock:
             self.model_state.leave_out_moved()
             self._passes.add(output, tide)
+            if self.shape is not None:
+                has_run, before = self._misfits_before
+                num = tide.num_misfits - before
+                usual = self.shape.misfits
+                self._has_diverged |= num > usual.get(has_run, usual.get(False, num))
+                usual[has_run] = num
         self.watch.follow(output, tide, is_compared=self.is_compared)
 
     def _decide(self, what: str) -> bool:
@@ -379,7 +409,6 @@ class Autopilot:
             self.planner.know(num_passes=number)
             if self.planner.make_room(self.table, self._passes.output_bytes):
                 break
-        self._has_guessed = self._passes.num_open > 0
         self._replan_all(SEVERAL_PASSES, before)
 
     def _spill_open_passes(self, shapes: list[ShapePlan], plans: list[Plan]) -> int:
@@ -403,15 +432,17 @@ class Autopilot:
         again where no plan will do, so that the next forward pass is refused as well."""
         start = time.perf_counter()
         shapes = list(self.table)
-        if self.shape is not None and not self._has_guessed:
+        is_open = self._passes.num_open > 0
+        if self.shape is not None and not is_open:
             self.shape.num_reviews += 1  # its plan changes without a comparison
         try:
             is_joint = bool(shapes) and self._decide(why)
             if self.planner.facts.num_passes > 1 and why != SEVERAL_PASSES:
                 self.planner.make_room(shapes, self._passes.output_bytes)
             plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
-            more_bytes = self._spill_open_passes(shapes, plans) if self._has_guessed else 0
-            if more_bytes > 0:
+            more_bytes = self._spill_open_passes(shapes, plans) if is_open else 0
+            self._holds_more = more_bytes > 0
+            if self._holds_more:
                 self.planner.know(beside_bytes=self.planner.facts.beside_bytes + more_bytes)
                 plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
         except BudgetError:

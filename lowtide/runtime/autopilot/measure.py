@@ -37,8 +37,8 @@ import torch
 from torch import nn
 
 from lowtide.core.decisions import Prediction
-from lowtide.core.plan_table import percent
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import percent
 from lowtide.engines.base import Engine, Event
 from lowtide.profiling.observe_call import loss_or_all
 from lowtide.runtime.saved.stats import Stats

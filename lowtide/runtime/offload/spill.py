@@ -37,9 +37,8 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.handle import Kept
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.kinds import part_of
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import View
+from lowtide.tensors.view import View, part_of
 from lowtide.units import format_bytes
 
 
@@ -132,15 +131,7 @@ class Spillable(Kept):
 
     def let_go(self) -> None:
         """Drop the tensor. From now on it is read from the group's site."""
-        view = View(self.tensor)
-        # The view must describe the saved tensor, not the alias that was held in its place.
-        view.version, view.producer, view.output_nr, view.is_view = (
-            self.version,
-            self.producer,
-            self.output_nr,
-            self.is_view,
-        )
-        self.view = view
+        self.view = View(self.tensor, self.version, self.origin)
         del self.tensor
 
     def open(self) -> torch.Tensor:

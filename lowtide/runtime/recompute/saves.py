@@ -29,14 +29,14 @@ from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import base_of, is_view, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import modified_error, version_alias
+from lowtide.tensors.view import Origin, modified_error, version_alias
 from lowtide.tensors.wrappers import inside
 
 Row = tuple[int, type, torch.Size, torch.dtype]
 """Of a saved tensor: how many autograd nodes the run had made before it, the class of its own node, shape and type."""
 
 
-class Role(NamedTuple):
+class SavedRole(NamedTuple):
     """What is to be done with a saved tensor."""
 
     nbytes: int
@@ -51,7 +51,7 @@ class Path:
     """What a module saved in one run, in order."""
 
     rows: list[Row]
-    roles: list[Role]
+    roles: list[SavedRole]
     saved_inputs: set[int]
     origins: list[Origin]
     is_filled_late: bool
@@ -105,7 +105,7 @@ class Dropped:
         self.origins: list[Origin] = []
         self.is_filled_late = False
         """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
-        self.saved: list[ref[Saved]] = []
+        self.saved: list[ref[DroppedTensor]] = []
 
     def raise_plain(self) -> None:
         """Raise plain autograd's error if something that the region saved was modified since."""
@@ -114,7 +114,7 @@ class Dropped:
             if saved is not None:
                 self.check(saved)
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: DroppedTensor) -> None:
         """Raise plain autograd's error if a saved tensor was modified since."""
         now = version_of(saved.alias)
         if now != saved.version:
@@ -190,7 +190,7 @@ def _may_be_filled_late(tensor: torch.Tensor) -> bool:
     )
 
 
-class Saved:
+class DroppedTensor:
     """What autograd holds of a tensor that a region saved: its number, and an alias that tells its version."""
 
     __slots__ = ("__weakref__", "alias", "number", "version")
@@ -199,14 +199,6 @@ class Saved:
         self.number = number
         self.version = version
         self.alias = alias
-
-
-class Origin(NamedTuple):
-    """Where a saved tensor came from, for the words of an error."""
-
-    producer: type
-    output_nr: int
-    is_view: bool
 
 
 class _Prints:
@@ -261,7 +253,7 @@ class FirstSaves:
         path: Path | None,
         flow: Flow | None,
         *,
-        unpack: Callable[[Saved], torch.Tensor],
+        unpack: Callable[[DroppedTensor], torch.Tensor],
     ) -> None:
         """`inputs`: of the region. `path`: that it is expected to follow."""
         self._dropped = dropped
@@ -273,7 +265,7 @@ class FirstSaves:
         self._start = next_sequence_number()
         self._rows: list[Row] = []
         """Of the path, as long as each tensor is as it was."""
-        self._roles: list[Role] = []
+        self._roles: list[SavedRole] = []
         if path is not None:
             self._rows, self._roles = path.rows, path.roles
             dropped.rows, dropped.origins = path.rows, path.origins
@@ -282,7 +274,7 @@ class FirstSaves:
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
 
     @never_compiled
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    def _pack(self, tensor: torch.Tensor) -> DroppedTensor:
         dropped, rows = self._dropped, self._rows
         number = len(dropped.saved)
         row = next_sequence_number() - self._start, type(tensor.grad_fn), tensor.shape, tensor.dtype
@@ -294,23 +286,25 @@ class FirstSaves:
             role = self._role(tensor, number, row)
         if role.is_fingerprinted:
             self._prints.add(number, tensor, row[0])
-        saved = Saved(number, version_of(tensor), tensor if role.is_lasting else version_alias(tensor))
+        saved = DroppedTensor(number, version_of(tensor), tensor if role.is_lasting else version_alias(tensor))
         dropped.saved.append(ref(saved))
         return saved
 
-    def _role(self, tensor: torch.Tensor, number: int, row: Row) -> Role:
+    def _role(self, tensor: torch.Tensor, number: int, row: Row) -> SavedRole:
         """What to do with a tensor that is not as it was in the run before."""
         dropped, path = self._dropped, self._follows
         if path is None or number >= len(path.rows) or path.rows[number][:2] != row[:2] or dropped.has_results:
             return self._look(tensor, number, row)
         # Another shape: still on the path. From here on rows are this run's own.
-        self._rows, dropped.rows = [], [*dropped.rows[:number], row]
+        if dropped.rows is path.rows:
+            self._rows, dropped.rows = [], path.rows[:number]
+        dropped.rows.append(row)
         role = path.roles[number]
         if role.nbytes:
             dropped.nbytes += inside(tensor).untyped_storage().nbytes()
         return role
 
-    def _look(self, tensor: torch.Tensor, number: int, row: Row) -> Role:
+    def _look(self, tensor: torch.Tensor, number: int, row: Row) -> SavedRole:
         """Off the path: what to do with a tensor. It is counted already."""
         dropped, local, place = self._dropped, inside(tensor), row[0]
         if self._follows is not None:
@@ -320,7 +314,7 @@ class FirstSaves:
             dropped.leave_out(self._inputs)
         dropped.rows.append(row)
         is_part = is_view(tensor)
-        dropped.origins.append(Origin(row[1], tensor.output_nr, is_part))
+        dropped.origins.append(Origin.of(tensor))
         is_first, is_own = dropped.count(local) if is_plain(local) else (False, True)
         if number == 0 or dropped.rows[number - 1][0] != place:
             dropped.is_filled_late = False
@@ -335,7 +329,7 @@ class FirstSaves:
         nbytes = local.numel() * local.itemsize if is_first else 0
         if is_first and nbytes != local.untyped_storage().nbytes():
             nbytes = -1
-        role = Role(nbytes, is_fingerprinted, isinstance(base_of(tensor) if is_part else tensor, nn.Parameter))
+        role = SavedRole(nbytes, is_fingerprinted, isinstance(base_of(tensor) if is_part else tensor, nn.Parameter))
         self._roles.append(role)
         return role
 
@@ -368,7 +362,7 @@ class FirstSaves:
         dropped.prints = {number: dropped.prints[number] for number in frontier}
         return Path(
             rows=dropped.rows,
-            roles=[Role(role.nbytes, number in frontier, role.is_lasting) for number, role in enumerate(self._roles)],
+            roles=[SavedRole(one.nbytes, number in frontier, one.is_lasting) for number, one in enumerate(self._roles)],
             saved_inputs=dropped.saved_inputs,
             origins=dropped.origins,
             is_filled_late=dropped.is_filled_late,

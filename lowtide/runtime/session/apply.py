@@ -142,7 +142,7 @@ def _may_be_an_op(rule: Rule, names: list[str]) -> bool:
     segments = rule.pattern.segments
     if len(segments) == 1:
         return True
-    if segments[-1].ranges:
+    if segments[-1].ranges or segments[-1].text.isdecimal():
         return False  # no operator is called by a number
     above = type(rule.pattern)(text=rule.pattern.text.rpartition(".")[0], segments=segments[:-1])
     return any(above.matches(name, is_site=False) for name in names)

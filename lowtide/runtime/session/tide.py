@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from lowtide.core.fate import Fate
-from lowtide.core.measured_curve import MeasuredCurve
-from lowtide.core.plan import Plan
-from lowtide.core.plan_table import notebook_html
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.profile import MeasuredCurve
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
@@ -169,6 +168,11 @@ class Tide:
     def live_bytes(self) -> int:
         """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
         return self._ledger.now_bytes
+
+    @property
+    def num_misfits(self) -> int:
+        """Saved tensors that a solved plan did not expect, or not where they came. Unlike `stats`, cheap."""
+        return self._counters.num_divergences + len(self._context.unplanned)
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""

@@ -37,10 +37,8 @@ import torch
 from torch import nn
 
 from lowtide.core.log import LOG
-from lowtide.core.measured_curve import MeasuredCurve
-from lowtide.core.plan import Plan
-from lowtide.core.plan_table import notebook_html
-from lowtide.core.profile import Profile
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.profile import MeasuredCurve, Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.optimizer.swap import OptimizerSwap

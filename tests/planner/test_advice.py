@@ -10,8 +10,8 @@ import pytest
 from lowtide.config.memory import load_memory
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import BudgetError
+from lowtide.planner.advice import WEIGHTS, Change
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.ways_out import WEIGHTS, Change
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
 
