@@ -246,15 +246,13 @@ def test_the_first_step_after_each_correction_keeps_the_budget(name: str, monkey
     unforeseen_bytes = (budget - range_of(name)[0]) // 4
     wrong = iter([Correction(why="peak: injected", unforeseen_bytes=unforeseen_bytes)])
 
-    def correction(shape: Any, stats: Any) -> Correction:
-        link = counted.tide.source.planner.facts.link
-        assert link is not None
+    def correction(shape: Any, stats: Any, link: Link, budget_bytes: int) -> Correction:
         slower = dataclasses.replace(
             link, out_bytes_per_second=link.out_bytes_per_second / 9, in_bytes_per_second=link.in_bytes_per_second / 9
         )
         return next(wrong, Correction(why="stalls: injected", link=slower))
 
-    monkeypatch.setattr(counted.tide.source, "_correction", correction)
+    monkeypatch.setattr(counted.tide.source.watch, "correction", correction)
     torch.manual_seed(1)
     assert_kept(name, counted, budget, [tokens()] * 4)
     events = [(event.why, event.budget_bytes) for event in counted.tide.events]

@@ -30,10 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from typing import Any
-
-import torch
 
 from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
@@ -41,9 +38,8 @@ from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, RecomputeRefusedError
 from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.rounding import other_bytes
-from lowtide.profiling.state_bytes import state_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
-from lowtide.runtime.autopilot.measure import Correction, StepWatch, correct_memory, correct_times
+from lowtide.runtime.autopilot.measure import Correction, StepWatch
 from lowtide.runtime.autopilot.model_state import ModelState
 from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
@@ -125,7 +121,8 @@ class Autopilot:
     def prepare(self, args: tuple, kwargs: dict) -> None:
         self._note_divergence()
         model = self.model_state.look()
-        self._note_loop()
+        if self.shape is not None:
+            self.watch.note_loop(self.shape)
         self._replan_for_all()
         bucket = self.table.bucket(args, kwargs, model=model)
         key = self._serving(bucket)
@@ -177,7 +174,7 @@ class Autopilot:
         if is_new and any(parameter.grad is not None for parameter in self.model_state.trained):
             self.with_gradients()
         if self._stepping is not None and self._stepping.optimizers:
-            self.with_optimizers(self._stepping.optimizers)
+            self.with_optimizers(self._stepping)
         self.without_unsteady()
 
     def _serving(self, bucket: ShapeBucket) -> ShapeBucket | None:
@@ -331,24 +328,14 @@ class Autopilot:
         pass_bytes = self.watch.highest_bytes
         self.watch.note_peak()  # the optimizer's step is over as well, and whatever else there was between two passes
         self._tell_first(shape, stats)
-        correction = self._correction(shape, stats)
+        assert self.planner.facts.link is not None
+        correction = self.watch.correction(shape, stats, self.planner.facts.link, self.planner.budget_bytes)
         shape.num_reviews += 1
         self.watch.begin(tide)
         is_joint = self._decide("review")
         is_wrong = correction is not None
         if any_rank(is_wrong, self.planner.group) if is_joint else is_wrong:
             self._correct(shape, correction, pass_bytes, is_joint=is_joint)
-
-    def _note_loop(self) -> None:
-        """What the loop does between forward and backward was measured: plans have room for it from now on."""
-        shape = self.shape
-        if shape is None or self.watch.was_smaller:
-            return
-        more_bytes = self.watch.loop_extra_bytes - shape.loop_bytes
-        if more_bytes > 0:
-            shape.profile = shape.profile.with_loop_bytes(more_bytes)
-            shape.loop_bytes += more_bytes
-            shape.has_more_loop_bytes = True
 
     def _tell_first(self, shape: ShapePlan, stats: Stats) -> None:
         predicted = shape.plan.predicted
@@ -357,22 +344,6 @@ class Autopilot:
         peak_bytes = None if self._tides.engine.device_peak_bytes() is None else self.watch.highest_bytes
         line = self.watch.first_line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes)
         LOG.info(line)
-
-    def _correction(self, shape: ShapePlan, stats: Stats) -> Correction | None:
-        """What this step says was wrong; None where it was as predicted."""
-        predicted, link = shape.plan.predicted, self.planner.facts.link
-        assert predicted is not None
-        assert link is not None
-        correction = None
-        if self._tides.engine.device_peak_bytes() is not None:
-            # Where the loop took more, the profile has what is above the prediction there.
-            peak_bytes = self.watch.peak_bytes if shape.has_more_loop_bytes else self.watch.highest_bytes
-            correction = correct_memory(predicted, peak_bytes, self.planner.budget_bytes, shape.unforeseen_bytes)
-        if correction is None and not self.watch.was_smaller:
-            correction = correct_times(shape.profile, predicted, stats, self.watch.backward_seconds, link)
-        if correction is None and shape.has_more_loop_bytes:
-            correction = Correction(why=f"loop: {format_bytes(shape.loop_bytes)} between forward and backward")
-        return correction
 
     def _correct(self, shape: ShapePlan, correction: Correction | None, pass_bytes: int, *, is_joint: bool) -> None:
         """Plan again with what was measured on this rank, or on another one."""
@@ -393,17 +364,12 @@ class Autopilot:
             shape.has_more_loop_bytes = False
             is_above = has_more_loop_bytes or pass_bytes > self.planner.budget_bytes
             if is_joint and any_rank(self._is_beginning and is_above, self.planner.group):
-                refusal = self._first_step_error(pass_bytes, needed_bytes)
+                refusal = self.planner.first_step_error(pass_bytes, needed_bytes)
                 self._tides.remove()
                 self._tides.refuse(refusal)
                 raise refusal from None
             # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
-            warnings.warn(
-                f"lowtide: a planned step was not as predicted ({_why(correction)}), and no plan fits the budget of "
-                f"{format_bytes(self.planner.budget_bytes)} with that; the plan in force stays, and steps may need "
-                f"more than the budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
-                stacklevel=2,
-            )
+            self.planner.warn_of_correction(_why(correction), needed_bytes)
             return
         self._replace(shape, plan)
         self._use(self.key, why=_why(correction), start=start, is_correction=True)
@@ -413,15 +379,6 @@ class Autopilot:
         """The first planned micro-batch is over, or the first one that found gradients: nothing is lost but that."""
         num = self._tides.num_forwards
         return num == 1 or (num == 2 and self.planner.facts.has_gradients)
-
-    def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
-        return BudgetError(
-            f"budget {format_bytes(self.planner.budget_bytes)}: the first planned step took "
-            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what "
-            "else is on the device), and no plan fits with that; the least that can be reached is "
-            f"{format_bytes(needed_bytes)}; raise the budget to that, or make the micro-batch smaller",
-            floor_bytes=needed_bytes,
-        )
 
     def restart(self, *, was_audited: bool) -> None:
         tide = self._tides.tide
@@ -461,17 +418,13 @@ class Autopilot:
             max((self.planner.own_bytes(plan, shape.profile) for shape, plan in pairs), default=0)
         )
 
-    def with_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def with_optimizers(self, stepping: SteppingOptimizers) -> None:
         """They step the model's parameters, and none was given: their state is counted from now on."""
         before = self.planner.facts
         self._stop_looking()
-        if len(optimizers) == 1:
-            self._tides.placed.optimizer = optimizers[0]
-        device_type = self._tides.engine.device_type
-        how: Any = {"inputs": 0, "device_type": device_type, "is_accelerator": device_type != "cpu"}
-        states = [state_bytes(self._tides.model, optimizer=optimizer, **how) for optimizer in optimizers]
-        most = max(states, key=lambda state: state.optimizer_temporaries)
-        self.planner.know(optimizer=dataclasses.replace(most, optimizer=sum(state.optimizer for state in states)))
+        if len(stepping.optimizers) == 1:
+            self._tides.placed.optimizer = stepping.optimizers[0]
+        self.planner.know(optimizer=stepping.state(self._tides.engine.device_type))
         self._replan_all(OPTIMIZER, before)
 
     def _replan_all(self, why: str, before: Facts) -> None:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.planner.smaller import form_of
+from lowtide.profiling.state_bytes import state_bytes
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.private import tree_leaves
 from lowtide.timeline.step import Link
@@ -134,6 +135,13 @@ class SteppingOptimizers:
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if all(optimizer is not each for each in self.optimizers) and any(id(p) in own for p in stepped):
             self.optimizers.append(optimizer)
+
+    def state(self, device_type: str) -> StateBytes:
+        """What they have on such a device: all their state, and the temporaries of the one with the most."""
+        how: Any = {"inputs": 0, "device_type": device_type, "is_accelerator": device_type != "cpu"}
+        states = [state_bytes(self._model, optimizer=optimizer, **how) for optimizer in self.optimizers]
+        most = max(states, key=lambda state: state.optimizer_temporaries)
+        return dataclasses.replace(most, optimizer=sum(state.optimizer for state in states))
 
     def remove(self) -> None:
         """Look no further. Idempotent."""

@@ -42,6 +42,7 @@ from lowtide.core.text_table import percent
 from lowtide.engines.base import Engine, Event
 from lowtide.profiling.observe_call import loss_or_all
 from lowtide.runtime.saved.stats import Stats
+from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.casts import remembered_cast_bytes
 from lowtide.tensors.private import queue_callback, tree_leaves
@@ -168,6 +169,33 @@ class StepWatch:
                 queue_callback(lambda: self.backward_seconds.append(now() - started[-1]))
 
         _node(root).register_prehook(begin)
+
+    # -- what it says ----------------------------------------------------------------------------------------------
+
+    def note_loop(self, shape: ShapePlan) -> None:
+        """What the loop does between forward and backward was measured: plans have room for it from now on."""
+        if self.was_smaller:
+            return
+        more_bytes = self.loop_extra_bytes - shape.loop_bytes
+        if more_bytes > 0:
+            shape.profile = shape.profile.with_loop_bytes(more_bytes)
+            shape.loop_bytes += more_bytes
+            shape.has_more_loop_bytes = True
+
+    def correction(self, shape: ShapePlan, stats: Stats, link: Link, budget_bytes: int) -> Correction | None:
+        """What the last step says was wrong; None where it was as predicted."""
+        predicted = shape.plan.predicted
+        assert predicted is not None
+        correction = None
+        if self._engine.device_peak_bytes() is not None:
+            # Where the loop took more, the profile has what is above the prediction there.
+            peak_bytes = self.peak_bytes if shape.has_more_loop_bytes else self.highest_bytes
+            correction = correct_memory(predicted, peak_bytes, budget_bytes, shape.unforeseen_bytes)
+        if correction is None and not self.was_smaller:
+            correction = correct_times(shape.profile, predicted, stats, self.backward_seconds, link)
+        if correction is None and shape.has_more_loop_bytes:
+            correction = Correction(why=f"loop: {format_bytes(shape.loop_bytes)} between forward and backward")
+        return correction
 
     # -- the first step --------------------------------------------------------------------------------------------
 

@@ -277,6 +277,25 @@ class Planner:
             stacklevel=2,
         )
 
+    def warn_of_correction(self, why: str, needed_bytes: int) -> None:
+        """Warn that no plan fits with what a step has shown."""
+        warnings.warn(
+            f"lowtide: a planned step was not as predicted ({why}), and no plan fits the budget of "
+            f"{format_bytes(self.budget_bytes)} with that; the plan in force stays, and steps may need more than the "
+            f"budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
+            stacklevel=2,
+        )
+
+    def first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
+        """For a first planned step that took `pass_bytes`, where no plan fits with that."""
+        return BudgetError(
+            f"budget {format_bytes(self.budget_bytes)}: the first planned step took {format_bytes(pass_bytes)}, which "
+            "no observation of the model shows (a loss of the loop's own, or what else is on the device), and no plan "
+            f"fits with that; the least that can be reached is {format_bytes(needed_bytes)}; raise the budget to that, "
+            "or make the micro-batch smaller",
+            floor_bytes=needed_bytes,
+        )
+
     def set_limit(self, tide: Tide, shape: ShapePlan) -> None:
         """Give `tide` its guard, and how much of what the plan recomputes may stay where recipes do not hold."""
         predicted, budget_bytes = shape.plan.predicted, self.budget_bytes
