@@ -64,14 +64,14 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_414,
-    "files": 290,
-    "classes": 551,
-    "files that one other file imports": 52,
-    "classes with more than 15 attributes": 29,
-    "class names that several classes have": 32,
+    "lines": 58_033,
+    "files": 281,
+    "classes": 547,
+    "files that one other file imports": 47,
+    "classes with more than 15 attributes": 24,
+    "class names that several classes have": 21,
     "parameters of a constructor": 9,
-    "lines of a function, 95 of 100": 28,
+    "lines of a function, 95 of 100": 27,
 }
 """What the package has at most. Write the new number here when one falls; the aims are 48,000 lines, 240 files, 430
 classes, 35, 10, 15, 10 and 28."""
