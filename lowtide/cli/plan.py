@@ -174,7 +174,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             )
         else:
             step = alternatives.AskedStep.traced(settings, hardware, settled.budget_bytes, waiting.say)
-            rows = alternatives.by_hand(step)
+            rows = [step.by_hand(name) for name in alternatives.BY_HAND]
             try:
                 plan = planner(settings, None)
                 rows.append(step.of_plan(plan))
