@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lowtide.timeline.hardware import Hardware
 
 Grown = Literal["batch", "sequence"]
-_BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2}
+BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2}
 """Name of a row -> every which layer runs again."""
 _LOWTIDE = "lowtide"
 _UNIT = {"batch": 1, "sequence": 256}
@@ -76,15 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--largest", choices=("batch", "sequence"), help="find the largest that fits, for each way")
 
 
-_ONLY_WITH_MODEL = ("batch", "sequence", "lora", "precision")
-
-
 def is_of_model(args: argparse.Namespace) -> bool:
     """Whether a model is asked about, without a run file. Raises `ConfigError` for neither, and for both."""
     if args.model is None:
         if args.run is None:
             raise ConfigError("lowtide plan: give a run file, or --model with a config.json, a folder or a name")
-        for option in _ONLY_WITH_MODEL:
+        for option in ("batch", "sequence", "lora", "precision"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option}: goes with --model; in a run file it is written in its section")
         return False
@@ -147,11 +144,11 @@ class AskedStep:
         )
 
     def by_hand(self, name: str) -> Alternative:
-        """A row of `_BY_HAND`."""
+        """A row of `BY_HAND`."""
         from lowtide.planner.rerun_layers import can_rerun
         from lowtide.report.export import Setting, play_setting
 
-        every = _BY_HAND[name]
+        every = BY_HAND[name]
         layers = () if every is None else tuple(can_rerun(self.plain))[::every]
         played = play_setting(Setting(lines=(), layers=layers), self.plain, link=self.hardware.link)
         return self._row(name, played.peak_bytes, played.step_seconds)
@@ -198,10 +195,6 @@ def counting(hardware: Hardware) -> Hardware:
     )
 
 
-def by_hand(step: AskedStep) -> list[Alternative]:
-    return [step.by_hand(name) for name in _BY_HAND]
-
-
 # -- the largest that fits -----------------------------------------------------------------------------------------
 
 
@@ -235,7 +228,7 @@ def largest(
 
     most = _most(run, grown)
     rows = []
-    for name in _BY_HAND:
+    for name in BY_HAND:
         size = _search(lambda size, name=name: step_of(size).by_hand(name).peak_bytes, budget_bytes, grown, most)  # type: ignore[misc]
         rows.append(_at(step_of(size or _UNIT[grown]).by_hand(name), size))
     size = _search(floor_of, budget_bytes, grown, most)

@@ -40,7 +40,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 if TYPE_CHECKING:
     from lowtide.cli.plan_sharded import Network
     from lowtide.core.decisions import AccountLine
-    from lowtide.core.plan import Plan, plan_table
+    from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
@@ -174,7 +174,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             )
         else:
             step = alternatives.AskedStep.traced(settings, hardware, settled.budget_bytes, waiting.say)
-            rows = alternatives.by_hand(step)
+            rows = [step.by_hand(name) for name in alternatives.BY_HAND]
             try:
                 plan = planner(settings, None)
                 rows.append(step.of_plan(plan))
@@ -443,6 +443,7 @@ def _lines(
     network: Network | None,
     forecast: Sequence[OptimizerForecast],
 ) -> list[str]:
+    from lowtide.core.plan import plan_table
     from lowtide.report.budget_sweep import sweep_lines
 
     width = width_of_stdout()

@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,6 @@ from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json, to_json
-from lowtide.report.history import History, history_of, tables_of
 from lowtide.report.played_step import Played, play
 from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
@@ -117,6 +117,36 @@ def _figures(stats: Stats) -> Table:
     ):
         rows.append((what, value))
     return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Rows of text."""
+
+    events: tuple[tuple[str, str, str, str, str], ...]
+
+
+def history_of(handle: Tides) -> History:
+    events = [
+        (
+            str(event.forward),
+            event.why,
+            "-" if event.budget_bytes is None else format_bytes(event.budget_bytes),
+            event.digest,
+            format_seconds(event.seconds),
+        )
+        for event in handle.events
+    ]
+    return History(events=tuple(events))
+
+
+def tables_of(story: History) -> list[Table]:
+    """One of all decisions. None where nothing happened."""
+    if not story.events:
+        return []
+    head = ("after forward pass", "why", "budget for the solver", "plan", "took")
+    caption = "Each time that the plan was made or corrected."
+    return [Table(title="What happened", caption=caption, rows=(head, *story.events))]
 
 
 METRICS, RUN, PLAN, STEP, EVENTS = "metrics.jsonl", "run.json", "plan.json", "step.json", "events.json"

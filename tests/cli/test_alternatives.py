@@ -105,6 +105,7 @@ def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: 
     assert "budget 1.0 MiB: no plan fits" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grown", "unit"), [("batch", 1), ("sequence", 256)])
 def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.CaptureFixture[str]) -> None:
     """It fits, and one more does not."""

@@ -15,9 +15,8 @@ from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
 from lowtide.errors import ConfigError
 from lowtide.report.elements import from_json, to_json
-from lowtide.report.history import History, tables_of
 from lowtide.report.rank_step import RankStep, rank_table
-from lowtide.report.run_folder import RunFiles, report_of_folder
+from lowtide.report.run_folder import History, RunFiles, report_of_folder, tables_of
 from lowtide.report.run_state import RunState, verdict
 from lowtide.report.write import page
 from lowtide.timeline.events import Event
