@@ -284,7 +284,7 @@ RECIPES = [
     ),
     Mutant(
         "autocast-inside-recipes",
-        "recipes.execute:Program.run",
+        "recipes.execute:CompiledRecipe.run",
         puts("DisableAutocast()", "torch.enable_grad()"),
         ("recipes/test_execute.py::test_nothing_is_saved_and_nothing_is_cast",),
         "a backward under autocast makes recipes in bfloat16",
