@@ -118,10 +118,10 @@ class Rig:
 
     def peak_bytes(self) -> int:
         """Of what this process holds at most in one step, with what is held between steps."""
+        self.model.zero_grad()
         gc.collect()
-        there = [each for each in gc.get_objects() if isinstance(each, Tensor)]
         with LiveBytes(model=self.model) as live:
-            live.add_all(there)
+            live.add_all(each for each in gc.get_objects() if issubclass(type(each), Tensor))
             self.step()
         return live.peak_bytes
 

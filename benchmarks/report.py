@@ -41,6 +41,7 @@ QUESTIONS = {
     "optimizer": "What does it cost to have the optimizer's state elsewhere between steps?",
     "overlap": "How much of the all-to-all does the overlap engine hide?",
     "overlap_pipeline": "How much of the all-to-all does a whole step of DualPipeV hide?",
+    "pipelines": "What does a pipeline of torch's take under lowtide?",
     "details": "What do hooks, copies and allocators cost?",
 }
 """In the order of the page; questions that are not named here follow."""

@@ -46,7 +46,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class RankTask:
+class RankAtWorst:
     """One rank at its worst moment. Equal tasks have equal plans."""
 
     stages: tuple[Stage, ...]
@@ -60,10 +60,10 @@ class RankTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
+class PlannedRank:
     """What the solver found for a rank. Bytes are of all its chunks in flight."""
 
-    task: RankTask
+    task: RankAtWorst
     peak_bytes: int
     saved_bytes: int
     kept_bytes: int
@@ -104,7 +104,7 @@ Memory = dict[Loads, _Solved | None]
 """Of what was solved already, for one set of layers."""
 
 
-def plan_rank(task: RankTask, layers: Mapping[str, Layer], link: Link, memory: Memory) -> RankPlan | None:
+def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory: Memory) -> PlannedRank | None:
     """The fastest plan of a rank within its budget; None: there is none."""
     full_bytes = _saved_bytes(task, task.chunks, layers)
     base_bytes = _base_bytes(task, layers)
@@ -126,7 +126,7 @@ def plan_rank(task: RankTask, layers: Mapping[str, Layer], link: Link, memory: M
         return None
     scale = full_bytes / saved_bytes
     kept, swapped, recomputed = (found.by_fate.get(fate, 0) for fate in (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE))
-    return RankPlan(
+    return PlannedRank(
         task=task,
         peak_bytes=base_bytes + found.peak_bytes + int((scale - 1) * kept),
         saved_bytes=full_bytes,
@@ -170,7 +170,7 @@ def _solved(loads: Loads, layers: Mapping[str, Layer], link: Link) -> _Solved | 
     )
 
 
-def least_extra_seconds(task: RankTask, layers: Mapping[str, Layer], link: Link) -> float:
+def least_extra_seconds(task: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> float:
     """What no plan of a rank goes below in recompute and contention, of all its chunks in flight together.
 
     At the turn from forward to backward all of them are there. What does not fit then has left over the link, which had
@@ -200,7 +200,7 @@ def least_extra_seconds(task: RankTask, layers: Mapping[str, Layer], link: Link)
     return seconds
 
 
-def least_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
+def least_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:
     """What no plan goes below: the state and the temporaries, and what the backward of one operator reads; where
     nothing may be swapped, the input of each layer."""
     if task.fates == (Fate.KEEP,):
@@ -213,20 +213,20 @@ def least_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
     return _base_bytes(task, layers) + max(inputs, read)
 
 
-def _base_bytes(task: RankTask, layers: Mapping[str, Layer]) -> int:
+def _base_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:
     return task.state_bytes + max(
         (layers[kind].temporary_bytes for stage in task.stages for kind in stage.kinds), default=0
     )
 
 
-def _saved_bytes(task: RankTask, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> int:
+def _saved_bytes(task: RankAtWorst, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> int:
     return sum(
         number * sum(layers[kind].saved_bytes for kind in stage.kinds)
         for stage, number in zip(task.stages, chunks, strict=True)
     )
 
 
-def _fewer(task: RankTask) -> tuple[int, ...]:
+def _fewer(task: RankAtWorst) -> tuple[int, ...]:
     """Chunks of each stage, so few that their layers are not too many."""
     num_layers = sum(number * len(stage.kinds) for stage, number in zip(task.stages, task.chunks, strict=True))
     if num_layers <= MOST_LAYERS:
@@ -235,9 +235,9 @@ def _fewer(task: RankTask) -> tuple[int, ...]:
     return tuple(max(1, round(number * share)) if number else 0 for number in task.chunks)
 
 
-def _all_kept(task: RankTask, layers: Mapping[str, Layer], saved_bytes: int) -> RankPlan:
+def _all_kept(task: RankAtWorst, layers: Mapping[str, Layer], saved_bytes: int) -> PlannedRank:
     head_bytes = max(stage.head_bytes for stage in task.stages)
-    return RankPlan(
+    return PlannedRank(
         task=task,
         peak_bytes=_base_bytes(task, layers) + saved_bytes + head_bytes,
         saved_bytes=saved_bytes,

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowtide.cluster.rank import RankPlan
+from lowtide.cluster.rank import PlannedRank
 from lowtide.cluster.search import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -192,7 +192,7 @@ def _rank_lines(plan: LayoutPlan, width: int | None) -> list[str]:
     return [f"  {line}" for line in align(rows, numeric=tuple(range(len(head))), width=inner)]
 
 
-def _looks(rank: RankPlan) -> tuple[str, ...]:
+def _looks(rank: PlannedRank) -> tuple[str, ...]:
     """Cells of a rank, without its number."""
     saved = max(rank.saved_bytes, 1)
     return (

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from lowtide.cluster.layer import Layer, Place, make_layer
 from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_layers
-from lowtide.cluster.rank import Memory, RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, least_extra_seconds, plan_rank
 from lowtide.cluster.shape import ModelShape
 from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
 from lowtide.config.run import ParallelConfig
@@ -81,7 +81,7 @@ class LayoutPlan:
     """Of those of a step in which everything is kept, whether or not that fits."""
     exchange_seconds: float
     """All-to-all on the rank that works most, hidden or not."""
-    ranks: tuple[RankPlan, ...]
+    ranks: tuple[PlannedRank, ...]
 
     @property
     def step_seconds(self) -> float:
@@ -215,7 +215,7 @@ class Draft:
     num_micro_batches: int
     stages: tuple[Stage, ...]
     times: tuple[StageTimes, ...]
-    tasks: tuple[RankTask, ...]
+    tasks: tuple[RankAtWorst, ...]
     layers: Mapping[str, Layer]
     layers_key: tuple[int, ...]
     gradients: float
@@ -268,7 +268,7 @@ class Planner:
         for rank, chunks in enumerate(schedules.fullest(saved)):
             mine = [stages[stage] for stage in schedule.stages_of(rank)]
             tasks.append(
-                RankTask(
+                RankAtWorst(
                     stages=tuple(mine),
                     chunks=chunks,
                     state_bytes=self._state_bytes(layout, mine, layers),
@@ -330,7 +330,7 @@ class Planner:
         """The layout with a plan for each rank; None: one of them does not fit."""
         # The fullest rank first: where it does not fit, the others need no plan.
         order = sorted(range(len(draft.tasks)), key=lambda rank: -_fullness(draft, rank))
-        by_rank: dict[int, RankPlan] = {}
+        by_rank: dict[int, PlannedRank] = {}
         for rank in order:
             memory = self._memories.setdefault(draft.layers_key, {})
             found = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link, memory)

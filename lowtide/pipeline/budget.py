@@ -5,7 +5,7 @@ stages and is observed (observe_stages.py). Then each rank plans for itself (ran
 which nothing fits, and each stage follows its plan from then on, with a guard (runtime/offload/spill.py) at what the
 plan holds of that stage.
 Pairs whose halves take turns need room for two chunks that are computed at once (turns.py); with
-`memory.optimizer: swap | auto` the optimizer's state is on the next tier between steps (rank_state.py).
+`memory.optimizer: swap | auto` the optimizer's state is on the next tier between steps.
 Why it is safe: plans move and recompute, which changes no bit.
 Cost: one step of one micro-batch through all stages, with experts on several ranks a forward of all others, and a
 second or a few for the solver.

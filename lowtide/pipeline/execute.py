@@ -404,11 +404,20 @@ class _Walk:
         if self.error is not None:
             raise self.error
         self.at = "its end"
-        self._pipeline.tied.refuse_written_buffers()
+        self._refuse_written_buffers()
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
             self._waited("messages to go", self._transport.finish)
         assert not (self._chunks or self._local or self._made)
+
+    def _refuse_written_buffers(self) -> None:
+        """In the first step on all ranks together, before any of them uses a gradient."""
+        tied = self._pipeline.tied
+        faults = [tied.written_buffer()]
+        if self._transport is not None and tied.has_ties and self._pipeline.num_steps == 1:
+            faults = self._transport.meet(faults[0], "was at the end of its first step")
+        for fault in filter(None, faults):
+            raise ConfigError(fault)
 
     def do(self, every: AnyAction) -> None:
         """An action of the row. What it raises is raised when the runtime has come to the end of the row: what it says

@@ -112,6 +112,7 @@ class TiedWeights:
         no buffer of the stage."""
         self._rank_of_stage, self._rank = rank_of_stage, rank
         self._stages = stages or {}
+        self.has_ties = bool(ties)
         self._buffers: list[tuple[Tie, list[Place]]] = []
         """Places, and those that are here."""
         self._versions: dict[Place, tuple[torch.Tensor | None, int]] = {}
@@ -161,7 +162,10 @@ class TiedWeights:
 
     def _buffer(self, place: Place) -> torch.Tensor | None:
         """None where the stage has no buffer of this name."""
-        return dict(self._stages[place.stage].named_buffers()).get(place.name) if place.stage in self._stages else None
+        try:
+            return self._stages[place.stage].get_buffer(place.name) if place.stage in self._stages else None
+        except AttributeError:
+            return None
 
     def _now(self, place: Place) -> tuple[torch.Tensor | None, int]:
         buffer = self._buffer(place)
@@ -171,18 +175,19 @@ class TiedWeights:
         """A step begins."""
         self._versions = {place: self._now(place) for _, own in self._buffers for place in own}
 
-    def refuse_written_buffers(self) -> None:
-        """After the actions of a step. Raises ConfigError for a shared buffer that a stage has written: one process
-        would see what all stages write, in another order."""
+    def written_buffer(self) -> str | None:
+        """After the actions of a step: what to say of a shared buffer that a stage of this rank has written. In one
+        process it would see what all stages write."""
         for tie, own in self._buffers:
             for place in own:
                 (buffer, version), (now, version_now) = self._versions[place], self._now(place)
                 if now is not buffer or version_now != version:
                     others = " and ".join(str(other) for other in tie if other != place)
-                    raise ConfigError(
+                    return (
                         f"pipeline: {place} is one buffer with {others}, and stage {place.stage} has written it, which "
                         "no other rank sees; give each stage a buffer of its own"
                     )
+        return None
 
     def exchange(self, gradients: StepGradients, transport: Any) -> None:
         """Give each copy the sums of all others. All ranks come to it after their last action."""

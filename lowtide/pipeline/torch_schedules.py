@@ -55,7 +55,7 @@ def attach(
     tied: Sequence[Tie] | None = None,
     engine: Any = None,
     say: Callable[[str], None] | None = None,
-) -> Attached:
+) -> AttachedSchedule:
     """On all ranks, before the first step of `schedule` (torch's Schedule1F1B, ScheduleZBVZeroBubble, ...).
 
     memory: rules for each stage, as for `lowtide.apply`, or a section with a budget. budget: bytes on the device of
@@ -93,7 +93,7 @@ def attach(
     if config is not None and not has_budget:
         tides = [apply(stage.submod, config, engine=engine, group=ALONE) for stage in stages]
     how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say} if has_budget else None
-    return Attached(schedule, pipeline, tides, how)
+    return AttachedSchedule(schedule, pipeline, tides, how)
 
 
 def _rows_of(schedule: Any, name: str) -> Schedule:
@@ -111,7 +111,7 @@ def _rows_of(schedule: Any, name: str) -> Schedule:
     return from_csv("\n".join(lines), source=name, name=name)
 
 
-class Attached:
+class AttachedSchedule:
     """What is attached to the stages of one rank."""
 
     def __init__(self, schedule: Any, pipeline: Pipeline, tides: list[Tide], budget: Mapping[str, Any] | None) -> None:

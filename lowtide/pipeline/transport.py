@@ -100,15 +100,19 @@ class GroupTransport:
     def begin(self, shapes: Sequence[Hashable] | None, *, has_changed: bool, divide_by: float) -> None:
         """A step begins. shapes: of each micro-batch, on the first rank. has_changed: stages of this rank may pass on
         other tensors than before for the same shapes. Raises ConfigError where ranks divide by different numbers."""
-        try:
-            said = gather((shapes, has_changed, {"values of divide_by": divide_by}), self._heads)
-        except RuntimeError as error:
-            raise self._lost(None, "was beginning a step", error) from error
+        said = self.meet((shapes, has_changed, {"values of divide_by": divide_by}), "was beginning a step")
         refuse_difference("pipeline", [facts for *_, facts in said])
         if any(has_changed for _, has_changed, _ in said):
             self._known.clear()
         every = next(shapes for shapes, *_ in said if shapes is not None)
         self._shapes = [self._numbers.setdefault(shape, len(self._numbers)) for shape in every]
+
+    def meet(self, value: Any, doing: str) -> list[Any]:
+        """What each rank brings."""
+        try:
+            return gather(value, self._heads)
+        except RuntimeError as error:
+            raise self._lost(None, doing, error) from error
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are let go of when they have gone."""

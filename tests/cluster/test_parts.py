@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of, split_layers
-from lowtide.cluster.rank import RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, least_extra_seconds, plan_rank
 from lowtide.cluster.shape import DENSE, MOE, Latent
 from lowtide.cluster.step import Clockwork, StageTimes, step_parts
 from lowtide.core.fate import Fate
@@ -160,8 +160,8 @@ def test_wanted_splits_are_taken_as_they_are() -> None:
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def task(budget_gib: float, chunks: int = 3, fates: tuple[Fate, ...] = tuple(Fate)) -> RankTask:
-    return RankTask(
+def task(budget_gib: float, chunks: int = 3, fates: tuple[Fate, ...] = tuple(Fate)) -> RankAtWorst:
+    return RankAtWorst(
         stages=(Stage(kinds=(DENSE,) * 2),),
         chunks=(chunks,),
         state_bytes=GIB,

@@ -255,7 +255,7 @@ def test_a_run_that_was_killed_and_one_that_goes_on(tmp_path: Path, capsys: pyte
     (folder / "rank-0.json").write_text("{}", encoding="utf-8")
     assert main(["report", str(folder), "--out", str(folder / "run.json")]) == 2
     assert capsys.readouterr().err == (
-        f"{folder / 'rank-0.json'}: not a rank's step that lowtide wrote; delete it for a report without it\n"
+        f"{folder / 'rank-0.json'}: not as lowtide wrote it: missing key 'rank'; delete it for a report without it\n"
     )
 
 

@@ -14,8 +14,8 @@ module's first second run goes to its end, and what it gives is compared too.
 What cannot be put back is refused: a parameter, or a tensor of which there is no copy, that was written in place since,
 or whose `.data` was exchanged. Plain autograd does the same for tensors that it saved; then the error has its words.
 
-Cost, for a decoder layer with 13 modules: docs/limits.md. A clone of each buffer up to 64 KiB, dropped again if the run
-did not write to it. In a module's first run, and in the first under other `training` flags: 1 ms, and 20 us an
+Cost, for a decoder layer with 13 modules: docs/history/LOG.md. A clone of each buffer up to 64 KiB, dropped again if
+the run did not write to it. In a module's first run, and in the first under other `training` flags: 1 ms, and 20 us an
 operator. Not covered: state that a region moves, that only others read, and that the walk does not reach; files and
 what else has no state to read (an iterator is refused); objects of more than one thread.
 """
