@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_033,
+    "lines": 58_051,
     "files": 281,
     "classes": 547,
     "files that one other file imports": 47,
