@@ -3,6 +3,7 @@
 The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
+`--largest sequence` looks for the longest sequence that fits (largest.py).
 With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.shard`
 it is that of one of the ranks that share the parameters (plan_sharded.py).
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import plan_cluster, plan_sharded
+from lowtide.cli.largest import MEASURES, largest, lines_of, size_of
 from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
@@ -69,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
     )
+    parser.add_argument(
+        "--largest", choices=MEASURES, help="look for the longest sequence, or the largest batch, that fits"
+    )
     plan_cluster.add_arguments(parser)
 
 
@@ -77,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     settings = load_run(args.run)
     if plan_cluster.is_cluster_requested(settings, args):
         return _run_cluster(settings, args)
+    if args.largest is not None:
+        return _run_largest(settings, args)
     check_writable(args.out)
     if args.report is not None:
         check_form(args.report)
@@ -126,6 +133,38 @@ def run(args: argparse.Namespace) -> int:
     else:
         lines += _lines(plan, profile, rungs=rungs, curve=curve, network=network, forecast=forecast)
         print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link), "", _WORDS], width_of_stdout())))
+    return 0
+
+
+def _run_largest(settings: RunConfig, args: argparse.Namespace) -> int:
+    for option in ("profile", "out", "report", "curve"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option}: is about one step, and --largest plans many; leave one of them out")
+    if settings.is_sharded:
+        raise ConfigError("--largest: a section 'parallel' with shards is not covered; take it out")
+    memory = memory_with(settings, args.run, args)
+    with Waiting() as waiting, _stdout_kept_clean():
+        waiting.say("starting")
+        from lowtide.cli.run_step import trace_run
+        from lowtide.planner.plan_profile import plan_profile
+        from lowtide.planner.presets import plan_settled
+
+        device, num_micro_batches = _hardware(settings, args), settings.train.grad_accumulation
+        settled = memory.settled(lambda: _memory(settings, args, None))
+        how: Any = {"link": device.link, "has_gradients": num_micro_batches > 1, "num_micro_batches": num_micro_batches}
+
+        def plan_of(run: RunConfig) -> Plan:
+            size = f"{args.largest} {size_of(run, args.largest):,}"
+            profile = trace_run(run, device, say=lambda text: waiting.say(f"{size}: {text}"))
+            waiting.say(f"{size}: planning")
+            return plan_settled(settled, functools.partial(plan_profile, profile, settled.config, **how), waiting.say)
+
+        run = dataclasses.replace(settings, memory=memory)
+        trials = largest(run, args.largest, settled.budget_bytes, plan_of)
+    if args.json:
+        print(json.dumps({"budget_bytes": settled.budget_bytes, "trials": [trial.document() for trial in trials]}))
+    else:
+        print("\n".join(lines_of(trials, args.largest, settled.budget_bytes, width_of_stdout())))
     return 0
 
 
@@ -291,13 +330,13 @@ def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
     return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
 
-def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:
+def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile | None) -> DeviceMemory:
     """That a share or `auto` is about: of the device that is named, or of this machine's."""
     from lowtide.timeline.hardware import load_hardware, memory_of_hardware
 
     if args.hardware is not None:
         return memory_of_hardware(load_hardware(args.hardware))
-    if args.profile is not None and profile.is_fake:
+    if args.profile is not None and profile is not None and profile.is_fake:
         return memory_of_hardware(load_hardware(profile.device))
     from lowtide.cli.run_step import device_of_run
     from lowtide.engines.device_memory import device_memory

@@ -52,6 +52,8 @@ class Plan:
     account: tuple[AccountLine, ...] = ()
     loss: str = "plain"
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
+    loss_rows: int | None = None
+    """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: it stays where it is."""
     audited_peak_bytes: int | None = None
@@ -83,6 +85,7 @@ class Plan:
             "sites": [_agreed(site) for site in self.sites] if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
             **({} if self.loss == "plain" else {"loss": self.loss}),
+            **({} if self.loss_rows is None else {"loss_rows": self.loss_rows}),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
         }
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
@@ -102,6 +105,7 @@ class Plan:
             "is_solved": self.is_solved,
             "check": self.check,
             "loss": self.loss,
+            **({} if self.loss_rows is None else {"loss_rows": self.loss_rows}),
             "budget_bytes": self.budget_bytes,
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],

@@ -48,6 +48,8 @@ class TabledPlan(Protocol):
     @property
     def loss(self) -> str: ...
     @property
+    def loss_rows(self) -> int | None: ...
+    @property
     def optimizer(self) -> OptimizerPlacement | None: ...
     @property
     def audited_peak_bytes(self) -> int | None: ...
@@ -93,7 +95,7 @@ def _written_lines(plan: TabledPlan, width: int | None) -> list[str]:
     if plan.does_nothing:
         lines.append("This plan does nothing: every activation is kept.")
     if plan.loss != "plain":
-        lines.append(_LOSS)
+        lines.append(_loss_line(plan))
     if plan.optimizer is not None:
         lines += placement_lines(plan.optimizer)
     if plan.rules.rules:
@@ -102,6 +104,12 @@ def _written_lines(plan: TabledPlan, width: int | None) -> list[str]:
     if not plan.sites:
         return [*lines, "", *_unobserved_lines(plan, width)]
     return [*lines, "", *_table(_site_rows(plan, _row), width)]
+
+
+def _loss_line(plan: TabledPlan) -> str:
+    if plan.loss_rows is None:
+        return _LOSS
+    return f"loss: head and loss in blocks of {plan.loss_rows} rows, as declared (one block has the bits of the whole)"
 
 
 def _solved_lines(plan: TabledPlan, width: int | None) -> list[str]:
@@ -113,7 +121,7 @@ def _solved_lines(plan: TabledPlan, width: int | None) -> list[str]:
     if plan.does_nothing:
         lines.append("This plan does nothing: everything fits.")
     if plan.loss != "plain":
-        lines.append(_LOSS)
+        lines.append(_loss_line(plan))
     if plan.optimizer is not None:
         lines += placement_lines(plan.optimizer)
     if any(site.recipe is not None for site in plan.sites):

@@ -228,7 +228,7 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
         )
     if config.preset not in (None, "fastest"):
         raise ConfigError(f"memory.preset: {PRESET_OF_STAGES.format(config.preset)}")
-    if config.loss == "sliced":
+    if config.slices_loss["must"]:
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
         )

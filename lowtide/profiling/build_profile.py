@@ -116,6 +116,7 @@ def profile_of(
     layers: tuple[str, ...],
     state: StateBytes,
     loss: str = "plain",
+    loss_rows: int | None = None,
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.op_names)
@@ -140,6 +141,7 @@ def profile_of(
         calls=_layer_calls(trace, {node.storage.index for node in nodes}, {site.name for site in sites}),
         num_collectives=sum(call.is_collective for call in trace.calls),
         loss=loss,
+        loss_rows=loss_rows,
     )
 
 

@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.core.codec import Codec
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.loss.attach import loss_of
+from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.ends import Ends
 from lowtide.profiling.fake.expand_layers import Expanded, expand
@@ -245,6 +245,7 @@ def trace(
             is_accelerator=not is_host,
         ),
         loss=loss_of(model),
+        loss_rows=loss_rows_of(model),
     )
     del expanded
     if left := fakes_left(mode, own):

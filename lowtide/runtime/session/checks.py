@@ -65,8 +65,9 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
     config = load_memory(memory)
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     plan = plan_from_rules(config, layers)
-    slices = config.loss == "sliced" or (config.slices_loss["may"] and not why_not(model))
-    return dataclasses.replace(plan, loss="sliced") if slices else plan
+    asked = config.slices_loss
+    slices = asked["must"] or (asked["may"] and not why_not(model))
+    return dataclasses.replace(plan, loss="sliced", loss_rows=asked["rows"]) if slices else plan
 
 
 def _module_names(model: nn.Module) -> list[str]:
