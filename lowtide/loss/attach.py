@@ -232,7 +232,7 @@ class HeadInBlocks:
             return
         is_left = self.is_waiting
         self._forward.is_open, self._forward.hidden, self._forward.output = False, None, None
-        if is_left:
+        if is_left and output is not None:
             raise ConfigError(
                 f"memory.loss: rows: {type(owner).__name__} was given labels and has not called its loss_function with "
                 "them; write loss: sliced"

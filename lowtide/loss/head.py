@@ -34,6 +34,7 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import (
+    Buffers,
     Given,
     Slicing,
     check_factors,
@@ -145,8 +146,11 @@ class _HeadOfRows(torch.autograd.Function):
         with without_autocast(hidden.device.type):
             logits_of = _Logits(hidden, weight, bias, how)
             for part in slices(len(hidden), how.rows):
-                made = (picked[part], _of(total, part), _of(log_sum, part))
-                fill(made, logits_of.make(part), words[part], how.slicing)
+                made, logits = (picked[part], _of(total, part), _of(log_sum, part)), logits_of.make(part)
+                if isinstance(logits, FakeTensor):
+                    _trace_rows(logits, how.slicing, is_backward=False)
+                else:
+                    fill(made, logits, words[part], how.slicing)
         ctx.save_for_backward(hidden, weight, bias, words, picked, log_sum)
         return picked, total, log_sum
 
@@ -166,7 +170,11 @@ class _HeadOfRows(torch.autograd.Function):
                 logits = logits_of.make(part, keeps=True)
                 of_part = (of_picked[part], _of(of_total, part), _of(of_log_sum, part))
                 given = Given(logits, words[part], _of(log_sum, part), *of_part)
-                over = logits_of.back(gradient_of(given, how.slicing, picked=again[part]))
+                if isinstance(logits, FakeTensor):
+                    _trace_rows(logits, how.slicing, is_backward=True)
+                else:
+                    gradient_of(given, how.slicing, picked=again[part])  # over the logits
+                over = logits_of.back(logits)
                 if of_hidden is not None and of_hidden.dtype == over.dtype:
                     torch.mm(over, logits_of.weight, out=of_hidden[part])
                 elif of_hidden is not None:
@@ -183,6 +191,21 @@ class _HeadOfRows(torch.autograd.Function):
 
 def _of(vector: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     return None if vector is None else vector[part]
+
+
+def _trace_rows(logits: torch.Tensor, slicing: Slicing, *, is_backward: bool) -> None:
+    """What the row by row part of a block takes, where a step is traced without a device: its buffers, and passes over
+    the logits for as many bytes as it moves. Traced slice by slice, a million tokens would take minutes."""
+    wide, narrow = slicing.dtype.itemsize, logits.element_size()
+    cast = 0 if slicing.dtype == logits.dtype else wide + narrow
+    moved = cast + 2 * wide  # a log-softmax
+    held: list[Any] = [Buffers(logits, slicing)]
+    if is_backward:
+        held.append(torch.zeros_like(held[0].log_probs))
+        moved += 3 * wide + cast
+    for _ in range(moved // narrow):
+        logits.amax(1)
+    del held
 
 
 class _Logits:
