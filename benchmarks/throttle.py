@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lowtide.core.plan import Plan
 from lowtide.engines.base import Bandwidth, Engine, Event, Lane, Slot
 
 _PAD_BYTES = tuple(64 * 2**20 >> shift for shift in range(0, 16, 2))
@@ -151,6 +152,10 @@ class ThrottledEngine:
 
     def stall_seconds(self) -> float:
         return self.inner.stall_seconds()
+
+    def another(self, plan: Plan) -> Engine:
+        """One without the padding: what is measured is the link of activations."""
+        return self.inner.another(plan)
 
     def close(self) -> None:
         self.inner.close()

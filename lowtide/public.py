@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lowtide.config.memory import MemoryConfig
     from lowtide.core.profile import Profile
-    from lowtide.engines.base import Engine
+    from lowtide.engines.base import EngineChoice
     from lowtide.optimizer.swap import OptimizerSwap
     from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.offload.selective import SelectiveOffload
@@ -35,7 +35,7 @@ def apply(
     memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
@@ -44,8 +44,8 @@ def apply(
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
-    file. `engine` is an engine or the name of one; absent, it is chosen by the device of the model. Gradients
-    are the same to the bit; `state_dict` does not change.
+    file. `engine` is an engine, the name of one, or a function that makes one for a plan; absent, it is
+    chosen by the device of the model. Gradients are the same to the bit; `state_dict` does not change.
     If `memory` has a budget, this is `optimize`; `say` gets a line when a plan is made.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` means what it means there; the
     first forward pass is then observed (one extra step, after which everything is as before). If `model` is one stage
@@ -176,7 +176,7 @@ def selective_offload(
     *,
     host_budget: int | str | None = None,
     min_bytes: int | str = "1MiB",
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
 ) -> SelectiveOffload:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint` that follows `policy`, and really offloads what it marks
     as `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`, which torch recomputes in eager mode. Gradients are
@@ -200,7 +200,7 @@ def swap_optimizer(
     overlap: str = "auto",
     resident: float | str = "auto",
     bucket_bytes: int | str = "auto",
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     min_bytes: int | str = 16 * 1024,
 ) -> OptimizerSwap:
     """Keep the state of `optimizer` in main memory or a file between steps, until `detach()` of the handle or the end

@@ -82,7 +82,7 @@ def _frozen(request: pytest.FixtureRequest) -> None:
         return
     is_ours = bool({"runtime", "attack"} & set(request.path.parts))
     if is_ours and importlib.util.find_spec("transformers") is not None:  # GPU machines often lack it
-        import zoo
+        from tests.support import zoo
 
         zoo.plain_result("llama", 3)
     gc.collect()

@@ -10,12 +10,11 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
-from zoo import same_bits
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -27,6 +26,9 @@ from lowtide.runtime.autopilot.observe_call import observe_call
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 NUM_BUDGETS = 2
 MIN_BYTES = 4096
@@ -162,7 +164,7 @@ def test_random_budgets_are_kept(name: str) -> None:
             )
             assert plan.predicted is not None
             # Each link with both engines, and each of the two budgets.
-            engine = "host" if (number + index) % 2 else f"virtual:{index}"
+            engine = "host" if (number + index) % 2 else virtual(index)
             restore(model, start)
             peak_bytes, result = run_plan(subject, model, plan, engine, start)
             where = f"{name}, {engine}, budget {budget} of {floor_bytes} to {plain_bytes}"
@@ -177,7 +179,7 @@ def test_random_budgets_are_kept(name: str) -> None:
 
 
 def run_plan(
-    subject: Subject, model: nn.Module, plan: lowtide.Plan, engine: str, start: dict[str, Tensor]
+    subject: Subject, model: nn.Module, plan: lowtide.Plan, engine: Any, start: dict[str, Tensor]
 ) -> tuple[int, dict[str, Tensor]]:
     """The audited peak of a planned step, and what a planned step leaves behind."""
     with lowtide.apply(model, plan, engine=engine) as tide:
@@ -192,7 +194,7 @@ def run_plan(
             torch.manual_seed(7)
             subject.loss(model).backward()
         assert tide.stats.num_divergences == 0
-        if engine.startswith("virtual"):
+        if engine != "host":
             assert tide.engine.violations == []
         return audit.peak_bytes, result
 

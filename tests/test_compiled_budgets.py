@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import lowtide
-from tests.compiled_models import WIDTH, assert_same, build, num_frames, train
+from tests.support.compiled_models import WIDTH, assert_same, build, num_frames, train
+from tests.support.virtual_engine import virtual
 
 ROWS = (64, 64, 64)
 HABITS: dict[str, Any] = {"habits": ("", "breaks", "writes", "", ""), "which": (0, 1, 2)}
@@ -30,7 +31,7 @@ def test_a_budget_holds_to_the_byte_and_changes_no_bit(rules: dict[str, Any]) ->
     for budget in ("1MiB", "180KiB", "150KiB"):
         model = build(**HABITS)
         memory = {"min_bytes": 1, **rules}
-        with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1") as tide:
+        with lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(1)) as tide:
             assert_same(train(model, ROWS), truth)
             assert tide.plan is not None and tide.stats is not None and tide.tide is not None
             with tide.tide.audit() as audit:
@@ -77,7 +78,7 @@ def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.Monke
     for rules in ({}, {"swap": "none"}):
         model = build(**how)
         memory = {"min_bytes": 1, **rules}
-        with lowtide.optimize(model, budget="80KiB", memory=memory, engine="virtual:1") as tide:
+        with lowtide.optimize(model, budget="80KiB", memory=memory, engine=virtual(1)) as tide:
             assert_same(train(model, ROWS), truth)
             assert tide.stats is not None
             assert tide.stats.recomputed_bytes if rules else tide.stats.swapped_bytes
@@ -141,7 +142,7 @@ def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> N
     before = num_frames()
     for rules in ({"swap": "all", "min_bytes": 0}, {"recompute": "all"}):
         model = compiled()
-        with lowtide.apply(model, rules, engine="virtual:2") as tide:
+        with lowtide.apply(model, rules, engine=virtual(2)) as tide:
             assert_same(steps(model), truth)
             assert tide.stats.swapped_bytes or tide.stats.recomputed_bytes
     whole_bytes = 0
@@ -149,7 +150,7 @@ def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> N
         model = compiled()
         budget: Any = int(share * whole_bytes) if whole_bytes else "1GiB"
         memory = {"min_bytes": 1}
-        with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:2") as tide:
+        with lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(2)) as tide:
             assert_same(steps(model), truth)
             assert tide.plan is not None and tide.stats is not None
             assert bool(tide.stats.swapped_bytes) == bool(whole_bytes)

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from independent_count import IndependentCount, state_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import same_bits
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -23,6 +21,9 @@ from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.corrections import Correction
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
+from tests.support.independent_count import IndependentCount, state_tensors
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 MIN_BYTES = 4096
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
@@ -229,7 +230,7 @@ def build_after_seed(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 ON_THE_HOST = ("gru_and_attention", "bert")
 """All on the virtual engine, at the floor; on the host the other four are `make test-extended`'s."""
-WAYS = [(name, 0.0, "virtual:3") for name in MODELS] + [
+WAYS = [(name, 0.0, virtual(3)) for name in MODELS] + [
     pytest.param(name, 0.4, "host", marks=[] if name in ON_THE_HOST else [pytest.mark.extended]) for name in MODELS
 ]
 
@@ -245,7 +246,7 @@ def test_every_planned_step_keeps_the_budget(name: str, share: float, engine: st
 def test_the_first_step_after_each_correction_keeps_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of correction, injected: bytes that nobody foresaw, and a link that is slower than it was measured."""
     budget = budget_of(name, 0.5)
-    counted = Counted(name, budget, "virtual:2")
+    counted = Counted(name, budget, virtual(2))
     unforeseen_bytes = (budget - range_of(name)[0]) // 4
     wrong = iter([Correction(why="peak: injected", unforeseen_bytes=unforeseen_bytes)])
 
@@ -282,7 +283,7 @@ def assert_kept(name: str, counted: Counted, budget: int, batches: list[Tensor])
 
 
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
-@pytest.mark.parametrize("engine", ["host", "virtual:1", "virtual:2"])
+@pytest.mark.parametrize("engine", ["host", virtual(1), virtual(2)])
 def test_parts_of_a_storage_that_are_written_one_by_one(cell: type[nn.Module], engine: str) -> None:
     """Gates come out of `unsafe_chunk`: tensors on one storage with a version counter each. A copy made when the first
     was saved has old bytes of the others, at the same version."""
@@ -309,7 +310,7 @@ def test_a_guard_spills_parts_of_a_storage_as_they_were() -> None:
     for limit in (None, 0):
         torch.manual_seed(0)
         model = GatedRecurrence(nn.LSTMCell).train()
-        with lowtide.apply(model, {"swap": "none", "min_bytes": 1}, engine="virtual:1") as tide:
+        with lowtide.apply(model, {"swap": "none", "min_bytes": 1}, engine=virtual(1)) as tide:
             tide.set_limit(limit)
             torch.manual_seed(1)
             model(tokens()).backward()
@@ -349,7 +350,7 @@ def test_gradients_within_the_forward_pass_are_exact_under_rules_and_refused_und
     model(positions).backward()
     truth = [parameter.grad.clone() for parameter in model.parameters()]
     for memory in ({"swap": ["*"], "min_bytes": 1}, {"recompute": "all", "min_bytes": 1}):
-        for engine in ("host", "virtual:1"):
+        for engine in ("host", virtual(1)):
             with lowtide.apply(model, memory, engine=engine):
                 for _ in range(2):
                     model.zero_grad()
@@ -361,7 +362,7 @@ def test_gradients_within_the_forward_pass_are_exact_under_rules_and_refused_und
         "(torch.autograd.grad, for forces of an energy, say), and a plan for a budget does not cover that. Use "
         "lowtide.apply with rules"
     )
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
         for _ in range(2):
             with pytest.raises(lowtide.ConfigError) as caught:
                 model(positions)

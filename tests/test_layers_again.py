@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from test_first_forward_budget import Counted, build, tokens
 from torch import nn
-from zoo import same_bits
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -23,6 +20,10 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.second_run import why_not_rerun
 from lowtide.timeline.step import Link
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
+from tests.test_first_forward_budget import Counted, build, tokens
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 NAMES = ("llama", "llama_bf16", "gpt2_dropout", "deepseek_v3", "transformer_encoder", "shared_layer", "keyword_inputs")
@@ -36,7 +37,7 @@ def planned(profile: Profile, **memory: Any) -> Plan:
     return plan_profile(profile, load_memory({"min_bytes": 1, **memory}), link=LINK)
 
 
-@pytest.mark.parametrize("engine", ["host", "virtual:5"])
+@pytest.mark.parametrize("engine", ["host", virtual(5)])
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_and_peaks_of_layers_that_run_again(name: str, engine: str) -> None:
     case = zoo.CASES[name]
@@ -78,7 +79,7 @@ def test_a_rule_on_all_layers_beside_a_budget(name: str, share: float) -> None:
     found = planned(profile, budget="1TiB", recompute="all").predicted
     assert found is not None
     budget = found.floor_bytes + int(share * (found.peak_bytes - found.floor_bytes))
-    counted = Counted(name, budget, "virtual:3", recompute="all", min_bytes=1)
+    counted = Counted(name, budget, virtual(3), recompute="all", min_bytes=1)
     torch.manual_seed(1)
     batches = [tokens()] * 3
     with counted.tide as tide:
@@ -96,7 +97,7 @@ def test_unusual_lives_of_layers_that_run_again() -> None:
     """Two forwards in flight, a graph that is kept, a graph that is dropped, gradients that accumulate."""
     case = zoo.CASES["gpt2_dropout"]
     results = []
-    for engine in (None, "virtual:1", "virtual:7", "host"):
+    for engine in (None, virtual(1), virtual(7), "host"):
         model, batches = case.build(0), [case.batch(number) for number in range(3)]
         profile = observe(model, functools.partial(case.loss, model, batches[0]))
         plan = planned(profile, budget="1TiB", recompute="all", swap=["*"])  # the layers' inputs, too
@@ -151,7 +152,7 @@ def test_without_swap_layers_run_again_where_recipes_do_not_reach() -> None:
         plan = planned(profile, budget=budget, swap="none")
         assert plan.predicted is not None and plan.predicted.peak_bytes <= budget
         numbers.append(len(layers_again(plan)))
-        with lowtide.apply(model, plan, engine="virtual:1") as tide:
+        with lowtide.apply(model, plan, engine=virtual(1)) as tide:
             for _ in range(2):
                 model.zero_grad(set_to_none=True)
                 with tide.audit() as audit:
@@ -265,7 +266,7 @@ def _steps(
     tide = (
         None
         if budget is None
-        else lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1", strict=True)
+        else lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(1), strict=True)
     )
     found = []
     torch.manual_seed(5)
@@ -379,7 +380,7 @@ def test_a_layer_that_refused_is_kept_by_the_plans_of_other_shapes_too() -> None
         tide = (
             None
             if budget is None
-            else lowtide.optimize(model, budget=budget, memory=MEMORY, engine="virtual:1", strict=True)
+            else lowtide.optimize(model, budget=budget, memory=MEMORY, engine=virtual(1), strict=True)
         )
         torch.manual_seed(5)
         found = []
@@ -463,7 +464,7 @@ def test_memory_that_runs_out_in_a_second_run_says_nothing_about_the_layer() -> 
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
     model.layers[2].last.register_forward_pre_hook(fail_once)
-    with lowtide.apply(model, {"recompute": ["layers.*"], "min_bytes": 0}, engine="virtual:1") as tide:
+    with lowtide.apply(model, {"recompute": ["layers.*"], "min_bytes": 0}, engine=virtual(1)) as tide:
         with pytest.warns(UserWarning, match=r"out of memory \(.*\); everything is swapped now, and the micro-batch"):
             tide.step(lambda: model(x).backward())
         assert tide.stats.num_retries == 1

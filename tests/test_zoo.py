@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import zoo
+from tests.support import zoo
 
 CASES = list(zoo.CASES.values())
 by_name = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

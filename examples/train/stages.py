@@ -161,7 +161,7 @@ class RankStages:
         bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
         assert bare.optimizer is not None
         self._engine = choose_engine(self._run.train.engine, own, bare)
-        self._placed = PlacedState(own, optimizer, self._engine, "lowtide train")
+        self._placed = PlacedState(optimizer, self._engine, "lowtide train")
         self._placed.check(bare.optimizer)
         self._placed.follow(dataclasses.replace(bare, optimizer=dataclasses.replace(bare.optimizer, overlap="step")))
 

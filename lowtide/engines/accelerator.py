@@ -40,6 +40,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from lowtide.core.fate import Tier
+from lowtide.core.plan import Plan
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, StallMeter, Stream, TorchDevice
 from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Job, LaneWorker, Staging
@@ -143,6 +145,14 @@ class AcceleratorEngine:
             self._staging_in = self._make_staging(Lane.IN, disk)
         self._staging_bytes = self._arena.bytes_in_use
         self._is_closed = False
+
+    @classmethod
+    def for_plan(cls, device: torch.device, plan: Plan, caps: Mapping[str, Cap]) -> AcceleratorEngine:
+        disk = DiskTier(plan.disk_path, plan.disk_budget_bytes, cap=caps.get("disk")) if wants_disk(plan) else None
+        return cls(device, plan.host_budget_bytes, disk, cap=caps.get("host"))
+
+    def another(self, plan: Plan) -> AcceleratorEngine:
+        return AcceleratorEngine.for_plan(self.device, plan, self.caps)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -414,3 +424,10 @@ def _host_cap_bytes(host_budget_bytes: int | None) -> int:
         return limit.limit_bytes // ALIGN_BYTES * ALIGN_BYTES
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return limit.limit_bytes * 4 // 5 // num_local_ranks // ALIGN_BYTES * ALIGN_BYTES
+
+
+def wants_disk(plan: Plan) -> bool:
+    """Whether an accelerator needs a disk tier: somebody named it. Staging for one takes pinned memory."""
+    is_named = plan.disk_path is not None or plan.disk_budget_bytes is not None
+    decisions = plan.sites if plan.is_solved else plan.rules.rules
+    return is_named or any(decision.tier is Tier.DISK for decision in decisions)

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from lowtide.core.plan import Plan
 from lowtide.engines.tiers.host_limit import Cap
 
 
@@ -66,7 +67,7 @@ class Engine(Protocol):
     """What the runtime asks of an engine. All methods are called under the runtime's lock, from any thread."""
 
     name: str
-    """'accelerator', 'host' or 'virtual:SEED'."""
+    """'accelerator', 'host', or what an engine of your own calls itself."""
     device_type: str
     """The `torch.device.type` whose storages this engine moves ('cuda', 'npu', 'cpu', ...)."""
     device: torch.device
@@ -74,7 +75,7 @@ class Engine(Protocol):
     tiers: tuple[str, ...]
     """Tiers it can allocate on, fastest first."""
     caps: Mapping[str, Cap]
-    """What may be reserved on each tier: by this engine, and by others that were made beside it (choose.py)."""
+    """What may be reserved on each tier: by this engine, and by others that `another` made."""
     leftovers: deque[tuple[Slot | None, tuple[Event, ...], torch.UntypedStorage | None]]
     """What a runtime that is gone could not give back yet: slots, and storages that must live, until the events are
     complete. The next runtime on this engine looks after them."""
@@ -160,5 +161,13 @@ class Engine(Protocol):
     def probe_bandwidth(self, nbytes: int) -> Bandwidth:
         """Move `nbytes` in both directions at once and report what each direction reached."""
 
+    def another(self, plan: Plan) -> Engine:
+        """A new engine of this kind, on the same device, with the tiers that `plan` asks for. It shares `caps`."""
+
     def close(self) -> None:
         """Finish or drop all work, end threads, release files and pinned memory. Idempotent."""
+
+
+EngineChoice: TypeAlias = Engine | str | Callable[[Plan], Engine] | None
+"""What users give as `engine=`: an engine, the name of one, a function that makes one for a plan, or None for the one
+of the model's device."""

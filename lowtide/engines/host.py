@@ -30,9 +30,10 @@ from typing import cast
 
 import torch
 
+from lowtide.core.plan import Plan
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
-from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, page_fault_seconds_per_byte
+from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, configure_malloc, page_fault_seconds_per_byte
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.tensors.view import byte_view
 
@@ -249,6 +250,15 @@ class HostEngine:
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, self._copier.close, False)
         self._finalizer.atexit = False
+
+    @classmethod
+    def for_plan(cls, plan: Plan, caps: Mapping[str, Cap]) -> HostEngine:
+        # Without it freed activations stay resident, and a swap would save nothing that anyone can see.
+        configure_malloc()
+        return cls(plan.disk_path, plan.disk_budget_bytes, cap=caps.get("disk"))
+
+    def another(self, plan: Plan) -> HostEngine:
+        return HostEngine.for_plan(plan, self.caps)
 
     def allocate(self, nbytes: int, tier: str) -> Slot:
         assert tier == "disk", tier

@@ -47,7 +47,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.engines.base import Engine
+from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import attach_where
@@ -247,7 +247,7 @@ def follow(
     *,
     memory: MemoryConfig | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
@@ -278,7 +278,7 @@ def follow(
         group = ALONE  # ranks of other stages have other layers, and wait for the output of this one
     bare = plan_from_rules(dataclasses.replace(config, budget=None, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
-    placed = PlacedState(model, optimizer, chosen, "lowtide.apply")
+    placed = PlacedState(optimizer, chosen, "lowtide.apply")
     placed.check(bare.optimizer)
     slicing = slicing_for(model, sections, resolution, tp_group)
     source = FilePlans(model, resolution=resolution, layers=layers, memory=memory, slicing=slicing, say=say)

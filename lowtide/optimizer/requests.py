@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Engine
+from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
@@ -165,7 +165,7 @@ class _Parameters:
         return (p for group in self._optimizer.param_groups for p in group["params"])
 
 
-def engine_for(wanted: Engine | str | None, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
+def engine_for(wanted: EngineChoice, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
     plan = Plan(layers=(), min_bytes=0, disk_path=default_directory() if tier == "disk" else None)
     return choose_engine(wanted, _Parameters(optimizer), plan)  # type: ignore[arg-type]
 

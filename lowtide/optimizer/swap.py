@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from lowtide.core.budget import DeviceMemory
-from lowtide.engines.base import Engine
+from lowtide.engines.base import EngineChoice
 from lowtide.engines.device_memory import device_memory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.in_backward import InBackward, StepCalls, StepOverlap, check_alone
@@ -86,7 +86,7 @@ def swap_optimizer(
     overlap: str = "auto",
     resident: float | str = "auto",
     bucket_bytes: int | str = "auto",
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
     memory: Callable[[], DeviceMemory] | None = None,
@@ -109,12 +109,11 @@ def swap_optimizer(
         raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
     if overlap == "in_backward":
         check_alone()
-    own_engine = engine is None or isinstance(engine, str)
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.keep(first_ones(found, share or 0.0, least))
-    handle = OptimizerSwap(found, store, overlap=overlap, closes_engine=own_engine)
+    handle = OptimizerSwap(found, store, overlap=overlap, closes_engine=chosen is not engine)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
     return handle

@@ -31,7 +31,7 @@ from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
-from lowtide.engines.base import Engine
+from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
@@ -76,7 +76,7 @@ def fit_stages(
     budget: int | str | None = None,
     memory: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     say: Say | None = None,
     together: Any = None,
 ) -> StagePlans:
@@ -99,7 +99,7 @@ def fit_stages(
         say(f"lowtide: rank {pipeline.rank}: {settled.line}")
     whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=(), optimizer="keep"), ())
     chosen = choose_engine(engine, own, whole)
-    placed = PlacedState(own, optimizer, chosen, "fit_stages")
+    placed = PlacedState(optimizer, chosen, "fit_stages")
     try:
         config = ranks.all_do("its settings", lambda: _with_state_that_can_move(config, placed))
         pipeline.try_stages(inputs)

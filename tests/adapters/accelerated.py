@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 SMALL = {"min_bytes": 0}
 BUDGET = "560KiB"
@@ -50,12 +51,12 @@ def accelerated(call: str, rows: slice = slice(0, 2)) -> list[Tensor]:
     groups, state = inside.param_groups, inside.state
     tide: Any = None
     if call == "optimize":
-        tide = lowtide.optimize(prepared, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine="virtual:1")
+        tide = lowtide.optimize(prepared, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine=virtual(1))
     elif call == "inside":  # the module that DDP calls: the same, one wrapper further in
         inner = accelerator.unwrap_model(prepared)
-        tide = lowtide.optimize(inner, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine="virtual:1")
+        tide = lowtide.optimize(inner, budget=BUDGET, memory=SMALL, optimizer=optimizer, engine=virtual(1))
     elif call == "apply":
-        tide = lowtide.apply(prepared, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine="virtual:1")
+        tide = lowtide.apply(prepared, {"swap": "all", "min_bytes": 0}, optimizer=optimizer, engine=virtual(1))
     tokens = Tokens().tokens[rows]
     for _ in range(3):
         accelerator.backward(prepared(input_ids=tokens, labels=tokens).loss)

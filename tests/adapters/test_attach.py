@@ -11,6 +11,7 @@ from torch import nn
 import lowtide
 from lowtide.adapters.attach import Attached, Wish, wish_of
 from lowtide.runtime.session.forward_patch import patched_module
+from tests.support.virtual_engine import virtual
 
 BUDGET = {"budget": "1GiB", "min_bytes": 0}
 
@@ -26,21 +27,21 @@ def test_a_budget_in_the_memory_of_apply_is_planned_for(form: str, tmp_path: Pat
     path.write_text("budget: 1GiB\nmin_bytes: 0\n", encoding="utf-8")
     said: list[str] = []
     model = _model()
-    tide = lowtide.apply(model, BUDGET if form == "mapping" else path, engine="virtual:1", say=said.append)
+    tide = lowtide.apply(model, BUDGET if form == "mapping" else path, engine=virtual(1), say=said.append)
     model(torch.ones(4, 8)).sum().backward()
     assert tide.plan.budget_bytes == 2**30
     assert said[-1].startswith("lowtide: plan ")
     tide.remove()
     with (
         pytest.raises(lowtide.BudgetError, match=r"^budget 0\.001 MiB: no plan fits"),
-        lowtide.apply(model, {"budget": "1KiB", "strict": True}, engine="virtual:1"),
+        lowtide.apply(model, {"budget": "1KiB", "strict": True}, engine=virtual(1)),
     ):
         model(torch.ones(4, 8))
     assert patched_module(model) is None
 
 
 def test_attaching_again_lets_go_first() -> None:
-    attached = Attached(wish_of("here", budget="1GiB", engine="virtual:1", say=lambda line: None))
+    attached = Attached(wish_of("here", budget="1GiB", engine=virtual(1), say=lambda line: None))
     assert attached.scalars() == {}
     one, other = _model(), _model()
     attached.attach(one, None, speaks=True)

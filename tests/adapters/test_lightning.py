@@ -16,9 +16,10 @@ import lowtide
 from lowtide.adapters.lightning import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests.adapters.saving import saved_share
+from tests.support.virtual_engine import virtual
 
 if TYPE_CHECKING:
-    from tests.lightning_modules import Lit
+    from tests.support.lightning_modules import Lit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -28,12 +29,12 @@ pytestmark = [
 
 def _optimize(pick: Callable[[Lit], nn.Module]) -> Callable[[Lit], Any]:
     return lambda lit: lowtide.optimize(
-        pick(lit), budget="1GiB", optimizer=lit.optimizers(), engine="virtual:1"
+        pick(lit), budget="1GiB", optimizer=lit.optimizers(), engine=virtual(1)
     )  # fmt: skip
 
 
 def _swap(lit: Lit) -> Any:
-    return lowtide.apply(lit, {"swap": "all", "min_bytes": 0}, optimizer=lit.optimizers(), engine="virtual:1")
+    return lowtide.apply(lit, {"swap": "all", "min_bytes": 0}, optimizer=lit.optimizers(), engine=virtual(1))
 
 
 def _train(
@@ -41,7 +42,7 @@ def _train(
 ) -> tuple[Lit, list[str]]:
     import lightning.pytorch as pl
 
-    from tests.lightning_modules import Lit
+    from tests.support.lightning_modules import Lit
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -90,7 +91,7 @@ def test_the_module_around_it_is_told(tmp_path: Path) -> None:
 
 
 def _callback(**how: Any) -> TideCallback:
-    asked = {"budget": "1GiB", "engine": "virtual:1", "say": lambda line: None}
+    asked = {"budget": "1GiB", "engine": virtual(1), "say": lambda line: None}
     return TideCallback(**{**asked, **how})
 
 
@@ -132,7 +133,7 @@ def test_row_counts_reach_the_logger(tmp_path: Path) -> None:
 def test_a_module_that_cannot_be_told_is_asked_for() -> None:
     import lightning.pytorch as pl
 
-    from tests.lightning_modules import Two
+    from tests.support.lightning_modules import Two
 
     def fit(callback: TideCallback) -> None:
         quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

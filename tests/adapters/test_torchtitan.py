@@ -20,6 +20,7 @@ import lowtide
 from lowtide.adapters.torchtitan import TideInPlace, with_lowtide
 from lowtide.runtime.session.forward_patch import patched_module
 from tests.adapters.saving import saved_share
+from tests.support.virtual_engine import virtual
 
 ALONE = SimpleNamespace(pp_enabled=False)
 
@@ -71,7 +72,7 @@ class Optimizers:
 def _config(before: Callable[..., None] | None = None, **wish: Any) -> Config:
     config = Config(model_spec=Spec("decoder", before), activation_checkpoint=SimpleNamespace(name="SelectiveAC"))
     if wish:
-        assert with_lowtide(config, engine="virtual:1", say=lambda line: None, **wish) is config
+        assert with_lowtide(config, engine=virtual(1), say=lambda line: None, **wish) is config
     return config
 
 
@@ -186,7 +187,7 @@ def test_the_debug_model_of_the_library(tmp_path: Path) -> None:
         if not own:
             config.activation_checkpoint = None
         if wish is not None:
-            with_lowtide(config, engine="virtual:1", say=lambda line: None, **wish)
+            with_lowtide(config, engine=virtual(1), say=lambda line: None, **wish)
         dims = ParallelDims.from_config(config.parallelism, 1)
         with torch.device("meta"):
             model = config.model_spec.model.build()

@@ -15,14 +15,15 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import lowtide
 from lowtide.adapters.transformers import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
-from tests import two_ranks
 from tests.adapters.accelerated import BUDGET, SMALL, Tokens, accelerated, environment_of, llama, on_a_rank
 from tests.adapters.saving import saved_share
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
 
 
 def _callback(budget: str | None = BUDGET, memory: Any = SMALL, said: list[str] | None = None) -> TideCallback:
     say = said.append if said is not None else lambda line: None
-    return TideCallback(budget=budget, memory=memory, engine="virtual:1", say=say)
+    return TideCallback(budget=budget, memory=memory, engine=virtual(1), say=say)
 
 
 def _trainer(path: Path, callback: TideCallback | None, **more: Any) -> Trainer:

@@ -38,13 +38,13 @@ import lowtide
 from lowtide.core.recipe import Recipe
 from lowtide.engines.base import Slot
 from lowtide.engines.host import HostEngine
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.recipes.build import build_recipes
 from lowtide.recipes.execute import compile_recipe
 from tests.attack.draw import names_lowtide
 from tests.attack.traces import tensor_bytes
-from tests.recording import record
-from tests.solved import random_plan
+from tests.support.recording import record
+from tests.support.solved import random_plan
+from tests.support.virtual_engine import VirtualEngine
 
 WAYS = ("copied", "virtual", "host", "recompute", "solved", "recipes")
 _MISLED = "torch gives other numbers under a dispatch mode if they are complex; lowtide refuses it"

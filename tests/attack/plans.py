@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import lowtide
 from lowtide.core.decisions import OptimizerPlacement
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.loss.attach import sliced_where
 from lowtide.runtime.offload.selective import SelectiveOffload
@@ -28,8 +27,9 @@ from tests.attack.models import batch_of, build, loss_of
 from tests.attack.now import Now
 from tests.attack.traces import Trace
 from tests.attack.words import plain_cross_entropy
-from tests.independent_count import IndependentCount
-from tests.solved import random_plan
+from tests.support.independent_count import IndependentCount
+from tests.support.solved import random_plan
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 KINDS = ("keep", "swap", "recompute", "both", "leaves", "mixed", "solved", "planned", "optimize")
 WITH_BUDGET = frozenset({"planned", "optimize"})
@@ -355,7 +355,7 @@ def _floor(draw: Any, apply: Callable[..., Any]) -> int:
     run = draw.new_run(PlainRig(), Trace())
     for side in run.sides:
         side.before(run, 0)
-    tide = apply(run.model, run.optimizer, "virtual:0", None)
+    tide = apply(run.model, run.optimizer, virtual(0), None)
     try:
         run.forward(0)
     except BudgetError as error:

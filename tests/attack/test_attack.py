@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.loss.attach import loss_of
-from tests import processes
 from tests.attack import chosen, drive, moody, ordinary, words
 from tests.attack.classes import CLASSES, NOT_YET
 from tests.attack.draw import STATES, Draw, any_draw, drawn_from, judge, of_class
@@ -25,7 +24,8 @@ from tests.attack.now import TOKENS
 from tests.attack.plans import KINDS, WITH_BUDGET, PlainRig
 from tests.attack.shrink import shrunk
 from tests.attack.traces import Trace
-from tests.independent_count import IndependentCount
+from tests.support import processes
+from tests.support.independent_count import IndependentCount
 
 CHUNK = 10
 ROOT = Path(__file__).parents[2]

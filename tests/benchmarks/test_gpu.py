@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
 TINY = ["--layers=2", "--hidden=128", "--vocab=256", "--sequence=64", "--batch=2", "--rounds=1"]
 

@@ -105,8 +105,8 @@ def test_a_checksum_sees_a_bit_of_loss_and_gradients() -> None:
 def test_padding_keeps_the_order_of_an_accelerator(policy: str | int) -> None:
     """Streams that run as late, as early, or as unevenly as they may."""
     from lowtide.engines.accelerator import AcceleratorEngine
-    from tests import zoo
     from tests.engines.sim_device import SimDevice
+    from tests.support import zoo
 
     device = SimDevice(policy, computes_on_host=True)
     inner = AcceleratorEngine(device.device, 512 * MIB, ops=device)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from profiles import decoder_profile
 
 from lowtide.cli import waiting
 from lowtide.cli.main import main
@@ -26,7 +25,8 @@ from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS
 from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.hardware import load_hardware
-from tests import processes
+from tests.support import processes
+from tests.support.profiles import decoder_profile
 
 ROOT = Path(__file__).parents[2]
 RUN = """\

@@ -7,7 +7,6 @@ import itertools
 import math
 
 import pytest
-from cluster_cases import DENSE_SHAPE, MOE_SHAPE, place, question
 
 from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of
@@ -20,6 +19,7 @@ from lowtide.pipeline.clock import play
 from lowtide.pipeline.row_counts import peak_live_chunks
 from lowtide.timeline.cluster import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
 from lowtide.units import GIB
+from tests.support.cluster_cases import DENSE_SHAPE, MOE_SHAPE, place, question
 
 H800 = load_cluster("h800")
 

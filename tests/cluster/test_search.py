@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from cluster_cases import DENSE_SHAPE, MOE_SHAPE, question
 
 from lowtide.cluster.layout import layouts
 from lowtide.cluster.report import document
@@ -15,6 +14,7 @@ from lowtide.cluster.search import ClusterPlan, Planner, Question, plan_cluster
 from lowtide.config.parallel import AXES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
+from tests.support.cluster_cases import DENSE_SHAPE, MOE_SHAPE, question
 
 ALL = 10**6
 

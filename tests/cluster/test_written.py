@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_cases import DENSE_SHAPE, MOE_SHAPE, question
 
 from lowtide.cluster.decisions import decisions
 from lowtide.cluster.export import export, patterns_of
@@ -16,6 +15,7 @@ from lowtide.cluster.search import ClusterPlan, plan_cluster
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import read_sections
+from tests.support.cluster_cases import DENSE_SHAPE, MOE_SHAPE, question
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -19,7 +19,7 @@ from lowtide.errors import ConfigError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.export import export
 from lowtide.timeline.hardware import load_hardware
-from tests.profiles import decoder_profile
+from tests.support.profiles import decoder_profile
 
 LINK = load_hardware("h200").link
 PLAN = Plan.from_json((Path(__file__).parent / "golden" / "solved_plan.json").read_text())

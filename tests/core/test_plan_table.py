@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from profiles import MIB, decoder_profile
 
 from lowtide.config.memory import MemoryConfig, load_memory
 from lowtide.core.decisions import OptimizerPlacement
@@ -18,6 +17,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
 from lowtide.report.compared_curves import Curve, curve_lines, memory_curve
 from lowtide.timeline.step import Link
+from tests.support.profiles import MIB, decoder_profile
 
 GOLDEN = Path(__file__).parent / "golden"
 LINK = Link(out_bytes_per_second=20e9, in_bytes_per_second=20e9)

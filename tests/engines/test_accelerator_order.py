@@ -29,8 +29,8 @@ from lowtide.engines.tiers.host_limit import Cap, parse_cpu_list
 from lowtide.errors import ConfigError, TierFull
 from lowtide.profiling.op_timer import DeviceClock
 from lowtide.tensors.view import byte_view
-from tests import zoo
 from tests.engines.sim_device import SimDevice, SimEvent
+from tests.support import zoo
 
 POLICIES = ["late", "early", *range(12)]
 MIB = 2**20

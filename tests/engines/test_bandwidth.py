@@ -14,8 +14,8 @@ import torch
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Bandwidth, Slot
 from lowtide.engines.host import HostEngine
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.units import MIB
+from tests.support.virtual_engine import VirtualEngine
 
 CPU = torch.device("cpu")
 

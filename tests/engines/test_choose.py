@@ -14,7 +14,8 @@ from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
-from lowtide.engines.choose import choose_engine, wants_disk, warn_about_other_devices
+from lowtide.engines.accelerator import wants_disk
+from lowtide.engines.choose import choose_engine, warn_about_other_devices
 from lowtide.errors import ConfigError
 
 
@@ -83,4 +84,6 @@ def test_one_device_is_nothing_to_speak_of() -> None:
 def test_what_is_no_engine_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         choose_engine(3, nn.Linear(2, 2), rules(swap="all"))  # type: ignore[arg-type]
-    assert str(caught.value) == "engine: expected accelerator, host, virtual:SEED or an engine, not 3"
+    assert str(caught.value) == (
+        "engine: expected accelerator, host, an engine, or a function that makes one for a plan, not 3"
+    )

@@ -14,9 +14,9 @@ from lowtide.core.plan import Plan
 from lowtide.engines.base import Lane
 from lowtide.errors import TierFull
 from lowtide.profiling.observe_step import observe
-from tests import zoo
 from tests.engines.clocked import ClockedEngine, ClockMode
-from tests.solved import plan_with
+from tests.support import zoo
+from tests.support.solved import plan_with
 
 KIB = 1024
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lowtide.engines.base import Lane
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.view import byte_view
+from tests.support.virtual_engine import VirtualEngine
 
 NBYTES = 64
 

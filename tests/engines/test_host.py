@@ -22,7 +22,7 @@ from lowtide.engines.base import Engine, Lane, Slot
 from lowtide.engines.host import HostEngine, _Copy, _Lane
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
-from tests import processes
+from tests.support import processes
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

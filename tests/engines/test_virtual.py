@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
 
 from lowtide.engines.base import Lane, Slot
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import TierFull
+from tests.support import zoo
+from tests.support.virtual_engine import VirtualEngine
 
 SWAP = {"swap": "all", "min_bytes": 0}
 SEEDS = range(8)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -16,7 +16,8 @@ from lowtide.errors import ConfigError
 from lowtide.loss import attach as attach_file
 from lowtide.loss import cross_entropy
 from lowtide.loss.attach import SlicedLoss, attach, loss_of, why_not
-from tests.zoo import same_bits
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 _WORDS = 67
 _SMALL = {
@@ -133,7 +134,7 @@ def test_with_the_other_fates(name: str, fates: str, autocast: bool) -> None:
         memory = {**memory, "recompute": [layer], "swap": [norm]}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         want, before = _step(model), set(vars(model))
-        with lowtide.apply(model, memory, engine="virtual:3") as tide:
+        with lowtide.apply(model, memory, engine=virtual(3)) as tide:
             assert tide.plan.loss == "sliced"
             _assert_same(want, _step(model))
             assert loss_of(model) == "sliced"
@@ -144,7 +145,7 @@ def test_with_the_other_fates(name: str, fates: str, autocast: bool) -> None:
 def test_on_autopilot() -> None:
     model = MODELS["llama"]()
     want, before = _step(model), set(vars(model))
-    with lowtide.optimize(model, budget="900KiB", memory={"min_bytes": 0}, engine="virtual:3") as tide:
+    with lowtide.optimize(model, budget="900KiB", memory={"min_bytes": 0}, engine=virtual(3)) as tide:
         for _ in range(4):
             _assert_same(want, _step(model))
         assert tide.plan is not None and tide.plan.loss == "sliced"

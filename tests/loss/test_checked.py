@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import lowtide
 from lowtide.loss import checked, cross_entropy
 from lowtide.loss.self_test import same_bits as agree
-from tests.zoo import same_bits
+from tests.support.zoo import same_bits
 
 
 def _numbers() -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from lowtide.loss.cross_entropy import (
     whole_cross_entropy,
     without_autocast,
 )
-from tests.zoo import same_bits
+from tests.support.zoo import same_bits
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_CASES = 1_050

@@ -25,8 +25,8 @@ from lowtide.loss.parallel import (
 )
 from lowtide.tensors.private import TorchDispatchMode
 from lowtide.tensors.ranks import ALONE
-from tests.two_ranks import run
-from tests.zoo import same_bits
+from tests.support.two_ranks import run
+from tests.support.zoo import same_bits
 
 _WORDS = 67
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
 from lowtide.mindformers.schema import Sections
+from tests.support.virtual_engine import virtual
 
 NUM_LAYERS, NUM_STAGES, TOKENS, WIDTH, VOCABULARY, NUM_MICRO_BATCHES, NUM_STEPS = 8, 2, 8, 16, 16, 4, 2
 Config = dict[str, Any]
@@ -126,7 +127,7 @@ def tried(name: str, rank: int, schedule: type, *, num_chunks: int = 1, numbered
         **CONFIGS[name], num_layers=NUM_LAYERS, pipeline_stage=NUM_STAGES, pp_interleave_num=num_chunks, compat=False
     )
     tides = {
-        start: lowtide.apply(stage, sections, engine=f"virtual:{start}", **({} if numbered else {"first_layer": start}))
+        start: lowtide.apply(stage, sections, engine=virtual(start), **({} if numbered else {"first_layer": start}))
         for start, stage in stages.items()
     }
     got = train(stages, rank, schedule)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from profiles import MIB, decoder_profile
 
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
@@ -19,6 +18,7 @@ from lowtide.mindformers.plan_rows import FilePlan, rows_without_step
 from lowtide.mindformers.schema import resolve
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
+from tests.support.profiles import MIB, decoder_profile
 
 GATHER = RecipeStep(op="_c10d_functional.all_gather_into_tensor.default", args=({"input": 0}, 2, "7"))
 WAIT = RecipeStep(op="_c10d_functional.wait_tensor.default", args=({"step": 0, "output": 0},))

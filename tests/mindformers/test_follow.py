@@ -13,6 +13,7 @@ import torch
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
+from tests.support.virtual_engine import virtual
 
 NUM_LAYERS = 4
 WIDTH, INNER, TOKENS = 32, 64, 16
@@ -92,7 +93,7 @@ def plain_steps() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_bits(name: str) -> None:
     model = build()
-    with lowtide.apply(model, CONFIGS[name], engine="virtual:7") as tide:
+    with lowtide.apply(model, CONFIGS[name], engine=virtual(7)) as tide:
         for seed, (loss, gradients) in enumerate(plain_steps()):
             got_loss, got = step(model, seed)
             assert torch.equal(got_loss, loss)
@@ -133,7 +134,7 @@ NEWER: dict[str, Config] = {
 @pytest.mark.parametrize("name", NEWER)
 def test_the_newer_schema(name: str) -> None:
     model = build()
-    with lowtide.apply(model, NEWER[name], engine="virtual:7") as tide:
+    with lowtide.apply(model, NEWER[name], engine=virtual(7)) as tide:
         for seed, (loss, gradients) in enumerate(plain_steps()):
             got_loss, got = step(model, seed)
             assert torch.equal(got_loss, loss)
@@ -144,7 +145,7 @@ def test_the_newer_schema(name: str) -> None:
 
 def test_a_prefetch_in_layers_starts_where_backward_reaches_that_layer() -> None:
     model = build()
-    with lowtide.apply(model, NEWER["both"], engine="virtual:7") as tide:
+    with lowtide.apply(model, NEWER["both"], engine=virtual(7)) as tide:
         step(model, 0)
         nodes = {node.name: node for node in tide.profile.nodes}
         swapped = [site for site in tide.plan.sites if site.fate is Fate.SWAP]
@@ -196,7 +197,7 @@ def drawn(seed: int) -> Config:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
-    with lowtide.apply(model := build(), drawn(seed), engine=f"virtual:{seed}") as tide:
+    with lowtide.apply(model := build(), drawn(seed), engine=virtual(seed)) as tide:
         for data_seed, (loss, gradients) in enumerate(plain_steps()):
             got_loss, got = step(model, data_seed)
             assert torch.equal(got_loss, loss)
@@ -208,7 +209,7 @@ def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
 
 def rows(config: Config) -> list[tuple[int, str, str, int | None, int]]:
     model = build()
-    with lowtide.apply(model, config, engine="virtual:7") as tide:
+    with lowtide.apply(model, config, engine=virtual(7)) as tide:
         step(model, 0)
         return [(row.layer, row.part, row.fate, row.prefetch, row.nbytes) for row in tide.source.file_plan.rows]
 
@@ -233,7 +234,7 @@ def test_what_a_recomputed_op_reads_stays() -> None:
     from lowtide.mindformers.follow import follow, sections_in
 
     sections = sections_in(CONFIGS["a reader is recomputed"])
-    with follow(model, sections, engine="virtual:7", say=lines.append) as tide:
+    with follow(model, sections, engine=virtual(7), say=lines.append) as tide:
         step(model, 0)
         by_name = {site.name: site for site in tide.plan.sites}
         assert by_name["model.layers.0.mlp.act_fn.silu"].fate is Fate.KEEP
@@ -248,7 +249,7 @@ def test_what_a_recomputed_op_reads_stays() -> None:
 
 def test_the_output_of_a_layer_before_a_recomputed_one_stays() -> None:
     model = build()
-    with lowtide.apply(model, CONFIGS["recomputed between swapped"], engine="virtual:7") as tide:
+    with lowtide.apply(model, CONFIGS["recomputed between swapped"], engine=virtual(7)) as tide:
         step(model, 0)
         fates = {site.name: site.fate for site in tide.plan.sites}
     assert fates["model.layers.0.add_1"] is Fate.KEEP
@@ -263,7 +264,7 @@ def test_lines_name_what_has_no_effect() -> None:
         "recompute_config": {"select_comm_recompute": {r".*\.norm": [0]}},
         "swap_config": op_swap((r"attention\.wk", 3, [1]), (r"attention\.flash_attention", 100_000, [3])),
     }
-    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+    with follow(model := build(), sections_in(config), engine=virtual(7), say=lines.append):
         step(model, 0)
         step(model, 1)
     for part in ("input_layernorm", "post_attention_layernorm"):
@@ -345,7 +346,7 @@ def test_default_lists_of_a_family(kind: str) -> None:
     loss, gradients = step(make(), 0)
     parts = {}
     for config_name in ("default ops", "swap by default"):
-        with lowtide.apply(model := make(), CONFIGS[config_name], engine="virtual:7") as tide:
+        with lowtide.apply(model := make(), CONFIGS[config_name], engine=virtual(7)) as tide:
             for _ in range(2):
                 got_loss, got = step(model, 0)
                 assert torch.equal(got_loss, loss)
@@ -361,13 +362,13 @@ def test_flags_about_shards_say_where_they_have_no_effect() -> None:
 
     lines: list[str] = []
     config = {"recompute_config": {"recompute": [1], "parallel_optimizer_comm_recompute": True}}
-    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+    with follow(model := build(), sections_in(config), engine=virtual(7), say=lines.append):
         step(model, 0)
     text = "no effect: parallel_optimizer_comm_recompute; no parameters are sharded by FSDP2 in this model"
     assert lines.count(f"note: {text}") == 1
     config["recompute_config"]["recompute"] = False
     lines.clear()
-    with follow(model := build(), sections_in(config), engine="virtual:7", say=lines.append):
+    with follow(model := build(), sections_in(config), engine=virtual(7), say=lines.append):
         step(model, 0)
     key = "recompute_config.parallel_optimizer_comm_recompute"
     assert lines.count(f"note: no effect: {key}, because no layer is recomputed as a whole") == 1

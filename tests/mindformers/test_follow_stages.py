@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import torch
 import lowtide
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import Sections
-from tests import two_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pipeline_rank import (
+from tests.mindformers.pipeline_rank import (
     NUM_LAYERS,
     NUM_MICRO_BATCHES,
     NUM_STAGES,
@@ -27,7 +23,9 @@ from pipeline_rank import (
     loss_of,
     stages_of,
 )
-from test_follow import PARTS, drawn
+from tests.mindformers.test_follow import PARTS, drawn
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
 
 ROOT = Path(__file__).parents[2]
 HALF = NUM_LAYERS // NUM_STAGES
@@ -71,7 +69,7 @@ def plain() -> list[torch.Tensor]:
 
 def on_stages(config: Any, stages: list[Stage], **how: Any) -> list[Any]:
     return [
-        lowtide.apply(stage, config, engine=f"virtual:{index}", first_layer=index * HALF, **how)
+        lowtide.apply(stage, config, engine=virtual(index), first_layer=index * HALF, **how)
         for index, stage in enumerate(stages)
     ]
 
@@ -95,7 +93,7 @@ def test_layers_under_the_numbers_of_the_whole_model(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(FILE)
     stages = both_stages(numbered=True)
-    tides = [lowtide.apply(stage, "run.yaml", engine="virtual:3") for stage in stages]
+    tides = [lowtide.apply(stage, "run.yaml", engine=virtual(3)) for stage in stages]
     assert [[layer.index for layer in tide.source.resolution.layers] for tide in tides] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
     for tide in tides:
@@ -187,7 +185,7 @@ def test_another_split_than_the_file_says_is_said() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_and_the_schedules_of_torch(tmp_path: Path) -> None:
-    runs = two_ranks.run("pipeline_rank", [("all_schedules", {})], tmp_path)[0]
+    runs = two_ranks.run("tests.mindformers.pipeline_rank", [("all_schedules", {})], tmp_path)[0]
     for rank, of_rank in enumerate(runs):
         assert len(of_rank) == 13
         for name, run in of_rank.items():

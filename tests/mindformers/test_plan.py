@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from profiles import MIB, decoder_profile
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import FilePlan, layer_sums, rows_without_step, table
 from lowtide.mindformers.schema import resolve
+from tests.support.profiles import MIB, decoder_profile
 
 
 def written(recompute: Any = None, swap: Any = None, memory: MemoryConfig | None = None) -> FilePlan:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -19,6 +18,8 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in, tensor_parallel_group
 from lowtide.tensors.live_bytes import LiveBytes
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY, NUM_ROWS, NUM_TOKENS = 4, 32, 64, 48, 2, 24
 INPUT_BYTES = NUM_ROWS * NUM_TOKENS * WIDTH * 4
@@ -120,7 +121,7 @@ def trains(rank: int, slices: bool, recompute: Any = True, compat: bool = False,
     truth = [step(model, seed) for model in [Net(rank, **model_with)] for seed in range(3)]
     model, lines = Net(rank, **model_with), []
     sections = sections_in(config(slices, recompute, compat))
-    with follow(model, sections, engine="virtual:0", tp_group=dist.group.WORLD, say=lines.append) as tide:
+    with follow(model, sections, engine=virtual(0), tp_group=dist.group.WORLD, say=lines.append) as tide:
         bits = [all(map(torch.equal, step(model, seed), expected)) for seed, expected in enumerate(truth)]
         tide.reset_stats()
         with Gathers() as counted, LiveBytes(model=model) as live:
@@ -145,7 +146,7 @@ def new_shapes(rank: int) -> bool:
     """Inputs are compared again for a new shape; gradients are right for both."""
     truth = [shaped_step(model, n) for model in [Net(rank)] for n in (24, 10, 24)]
     model = Net(rank)
-    with lowtide.apply(model, config(True), engine="virtual:0", tp_group=dist.group.WORLD):
+    with lowtide.apply(model, config(True), engine=virtual(0), tp_group=dist.group.WORLD):
         return all(all(map(torch.equal, shaped_step(model, n), e)) for n, e in zip((24, 10, 24), truth, strict=True))
 
 
@@ -158,7 +159,7 @@ def shaped_step(model: nn.Module, num_tokens: int) -> list[Tensor]:
 
 def other_inputs(rank: int) -> str:
     """Each rank has a batch of its own, as it would have a part of the sequence."""
-    with lowtide.apply(model := Net(rank), config(True), engine="virtual:0", tp_group=dist.group.WORLD):
+    with lowtide.apply(model := Net(rank), config(True), engine=virtual(0), tp_group=dist.group.WORLD):
         with pytest.raises(ConfigError) as caught:
             model(tokens(rank))
         return str(caught.value)
@@ -167,7 +168,7 @@ def other_inputs(rank: int) -> str:
 def modified(rank: int, has_norm: bool) -> str:
     """An input is written to after the layer has run; with a norm the layer has saved it."""
     model = Net(rank, has_norm=has_norm)
-    with lowtide.apply(model, config(True), engine="virtual:0", tp_group=dist.group.WORLD):
+    with lowtide.apply(model, config(True), engine=virtual(0), tp_group=dist.group.WORLD):
         step(model, 0)
         held: list[Tensor] = []
         hook = model.layers[2].register_forward_pre_hook(lambda module, args: held.append(args[0]))
@@ -186,7 +187,7 @@ def without_group(rank: int) -> tuple[str, list[str], str]:
     with pytest.raises(ConfigError) as misplaced:
         lowtide.apply(Net(rank), {"recompute": "all"}, tp_group=dist.group.WORLD)
     lines: list[str] = []
-    with follow(model := Net(rank), sections_in(config(True, compat=True)), engine="virtual:0", say=lines.append):
+    with follow(model := Net(rank), sections_in(config(True, compat=True)), engine=virtual(0), say=lines.append):
         step(model, 0)
     return str(caught.value), [line for line in lines if KEY in line], str(misplaced.value)
 

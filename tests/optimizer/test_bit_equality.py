@@ -6,10 +6,10 @@ import functools
 from pathlib import Path
 
 import pytest
-from optimizer_zoo import NAMES, Case, Result, assert_same, cases, swapped, train
 
 from lowtide.engines.host import HostEngine
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.optimizer_zoo import NAMES, Case, Result, assert_same, cases, swapped, train
+from tests.support.virtual_engine import VirtualEngine
 
 
 @functools.cache

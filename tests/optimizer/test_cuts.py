@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import FOREACH, FUSED, LOOP, OPTIMIZERS, Result, assert_same, result_of, swapped
 from torch import nn
 
 import lowtide
@@ -19,10 +18,11 @@ from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.base import Lane
 from lowtide.engines.host import HostEngine
 from lowtide.engines.tiers.disk import DiskTier
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.optimizer.transfers import NUM_BUFFERS
 from lowtide.tensors.optimizers import CUT_ELEMENTS, ELEMENTWISE
 from tests.engines.sim_device import SimDevice
+from tests.support.optimizer_zoo import FOREACH, FUSED, LOOP, OPTIMIZERS, Result, assert_same, result_of, swapped
+from tests.support.virtual_engine import VirtualEngine
 
 LARGE = 2 * CUT_ELEMENTS + 19_001
 """Elements of the large parameter: three stretches, the last one odd."""

@@ -18,12 +18,21 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import IMPLEMENTATIONS, NAMES, OPTIMIZERS, STEPS, Result, assert_same, result_of, swapped
 from torch import Tensor, nn
 
 import lowtide
 from lowtide.engines.base import Lane
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.optimizer_zoo import (
+    IMPLEMENTATIONS,
+    NAMES,
+    OPTIMIZERS,
+    STEPS,
+    Result,
+    assert_same,
+    result_of,
+    swapped,
+)
+from tests.support.virtual_engine import VirtualEngine
 
 OVERLAPS = ("step", "backward", "in_backward")
 WIDTH = 24

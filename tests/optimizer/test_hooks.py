@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from optimizer_zoo import swapped
 from torch import nn
 
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.optimizer_zoo import swapped
+from tests.support.virtual_engine import VirtualEngine
 
 
 @pytest.mark.parametrize("overlap", ["step", "backward", "in_backward"])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import Counted, assert_same, result_of, swapped
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.optimizer_zoo import Counted, assert_same, result_of, swapped
+from tests.support.virtual_engine import VirtualEngine
 
 
 class Tower(nn.Module):

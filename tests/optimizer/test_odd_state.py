@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
-from tests.zoo import same_bits
+from tests.support.virtual_engine import VirtualEngine
+from tests.support.zoo import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:lowtide")
 HABITS = ("shares", "is_view", "keeps_gradient", "replaces", "widens", "comes_late")

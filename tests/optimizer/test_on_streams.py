@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import Case, Result, assert_same, result_of, swapped, train
 
 import lowtide
 from lowtide.engines import accelerator
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.tiers.disk import DiskTier
 from tests.engines.sim_device import SimDevice
+from tests.support.optimizer_zoo import Case, Result, assert_same, result_of, swapped, train
 
 MIB = 2**20
 CASES = (

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import assert_same, result_of, swapped
 from torch import Tensor, nn
 
 from lowtide.engines.base import Lane
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.optimizer.in_backward import NUM_TRIED
+from tests.support.optimizer_zoo import assert_same, result_of, swapped
+from tests.support.virtual_engine import VirtualEngine
 
 
 class Counting(VirtualEngine):

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import two_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.tensors.optimizers import CUT_ELEMENTS
 from lowtide.tensors.wrappers import inside, is_distributed
+from tests.support import two_ranks
+from tests.support.virtual_engine import VirtualEngine
 
 STEPS = 6
 NUM_STRETCHES = 3

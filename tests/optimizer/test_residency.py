@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import BUCKET_BYTES, Case, assert_same, assert_same_value, result_of
 from torch import nn
 
 from lowtide.core.budget import DeviceMemory
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.base import Lane
 from lowtide.engines.tiers.disk import DiskTier
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import PartialStepError
 from lowtide.optimizer import store
 from lowtide.optimizer.residency import NUM_WATCHED
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from tests.engines.sim_device import SimDevice
+from tests.support.optimizer_zoo import BUCKET_BYTES, Case, assert_same, assert_same_value, result_of
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 TOTAL = 100_000
 HEADROOM = TOTAL // 20
@@ -435,7 +435,7 @@ def test_what_stays_steps_bucket_by_bucket() -> None:
 
     parameters = [nn.Parameter(torch.ones(16, 16)) for _ in range(8)]
     optimizer = Watched(parameters, foreach=True)
-    with swap_optimizer(optimizer, engine="virtual:0", resident=1.0, bucket_bytes=8192, min_bytes=1) as handle:
+    with swap_optimizer(optimizer, engine=virtual(0), resident=1.0, bucket_bytes=8192, min_bytes=1) as handle:
         Watched.most = 0
         for _ in range(3):
             for parameter in parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests import processes
+from tests.support import processes
 
 PROGRAM = """
 import gc, torch, lowtide

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import Case, assert_same, result_of, swapped
 from torch import Tensor
-from zoo import same_bits
 
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
+from tests.support.optimizer_zoo import Case, assert_same, result_of, swapped
+from tests.support.virtual_engine import VirtualEngine
+from tests.support.zoo import same_bits
 
 ADAMW = Case("AdamW", "foreach", torch.float32, has_missing=True)
 KINDS = [

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from optimizer_zoo import Case, assert_same, result_of, swapped, train
 from torch import nn
 
 import lowtide
 from lowtide.engines.base import Lane
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.optimizer_zoo import Case, assert_same, result_of, swapped, train
+from tests.support.virtual_engine import VirtualEngine
 
 STEPS = 4
 CASES = (

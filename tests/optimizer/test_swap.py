@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from optimizer_zoo import STEPS, Case, assert_same, assert_same_value, result_of, swapped, train
 from torch import nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
 from lowtide.optimizer import store
 from lowtide.profiling.state_bytes import state_bytes
+from tests.support import zoo
+from tests.support.optimizer_zoo import STEPS, Case, assert_same, assert_same_value, result_of, swapped, train
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 CASE = Case("AdamW", "foreach", torch.float32, has_missing=True)
 
@@ -500,7 +500,7 @@ def test_live_chunks_keep_their_dtype(resident: float) -> None:
 
 def _refusal(optimizer: Any, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        lowtide.swap_optimizer(optimizer, **{"engine": "virtual:0", **options})
+        lowtide.swap_optimizer(optimizer, **{"engine": virtual(0), **options})
     text = str(caught.value)
     assert text.startswith("lowtide.swap_optimizer: ")
     return text.removeprefix("lowtide.swap_optimizer: ")

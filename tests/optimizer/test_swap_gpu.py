@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import same_bits
 
 import lowtide
 from benchmarks.device_sizes import sizes_of
 from lowtide.optimizer.swap import OptimizerSwap
+from tests.support.zoo import same_bits
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_zoo import BUCKET_BYTES, Case, assert_same, result_of, swapped, train
 
 from lowtide.engines.base import Lane
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.optimizer import store
 from lowtide.optimizer.transfers import NUM_BUFFERS
+from tests.support.optimizer_zoo import BUCKET_BYTES, Case, assert_same, result_of, swapped, train
+from tests.support.virtual_engine import VirtualEngine
 
 CASE = Case("AdamW", "foreach", torch.float32, has_missing=False)
 

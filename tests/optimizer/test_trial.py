@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import Counted
 from torch import nn
 
 from lowtide.optimizer.trial import why_not_in_parts
+from tests.support.optimizer_zoo import Counted
 
 PREFIX = "{} cannot be stepped in parts: {} came out different in a trial on small parameters"
 

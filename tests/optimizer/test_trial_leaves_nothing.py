@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from what_moved import changed
 
 import lowtide
 from lowtide.optimizer.trial import why_not_in_parts
 from lowtide.tensors.snapshot import take
+from tests.support.what_moved import changed
 
 STEPS: list[int] = []
 TALLY = types.SimpleNamespace(n=0)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import Case, assert_same, result_of, swapped
 
 import lowtide
 from lowtide.engines.host import HostEngine
 from lowtide.engines.tiers import disk
-from tests import processes
+from tests.support import processes
+from tests.support.optimizer_zoo import Case, assert_same, result_of, swapped
 
 CASE = Case("AdamW", "foreach", torch.float32, has_missing=True)
 

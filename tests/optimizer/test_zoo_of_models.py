@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import zoo
-from optimizer_zoo import swapped
 
-from lowtide.engines.virtual import VirtualEngine
+from tests.support import zoo
+from tests.support.optimizer_zoo import swapped
+from tests.support.virtual_engine import VirtualEngine
 
 OVERLAPS = ("step", "backward", "in_backward")
 TURNS = (OVERLAPS[::2], OVERLAPS[1::2])

@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline import moe
-from solved import random_plan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from zoo import same_bits
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, Pipeline, all_to_all
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Event, exposed
 from lowtide.pipeline.schedule import Schedule
+from tests.pipeline import moe
+from tests.support.solved import random_plan
+from tests.support.virtual_engine import VirtualEngine
+from tests.support.zoo import same_bits
 
 Run = Callable[[nn.Module, list[Tensor]], list[Tensor]]
 

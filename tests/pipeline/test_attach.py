@@ -15,8 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline import attach, linear
-from tests import two_ranks
-from tests.zoo import mixed, same_bits
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import mixed, same_bits
 
 M = 6
 SCHEDULES = {
@@ -88,7 +89,7 @@ def trained(rank: int, name: str, rules: str) -> tuple[list[str], int]:
     stages = [PipelineStage(every[number], number, num_stages, torch.device("cpu")) for number in own]
     given: Any = stages[0] if name == "Schedule1F1B" else stages
     schedule = getattr(pipelining, name)(given, M, loss_fn=loss_of)
-    attached = attach(schedule, memory=RULES[rules], engine=f"virtual:{rank}")
+    attached = attach(schedule, memory=RULES[rules], engine=virtual(rank))
     different: list[str] = []
     counts = []
     events: list[str] = []

@@ -16,7 +16,8 @@ from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.observe_stages import observe_stages
-from tests import budget_jobs, two_ranks
+from tests.support import budget_jobs, two_ranks
+from tests.support.virtual_engine import virtual
 
 NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
 SHARES = [0.02, 0.4]
@@ -162,7 +163,7 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
     pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
     batch = [torch.ones(2, 256)]
     memory = {"budget": 2**30, "min_bytes": 0, "optimizer": "swap"}
-    with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
+    with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine=virtual(0)) as plans:
         for _ in range(2):
             pipeline.step(batch, batch)
             optimizer.step()
@@ -177,7 +178,7 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment(
     # Where everything fits `auto` moves nothing; where the state as a whole has no room it has to.
     for budget, moves in ((2**30, False), (peak_bytes * 51 // 50, True)):
         memory |= {"budget": budget, "optimizer": "auto"}
-        with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine="virtual:0") as plans:
+        with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine=virtual(0)) as plans:
             assert (plans.optimizer_swap is not None) == moves
             assert plans.found.peak_bytes <= budget
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pipeline.torch_oracle import loaded
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.csv_text import from_csv, to_csv
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.verify import verify
+from tests.pipeline.torch_oracle import loaded
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev"])

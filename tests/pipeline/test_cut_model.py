@@ -14,7 +14,7 @@ from lowtide.pipeline.cut_model import cut, loss_function, loss_of
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages
-from tests.zoo import same_bits
+from tests.support.zoo import same_bits
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -11,9 +11,9 @@ import pytest
 from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.row_counts import peak_live_chunks, peak_receives
 from lowtide.pipeline.transfers import with_transfers
-from tests import pipeline_jobs, two_ranks
-from tests.staged_models import MANY
-from tests.zoo import mixed
+from tests.support import pipeline_jobs, two_ranks
+from tests.support.staged_models import MANY
+from tests.support.zoo import mixed
 
 SPLIT = ("zb_v", "dualpipev")
 RECOMPUTE = mixed(recompute=["layers.*"])

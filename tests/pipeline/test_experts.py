@@ -8,14 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import moe_models
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-import two_ranks
 from torch import Tensor, nn
-from zoo import same_bits
 
 import lowtide
 from lowtide.core.fate import Fate
@@ -23,6 +20,8 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline import expert_block, split_experts
 from lowtide.pipeline.exchange import all_to_all
 from lowtide.pipeline.experts_transformers import find_experts
+from tests.support import moe_models, two_ranks
+from tests.support.zoo import same_bits
 
 MEMORIES: dict[str, Any] = {
     "swap": {"swap": ["layers.*"]},

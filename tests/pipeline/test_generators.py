@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pipeline.torch_oracle import rows_of
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.csv_text import from_csv, to_csv
@@ -14,6 +13,7 @@ from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.row_counts import peak_live_chunks
 from lowtide.pipeline.schedule import Kind, Pair, Schedule
 from lowtide.pipeline.verify import verify
+from tests.pipeline.torch_oracle import rows_of
 
 GOLDEN = Path(__file__).parent / "golden"
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")

@@ -15,21 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline import moe
-from pipeline.late_link import late
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from zoo import same_bits
 
 import lowtide
 from benchmarks.overlap_figures import pair_order
 from lowtide.engines.base import Lane
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError, RecomputeRefusedError
 from lowtide.pipeline import Overlap, all_to_all, start_all_to_all
 from lowtide.pipeline.exchange import Route
 from lowtide.pipeline.overlap import Event, exposed
+from tests.pipeline import moe
+from tests.pipeline.late_link import late
+from tests.support.virtual_engine import VirtualEngine
+from tests.support.zoo import same_bits
 
 
 class Stop(Exception):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import two_ranks
+
+from tests.support import two_ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "dualpipev": {"schedule": "dualpipev"},
@@ -21,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 def answers() -> dict[str, tuple[Any, Any]]:
     jobs = [("pipeline", arguments) for arguments in CASES.values()]
     with tempfile.TemporaryDirectory() as folder:
-        return dict(zip(CASES, two_ranks.run("pipeline.overlap_jobs", jobs, Path(folder)), strict=True))
+        return dict(zip(CASES, two_ranks.run("tests.pipeline.overlap_jobs", jobs, Path(folder)), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import two_ranks
 
 from lowtide.pipeline.overlap import exposed
+from tests.support import two_ranks
 
 BITS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +35,7 @@ def answers() -> dict[str, tuple[Any, Any]]:
     jobs += [(name, (name, {})) for name in ("order", "independent", "sharded")]
     jobs += [(f"raises in {where}", ("raises", {"where": where})) for where in RAISES]
     with tempfile.TemporaryDirectory() as folder:
-        found = two_ranks.run("pipeline.overlap_jobs", [job for _, job in jobs], Path(folder))
+        found = two_ranks.run("tests.pipeline.overlap_jobs", [job for _, job in jobs], Path(folder))
     return {name: answer for (name, _), answer in zip(jobs, found, strict=True)}
 
 

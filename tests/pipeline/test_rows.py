@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pipeline.torch_oracle import rows_of
 
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import Kind, Pair, Schedule
 from lowtide.pipeline.verify import verify
+from tests.pipeline.torch_oracle import rows_of
 
 GOLDEN = Path(__file__).parent / "golden" / "dualpipev-4-10.csv"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests import shared_jobs, two_ranks
+from tests.support import shared_jobs, two_ranks
 
 HOW = ("a layer", "an MLP", "one weight")
 CUT = [("llama", "1f1b"), ("qwen3_moe", "gpipe"), ("deepseek_v3", "interleaved"), ("llama", "dualpipev")]

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, Sched
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.torch_schedules import attach_overlap
-from tests import two_ranks
-from tests.zoo import same_bits
+from tests.support import two_ranks
+from tests.support.zoo import same_bits
 
 NUM_MICRO_BATCHES = 6
 

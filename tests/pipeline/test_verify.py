@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline.machine import Machine, Outcome
-from pipeline.torch_oracle import lowered, rows_of
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.csv_text import from_csv
@@ -17,6 +15,8 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import AnyAction, Schedule, as_v, in_rounds
 from lowtide.pipeline.transfers import with_transfers
 from lowtide.pipeline.verify import Sends, order_faults, verify
+from tests.pipeline.machine import Machine, Outcome
+from tests.pipeline.torch_oracle import lowered, rows_of
 
 GOLDEN = Path(__file__).parent / "golden"
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.pipeline.weight_gradients import WeightGradients, grouped_linear, linear
-from tests.zoo import same_bits
+from tests.support.zoo import same_bits
 
 CHUNK = (0, 0)
 

@@ -14,7 +14,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.rerun_layers import run_again
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.step import Link
-from tests import zoo
+from tests.support import zoo
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 COSTS = HostCosts(recipe_seconds=0.25, layer_seconds=2.0)

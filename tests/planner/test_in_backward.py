@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from profiles import MIB, decoder_profile
-
 from lowtide.config.memory import load_memory
 from lowtide.planner.in_backward import account_in_backward, gradients_in_flight, with_updates_in_backward
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import in_backward_lines
 from lowtide.timeline.step import Link
+from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=20e9, in_bytes_per_second=20e9)
 MEMORY = load_memory({"budget": 4096 * MIB})

@@ -11,7 +11,6 @@ import random
 from typing import Any
 
 import pytest
-from profiles import MIB, decoder_profile
 
 from lowtide.config.memory import load_memory
 from lowtide.core.decisions import OptimizerPlacement
@@ -28,6 +27,7 @@ from lowtide.report.compared_curves import memory_curve
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
+from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=20e9, in_bytes_per_second=20e9, compute_share=0.02)
 STATE = 256 * MIB

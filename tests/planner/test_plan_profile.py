@@ -11,7 +11,7 @@ from lowtide.core.decisions import Prediction
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
 from lowtide.timeline.step import Link
-from tests.profiles import decoder_profile
+from tests.support.profiles import decoder_profile
 
 LINK = Link(out_bytes_per_second=50e9, in_bytes_per_second=50e9)
 PROFILE = decoder_profile()

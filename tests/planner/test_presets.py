@@ -15,7 +15,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import knee, plan_preset
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
-from tests.profiles import MIB, decoder_profile
+from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
 MOST = 1 << 40

@@ -25,7 +25,7 @@ from lowtide.report.compared_curves import memory_curve
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link
-from tests.profiles import MIB, SECONDS, decoder_profile
+from tests.support.profiles import MIB, SECONDS, decoder_profile
 
 FAST = Link(out_bytes_per_second=1e15, in_bytes_per_second=1e15)
 SLOW = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from profiles import MIB, decoder_profile
 
 from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
@@ -21,6 +19,8 @@ from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.step import Link
+from tests.support import zoo
+from tests.support.profiles import MIB, decoder_profile
 
 LINKS = (
     Link(out_bytes_per_second=50e9, in_bytes_per_second=50e9),

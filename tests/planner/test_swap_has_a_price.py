@@ -18,7 +18,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
 from lowtide.report.report import remarks_of
 from lowtide.timeline.step import Link
-from tests.profiles import MIB, decoder_profile
+from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=50e9, in_bytes_per_second=50e9)
 DEAR, CHEAP = 1e-9, 1e-15

@@ -13,7 +13,7 @@ from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.ways_out import WEIGHTS, Change
 from lowtide.timeline.step import Link
-from tests.profiles import MIB, decoder_profile
+from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
 

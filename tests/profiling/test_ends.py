@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 
 class Net(nn.Module):
@@ -85,7 +86,7 @@ def _train(habit: Callable[[Net, Callable], Tensor], way: str) -> list[Any]:
     torch.manual_seed(0)
     model = Net()
     tide = (
-        lowtide.optimize(model, budget="1GiB", engine="virtual:1", memory={"min_bytes": 1})
+        lowtide.optimize(model, budget="1GiB", engine=virtual(1), memory={"min_bytes": 1})
         if way == "optimize"
         else None
     )

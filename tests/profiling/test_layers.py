@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import zoo
 from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.profiling.layers import find_layers, named_layers
+from tests.support import zoo
 
 
 def test_the_layers_of_transformers_models_are_found() -> None:

@@ -24,7 +24,6 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-import held_state
 import numpy as np
 import pytest
 import torch
@@ -34,6 +33,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import lowtide
+from tests.support import held_state
+from tests.support.virtual_engine import virtual
 
 SPACE = types.SimpleNamespace(n=0)
 LOCAL = threading.local()
@@ -154,7 +155,7 @@ def _listed(m: Layer, y: Tensor) -> int:
 
 
 def _local_import(m: Layer, y: Tensor) -> int:
-    import held_state as other
+    from tests.support import held_state as other
 
     other.COUNT += 1
     return other.COUNT
@@ -320,7 +321,7 @@ def _loss(y: Tensor) -> Tensor:
 
 def _look(way: str, model: nn.Module, batch: Tensor) -> Any:
     if way == "optimize":
-        return lowtide.optimize(model, budget="1GiB", engine="virtual:1")
+        return lowtide.optimize(model, budget="1GiB", engine=virtual(1))
     if way == "observe":
         lowtide.observe(model, (batch,), loss=_loss)
     if way == "plan":

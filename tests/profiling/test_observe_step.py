@@ -8,9 +8,7 @@ import warnings
 
 import pytest
 import torch
-import zoo
 from torch import nn
-from what_moved import changed
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -24,6 +22,9 @@ from lowtide.tensors import private
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.tensors.snapshot import take
 from lowtide.timeline.step import Link
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
+from tests.support.what_moved import changed
 
 MODELS = (
     "llama", "llama_bf16", "llama_eager", "llama_autocast", "llama_cache", "qwen3_moe", "deepseek_v3", "gpt2_dropout",
@@ -325,7 +326,7 @@ def test_a_plan_knows_everything_that_the_runtime_sees(name: str) -> None:
     model, batch = case.build(0), case.batch(0)
     torch.manual_seed(1)
     profile = observe(model, lambda: case.loss(model, batch))
-    with warnings.catch_warnings(), lowtide.apply(model, halfway(profile), engine="virtual:1") as tide:
+    with warnings.catch_warnings(), lowtide.apply(model, halfway(profile), engine=virtual(1)) as tide:
         if name != "llama_checkpointed":  # lowtide says that the model checkpoints
             warnings.simplefilter("error")
         torch.manual_seed(1)
@@ -361,7 +362,7 @@ def test_what_is_first_saved_as_a_conjugate_is_not_decided_about() -> None:
     reasons = {entry.name: entry.reason for entry in profile.staying}
     assert reasons == {"mul_1": "not a plain tensor on the device"}
     assert "mul_1" not in {node.name for node in profile.nodes}
-    with lowtide.apply(model, halfway(profile), engine="virtual:2") as tide:
+    with lowtide.apply(model, halfway(profile), engine=virtual(2)) as tide:
         for _ in range(2):
             model(x).backward()
         assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
@@ -411,7 +412,7 @@ def test_inputs_made_outside_have_the_name_that_the_runtime_gives_them(num_input
         assert "input" not in starts
         assert profile.staying == ()  # by name it is in the plan
     truth = torch.autograd.grad(loss(), list(model.parameters()))
-    with lowtide.apply(model, halfway(profile), engine="virtual:3") as tide:
+    with lowtide.apply(model, halfway(profile), engine=virtual(3)) as tide:
         for _ in range(2):
             found = torch.autograd.grad(loss(), list(model.parameters()))
             assert all(zoo.same_bits(a, b) for a, b in zip(found, truth, strict=True))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from failing import Failing
 
 from lowtide.profiling.smaller import measured_codec, traced_codec
 from lowtide.timeline.hardware import load_hardware
+from tests.support.failing import Failing
 
 
 def test_no_mode_sees_the_operators_of_a_trial() -> None:

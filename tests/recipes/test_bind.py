@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from solved import random_plan
 from torch import Tensor, nn
 
 import lowtide
 from lowtide.core.profile import Profile
 from lowtide.runtime.session.tide import Tide
+from tests.support.solved import random_plan
+from tests.support.virtual_engine import virtual
 
 WIDTH = 8
 
@@ -123,7 +124,7 @@ def test_every_size_has_the_bits_of_plain(body: Callable[[Layer, Tensor], Tensor
     profile = lowtide.observe(model, (torch.randn(4, 4, WIDTH),))
     free = profile.without_sizes(is_proven=True)
     assert recipe_bytes(free) == recipe_bytes(profile)
-    with lowtide.apply(model, random_plan(free, 0, made=1.0, swapped=0.0), engine="virtual:0") as tide:
+    with lowtide.apply(model, random_plan(free, 0, made=1.0, swapped=0.0), engine=virtual(0)) as tide:
         for size in ((4, 4), (4, 3), (2, 4), (3, 2), (4, 9), (6, 6), (2, 7), (4, 4)):
             assert is_as_plain(tide, torch.randn(*size, WIDTH)), size
             assert not tide.failed_recipes, size
@@ -139,7 +140,7 @@ def test_a_number_is_followed_in_another_size_and_refused_in_the_same() -> None:
     model = Net(body)
     profile = lowtide.observe(model, (torch.randn(4, 4, WIDTH),))
     plan = random_plan(profile, 0, made=1.0, swapped=0.0)
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         assert is_as_plain(tide, torch.randn(4, 4, WIDTH))
         model.layers[0].number = 0.5
         assert is_as_plain(tide, torch.randn(4, 3, WIDTH))
@@ -155,7 +156,7 @@ def test_other_operators_in_another_size_are_refused_by_name_and_stay() -> None:
     torch.manual_seed(0)
     model = Net(body)
     profile = lowtide.observe(model, (torch.randn(4, 4, WIDTH),))
-    with lowtide.apply(model, random_plan(profile, 0, made=1.0, swapped=0.0), engine="virtual:0") as tide:
+    with lowtide.apply(model, random_plan(profile, 0, made=1.0, swapped=0.0), engine=virtual(0)) as tide:
         for length in (4, 5, 3, 4, 2):
             assert is_as_plain(tide, torch.randn(4, length, WIDTH)), length
         words = "aten.tanh.default started from what another operator than aten.add.Tensor made"
@@ -171,7 +172,7 @@ def test_two_operators_in_the_place_of_one_are_refused_in_another_size() -> None
     torch.manual_seed(0)
     model = Net(body)
     profile = lowtide.observe(model, (torch.randn(4, 4, WIDTH),))
-    with lowtide.apply(model, random_plan(profile, 0, made=1.0, swapped=0.0), engine="virtual:0") as tide:
+    with lowtide.apply(model, random_plan(profile, 0, made=1.0, swapped=0.0), engine=virtual(0)) as tide:
         for length in (4, 3, 4):
             assert is_as_plain(tide, torch.randn(4, length, WIDTH)), length
         words = "aten.add.Tensor read the result of another aten.add.Tensor than the recipe"
@@ -186,7 +187,7 @@ def test_another_weight_in_another_size_is_refused() -> None:
     torch.manual_seed(0)
     model = Net(body)
     profile = lowtide.observe(model, (torch.randn(4, 4, WIDTH),))
-    with lowtide.apply(model, random_plan(profile, 0, made=1.0, swapped=0.0), engine="virtual:0") as tide:
+    with lowtide.apply(model, random_plan(profile, 0, made=1.0, swapped=0.0), engine=virtual(0)) as tide:
         for length in (4, 3, 4):
             assert is_as_plain(tide, torch.randn(4, length, WIDTH)), length
         assert tide.failed_recipes
@@ -228,7 +229,7 @@ def test_plans_that_serve_smaller_batches_lose_no_recipe(name: str, lost: float)
     # What plans lost before, and lose with `check: sampled`.
     assert recipe_bytes(profile.without_sizes(is_proven=False)) < (1 - lost) * recipe_bytes(profile)
     draw = random.Random(0)
-    with lowtide.apply(model, random_plan(free, 0, made=1.0, swapped=0.0), engine="virtual:0") as tide:
+    with lowtide.apply(model, random_plan(free, 0, made=1.0, swapped=0.0), engine=virtual(0)) as tide:
         for _ in range(6):
             size = draw.randint(2, 4), draw.randint(2, 48)
             assert is_as_plain(tide, **batch(*size)), size

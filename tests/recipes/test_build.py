@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
 from hypothesis import given
 from hypothesis import strategies as st
-from recording import Recording, record
 from torch import Tensor, nn
 
 from lowtide.core.json_text import build
@@ -26,6 +24,8 @@ from lowtide.recipes.build import MAX_STEPS, build_recipes
 from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.graph import Call, Storage, Value
 from lowtide.recipes.operators import filled_version
+from tests.support import zoo
+from tests.support.recording import Recording, record
 
 CPU = torch.device("cpu")
 CHEAP = ("_to_copy", "pow", "mean", "add", "rsqrt", "mul", "silu", "as_strided", "neg", "cat", "cos", "sin")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide.recipes.graph import Value, index_limit
 from lowtide.tensors.codecs import kinds_below
-from tests.recording import record
+from tests.support.recording import record
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], int]] = {
     "max_pool1d": (lambda x: F.max_pool1d(x, 2), (2, 3, 10), 10),

@@ -18,8 +18,19 @@ from lowtide.recipes.proof import OperatorLog, Start, is_same_constant, proof_of
 from lowtide.runtime.hooks.forward_pass import _SAMPLED
 from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError
 from lowtide.tensors.view import Shape
-from tests import zoo
-from tests.small_models import WIDTH, Gated, assert_plain, gradients, only_made, profiled, rows, small_loss, stack
+from tests.support import zoo
+from tests.support.small_models import (
+    WIDTH,
+    Gated,
+    assert_plain,
+    gradients,
+    only_made,
+    profiled,
+    rows,
+    small_loss,
+    stack,
+)
+from tests.support.virtual_engine import virtual
 
 
 class Changing(nn.Module):
@@ -94,7 +105,7 @@ def test_what_changes_from_step_to_step_is_not_made_from_the_first_one(name: str
     model = _model(name)
     truth = _train(model)
     plan = only_made(profiled(_at_step(model, 0)))
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         assert _same(_train(model), truth)
         assert tide.stats.recomputed_bytes > 0
 
@@ -118,7 +129,7 @@ def test_parts_with_versions_of_their_own_are_told_apart_by_where_they_lie() -> 
     profile = profiled(model)
     for name in [site.name for site in profile.sites if site.recipe is not None]:
         others = {site.name: Fate.KEEP for site in profile.sites if site.name != name}
-        with lowtide.apply(model, only_made(profile, **others), engine="virtual:0") as tide:
+        with lowtide.apply(model, only_made(profile, **others), engine=virtual(0)) as tide:
             got = [gradients(model, rows()) for _ in range(3)]
             assert tide.stats.recomputed_bytes > 0, name
             assert tide.stats.num_divergences == 0, name
@@ -132,7 +143,7 @@ def test_without_the_proof_a_fingerprint_may_not_see_it(name: str, monkeypatch: 
     monkeypatch.setattr(proof.Proof, "mismatch", lambda *_: "")
     model = _model(name)
     truth = _train(model)
-    with lowtide.apply(model, only_made(profiled(_at_step(model, 0))), engine="virtual:0"):
+    with lowtide.apply(model, only_made(profiled(_at_step(model, 0))), engine=virtual(0)):
         try:
             is_right = _same(_train(model), truth)
         except RecipeMismatchError:
@@ -175,7 +186,7 @@ def test_where_nothing_fits_without_a_recipe_every_forward_is_refused() -> None:
 
 def test_it_says_which_operator_and_why() -> None:
     model = _at_step(_model("a temperature"), 0)
-    with lowtide.apply(model, only_made(profiled(model)), engine="virtual:0") as tide:
+    with lowtide.apply(model, only_made(profiled(model)), engine=virtual(0)) as tide:
         _train(model, 2)
         assert tide.failed_recipes == dict.fromkeys(
             ("layers.0.tanh", "layers.1.tanh"), "aten.div.Tensor got 2.0 in place of 1.0"
@@ -188,7 +199,7 @@ def test_it_says_which_operator_and_why() -> None:
 def test_sampled_proves_in_the_first_forward_and_in_every_64th() -> None:
     model = _at_step(_model("a row that differs in one number"), 0)
     plan = only_made(profiled(model))
-    tide = lowtide.apply(model, plan.__class__(**{**_fields(plan), "check": "sampled"}), engine="virtual:0")
+    tide = lowtide.apply(model, plan.__class__(**{**_fields(plan), "check": "sampled"}), engine=virtual(0))
     with tide:
         for _ in range(_SAMPLED):
             small_loss(model, rows())
@@ -206,7 +217,7 @@ def test_sampled_sees_what_autograd_shows(name: str) -> None:
     model = _model(name)
     truth = _train(model)
     plan = only_made(profiled(_at_step(model, 0)))
-    with lowtide.apply(model, plan.__class__(**{**_fields(plan), "check": "sampled"}), engine="virtual:0"):
+    with lowtide.apply(model, plan.__class__(**{**_fields(plan), "check": "sampled"}), engine=virtual(0)):
         try:
             assert _same(_train(model), truth)
         except RecipeMismatchError:
@@ -227,7 +238,7 @@ class Shifted(nn.Module):
 
 def test_a_write_that_no_version_counts_is_refused() -> None:
     model = stack(Gated(), Shifted(), Gated())
-    with lowtide.apply(model, only_made(profiled(model)), engine="virtual:0") as tide:
+    with lowtide.apply(model, only_made(profiled(model)), engine=virtual(0)) as tide:
         loss = small_loss(model, rows())
         model.layers[1].shift.data.mul_(3.0)
         with pytest.raises(RecipeMismatchError) as refused:
@@ -256,7 +267,7 @@ def test_inside_a_step_it_is_run_again_with_the_site_kept() -> None:
     truth = [closure(), *(parameter.grad.clone() for parameter in model.parameters())]
     for parameter in model.parameters():
         parameter.grad = None
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         with pytest.warns(UserWarning, match="'layers.1.add' is kept now, and the micro-batch is run again"):
             found = [tide.step(closure), *(parameter.grad for parameter in model.parameters())]
         assert tide.stats.num_retries == 1
@@ -286,7 +297,7 @@ def test_on_a_device_that_runs_behind_they_are_compared_at_the_end_of_backward(m
     words = Fingerprints._words
     monkeypatch.setattr(Fingerprints, "take", words)
     model = stack(Gated(), Shifted(), Gated())
-    with lowtide.apply(model, only_made(profiled(model)), engine="virtual:0") as tide:
+    with lowtide.apply(model, only_made(profiled(model)), engine=virtual(0)) as tide:
         want = gradients(model, rows())
         loss = small_loss(model, rows())
         model.layers[1].shift.data.mul_(3.0)

@@ -23,7 +23,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.export import SYSTEMS, Setting, export, play_setting, settings_for
 from lowtide.timeline.hardware import load_hardware
 from lowtide.units import MIB, format_bytes
-from tests.profiles import OPS, decoder_profile
+from tests.support.profiles import OPS, decoder_profile
 
 GOLDEN = Path(__file__).parent / "golden"
 LINK = load_hardware("h200").link

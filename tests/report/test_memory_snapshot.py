@@ -25,6 +25,7 @@ from lowtide.report.played_step import OWNERS, Played, play, played_from_json, p
 from lowtide.report.write import _Room, snapshot, to_bytes
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
+from tests.support.virtual_engine import virtual
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9)
 VIEWERS_OPCODES = {
@@ -192,12 +193,12 @@ def test_a_plan_that_never_ran_and_a_model_that_trains(tmp_path: Path, capsys: p
     peak = max(live_curve(pickle.loads((tmp_path / "plan.pickle").read_bytes())).values())
     assert peak <= 64 << 20
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
-    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0}, engine=virtual(1))
     model(torch.ones(32, 64)).sum().backward()
     document = pickle.loads(lowtide.write_report(tide, tmp_path / "run.pickle").read_bytes())
     assert max(live_curve(document).values()) == tide.plan.predicted.peak_bytes
     tide.remove()
-    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1")
+    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(1))
     model(torch.ones(32, 64)).sum().backward()
     with pytest.raises(lowtide.ConfigError) as caught:
         lowtide.write_report(model, tmp_path / "run.pickle")

@@ -30,6 +30,7 @@ from lowtide.report.write import _sweep_caption, page, trace
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
+from tests.support.virtual_engine import virtual
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9)
 
@@ -125,7 +126,7 @@ def test_the_document_has_the_same_figures(profile: Profile) -> None:
 
 def test_a_run_within_a_budget(tmp_path: Path) -> None:
     model = _model()
-    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"]}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 0, "swap": ["0"]}, engine=virtual(1))
     with pytest.raises(
         lowtide.ConfigError, match=r"^lowtide\.write_report: no step has run under this handle yet; run one"
     ):
@@ -143,7 +144,7 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
 def test_what_was_measured_over_time_stands_beside_what_was_predicted(tmp_path: Path) -> None:
     model = nn.Sequential(*_model(), Mean())
     memory = {"min_bytes": 0, "swap": ["0"]}
-    with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory=memory, engine=virtual(1)) as tide:
         for _ in range(2):
             model(torch.ones(32, 64)).backward()
         missing = "were not measured; a step inside of tide.audit() measures them."
@@ -201,7 +202,7 @@ def test_each_layer_of_a_measured_curve_is_stretched_on_its_own(profile: Profile
 
 def test_a_run_by_rules(tmp_path: Path) -> None:
     model = _model()
-    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1")
+    lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(1))
     model(torch.ones(32, 64)).sum().backward()
     text = lowtide.write_report(model, tmp_path / "run.html").read_text(encoding="utf-8")
     assert "Sequential: a run by rules" in text

@@ -199,7 +199,7 @@ def _fails_at(step: int, folder: Path, monkeypatch: pytest.MonkeyPatch, error: E
     run.write_text(
         "model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
         f"num_attention_heads: 2}}\ndata: {{files: [{text}], sequence_length: 32}}\n"
-        f'train: {{steps: 5, batch_size: 4, output_dir: {folder / "out"}, engine: "virtual:1"}}\n'
+        f"train: {{steps: 5, batch_size: 4, output_dir: {folder / 'out'}, engine: host}}\n"
         "memory: {budget: 2MiB, min_bytes: 0}\n",
         encoding="utf-8",
     )

@@ -12,7 +12,7 @@ from lowtide.cli.main import main
 RUN = """
 model: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}}
 data: {{files: [{text}], sequence_length: 32}}
-train: {{steps: {steps}, batch_size: 4, output_dir: {out}, engine: "virtual:1"}}
+train: {{steps: {steps}, batch_size: 4, output_dir: {out}, engine: host}}
 memory: {memory}
 """
 

@@ -22,7 +22,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.virtual_engine import VirtualEngine
 
 WIDTH = 8
 PLANS: dict[str, dict[str, Any]] = {

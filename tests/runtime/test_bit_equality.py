@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import lowtide
 from lowtide.profiling.layers import find_layers
-from tests import two_ranks, zoo
+from tests.support import two_ranks, zoo
+from tests.support.virtual_engine import virtual
 
 SWAP = {"swap": "all", "min_bytes": 0}
 RECOMPUTE = {"recompute": "all", "min_bytes": 0}
@@ -49,7 +50,7 @@ every_case = pytest.mark.parametrize("case", list(zoo.CASES.values()), ids=list(
 @every_plan
 def test_three_steps_on_the_virtual_engine_are_the_same_to_the_bit(case: zoo.Case, kind: str, plan: dict) -> None:
     truth = zoo.plain_result(case.name, SEED, num_steps=3, accumulate=2)
-    result, stats = zoo.lowtide_step(case, SEED, plan, engine=f"virtual:{SEED}", num_steps=3, accumulate=2)
+    result, stats = zoo.lowtide_step(case, SEED, plan, engine=virtual(SEED), num_steps=3, accumulate=2)
     zoo.assert_same(result, truth)
     assert stats.saved_bytes == stats.kept_bytes + stats.swapped_bytes + stats.recomputed_bytes
     # A run in which nothing was swapped or recomputed would be equal to the bit and prove nothing.
@@ -87,7 +88,7 @@ def test_recomputing_every_module_without_children_is_the_same_to_the_bit(case: 
     leaves = _leaves(case)
     chosen = leaves if swap == "none" else leaves[list(zoo.CASES).index(case.name) % 2 :: 2] or leaves
     plan = {"recompute": chosen, "swap": swap, "min_bytes": 0}
-    result, _ = zoo.lowtide_step(case, SEED, plan, engine="virtual:2", num_steps=2, accumulate=2)
+    result, _ = zoo.lowtide_step(case, SEED, plan, engine=virtual(2), num_steps=2, accumulate=2)
     zoo.assert_same(result, truth)
 
 
@@ -116,7 +117,7 @@ def test_random_plans_are_the_same_to_the_bit(case: zoo.Case, numbers: range) ->
     for number in numbers:
         plan = _random_plan(case, Random(f"{case.name}{number}"))
         try:
-            result, _ = zoo.lowtide_step(case, SEED, plan, engine=f"virtual:{number}", num_steps=2, accumulate=2)
+            result, _ = zoo.lowtide_step(case, SEED, plan, engine=virtual(number), num_steps=2, accumulate=2)
             zoo.assert_same(result, truth)
         except Exception as error:
             error.add_note(f"number {number}: {plan}")
@@ -134,13 +135,13 @@ def test_after_remove_the_model_is_plain_again(case: zoo.Case) -> None:
     optimizer, twin_optimizer = zoo.make_optimizer(model), zoo.make_optimizer(twin)
     before = zoo.footprint(model)
     values = {key: value.clone() for key, value in model.state_dict().items()}
-    tide = lowtide.apply(model, SWAP, optimizer=optimizer, engine="virtual:0")
+    tide = lowtide.apply(model, SWAP, optimizer=optimizer, engine=virtual(0))
     assert list(model.state_dict()) == list(values)
     tide.remove()
     tide.remove()  # twice is harmless
     assert zoo.footprint(model) == before
     assert all(zoo.same_bits(value, values[key]) for key, value in model.state_dict().items())
-    with lowtide.apply(model, SWAP, optimizer=optimizer, engine="virtual:0"):
+    with lowtide.apply(model, SWAP, optimizer=optimizer, engine=virtual(0)):
         zoo.train(case, model, optimizer, SEED)
         zoo.train(case, twin, twin_optimizer, SEED)
     assert zoo.footprint(model) == zoo.plain_footprint(case.name)
@@ -152,7 +153,7 @@ def test_after_remove_the_model_is_plain_again(case: zoo.Case) -> None:
 def test_accumulating_more_micro_batches_than_were_observed(name: str) -> None:
     truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=5)
     plan = zoo.CASES[name].mixed_plans[0]
-    result, _ = zoo.lowtide_step(zoo.CASES[name], SEED, plan, engine="virtual:7", num_steps=2, accumulate=5)
+    result, _ = zoo.lowtide_step(zoo.CASES[name], SEED, plan, engine=virtual(7), num_steps=2, accumulate=5)
     zoo.assert_same(result, truth)
 
 
@@ -162,7 +163,7 @@ def test_applying_again_after_remove_and_another_plan(name: str) -> None:
     model, twin = case.build(SEED), case.build(SEED)
     optimizer, twin_optimizer = zoo.make_optimizer(model), zoo.make_optimizer(twin)
     for round_, plan in enumerate((SWAP, RECOMPUTE, *case.mixed_plans)):
-        with lowtide.apply(model, plan, optimizer=optimizer, engine=f"virtual:{round_}"):
+        with lowtide.apply(model, plan, optimizer=optimizer, engine=virtual(round_)):
             result = zoo.train(case, model, optimizer, round_, num_steps=2)
         zoo.assert_same(result, zoo.train(case, twin, twin_optimizer, round_, num_steps=2))
 
@@ -172,7 +173,7 @@ def test_eval_under_no_grad_between_steps(name: str) -> None:
     case = zoo.CASES[name]
     model, twin = case.build(SEED), case.build(SEED)
     optimizer, twin_optimizer = zoo.make_optimizer(model), zoo.make_optimizer(twin)
-    with lowtide.apply(model, case.mixed_plans[0], optimizer=optimizer, engine="virtual:5"):
+    with lowtide.apply(model, case.mixed_plans[0], optimizer=optimizer, engine=virtual(5)):
         for round_ in range(2):
             result = zoo.train(case, model, optimizer, round_, num_steps=2)
             zoo.assert_same(result, zoo.train(case, twin, twin_optimizer, round_, num_steps=2))
@@ -188,7 +189,7 @@ def test_eval_under_no_grad_between_steps(name: str) -> None:
 def test_a_deep_copy_and_a_state_dict_made_meanwhile_are_plain(tmp_path: Path) -> None:
     case = zoo.CASES["mlp"]
     model = case.build(SEED)
-    with lowtide.apply(model, SWAP, engine="virtual:0"):
+    with lowtide.apply(model, SWAP, engine=virtual(0)):
         case.loss(model, case.batch(0)).backward()
         torch.save(model.state_dict(), tmp_path / "weights.pt")
     fresh = case.build(SEED + 1)
@@ -213,7 +214,7 @@ def train_distributed(rank: int, name: str, how: str, plan: dict | None = None) 
     optimizer = zoo.make_optimizer(model)
     if how == "replicated":
         model = torch.nn.parallel.DistributedDataParallel(model)
-    tide = lowtide.apply(model, plan, optimizer=optimizer, engine=f"virtual:{rank}") if plan else None
+    tide = lowtide.apply(model, plan, optimizer=optimizer, engine=virtual(rank)) if plan else None
     if how == "replicated later":
         model = torch.nn.parallel.DistributedDataParallel(model)
     result = zoo.train(case, model, optimizer, SEED + 10 * rank, num_steps=3, accumulate=2)

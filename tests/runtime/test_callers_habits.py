@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 
 class Block(nn.Module):
@@ -37,10 +38,10 @@ def _steps(build: Callable[[], nn.Module], step: Callable[[nn.Module, int], Tens
     found: list[Any] = []
     tide: Any = None
     if way == "optimize":
-        tide = lowtide.optimize(model, budget="1GiB", engine="virtual:1", memory={"min_bytes": 1})
+        tide = lowtide.optimize(model, budget="1GiB", engine=virtual(1), memory={"min_bytes": 1})
     elif way:
         rules = {"recompute": ["0", "1"], "layers": ["0", "1"]} if way == "recompute" else {"swap": "all"}
-        tide = lowtide.apply(model, {**rules, "min_bytes": 1}, engine="virtual:1")
+        tide = lowtide.apply(model, {**rules, "min_bytes": 1}, engine=virtual(1))
     for number in range(3):
         loss = step(model, number)
         loss.backward()
@@ -91,7 +92,7 @@ def test_the_bits_are_those_without_lowtide(habit: str) -> None:
 
 def test_a_plan_that_is_corrected_before_a_backward_says_nothing_of_a_forward() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1") as tide, warnings.catch_warnings():
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)) as tide, warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = model(torch.ones(4, 8)).sum()
         machine = tide._machine

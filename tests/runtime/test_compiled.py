@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 AFTER = (
     "lowtide: Net is under a lowtide plan and was compiled after that (torch.compile), and compiled code has no eager "
@@ -109,8 +110,8 @@ FORMS: dict[str, tuple[Callable[[Net], Any], str]] = {
 }
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "optimize": (lambda net: lowtide.optimize(net, budget="1GiB", engine="virtual:1"), "lowtide.optimize"),
-    "apply": (lambda net: lowtide.apply(net, {"swap": "all", "min_bytes": 0}, engine="virtual:1"), "lowtide.apply"),
+    "optimize": (lambda net: lowtide.optimize(net, budget="1GiB", engine=virtual(1)), "lowtide.optimize"),
+    "apply": (lambda net: lowtide.apply(net, {"swap": "all", "min_bytes": 0}, engine=virtual(1)), "lowtide.apply"),
     "follow": (lambda net: lowtide.apply(net, {"recompute_config": {"recompute": True}}), "lowtide.apply"),
     "plan": (lambda net: lowtide.plan(net, (torch.ones(4, 8),), budget="1GiB"), "lowtide.plan"),
     "observe": (lambda net: lowtide.observe(net, (torch.ones(4, 8),)), "observe"),
@@ -215,7 +216,7 @@ def test_a_function_that_is_kept_from_the_compiler_is_no_compiled_one() -> None:
     model(x).sum().backward()
     truth = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with lowtide.apply(model, {"swap": "all", "min_bytes": 1}, engine="virtual:0") as tide:
+    with lowtide.apply(model, {"swap": "all", "min_bytes": 1}, engine=virtual(0)) as tide:
         model(x).sum().backward()
         assert tide.stats.swapped_bytes
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), truth, strict=True))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.profiling.layers import find_layers
-from tests.compiled_models import FORMS, WIDTH, Block, Model, assert_same, build, num_frames, train
+from tests.support.compiled_models import FORMS, WIDTH, Block, Model, assert_same, build, num_frames, train
+from tests.support.virtual_engine import virtual
 
 PLANS: dict[str, dict[str, Any]] = {
     "swap": {"swap": "all", "min_bytes": 0},
@@ -31,7 +32,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def _apply(model: nn.Module, plan: dict[str, Any]) -> Any:
-    return lowtide.apply(model, plan, engine="virtual:1")
+    return lowtide.apply(model, plan, engine=virtual(1))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -190,7 +191,7 @@ def test_blocks_of_which_one_is_compiled_are_layers_and_what_repeats_inside_one_
 
 def test_a_rule_about_a_part_of_a_compiled_layer_says_that_it_does_nothing() -> None:
     with pytest.warns(UserWarning, match="no effect") as caught:
-        lowtide.apply(build(which=(0, 1)), {"swap": ["layers.*.up"], "min_bytes": 0}, engine="virtual:1").remove()
+        lowtide.apply(build(which=(0, 1)), {"swap": ["layers.*.up"], "min_bytes": 0}, engine=virtual(1)).remove()
     assert str(caught[0].message) == (
         "lowtide: memory.swap[0]: swap 'layers.*.up' has no effect inside 'layers.0' and 1 more: a compiled module is "
         "one node. Name the module itself, or compile only parts of it."

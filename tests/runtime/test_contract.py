@@ -27,7 +27,8 @@ from lowtide.runtime.recompute import region as recompute
 from lowtide.runtime.recompute import saves
 from lowtide.runtime.recompute import watch as state
 from lowtide.runtime.saved import handle
-from tests import two_ranks, zoo
+from tests.support import two_ranks, zoo
+from tests.support.virtual_engine import virtual
 
 KEEP = {"keep": ["layers"], "swap": "all", "min_bytes": 0}
 SWAP = {"swap": "all", "min_bytes": 0}
@@ -76,8 +77,11 @@ def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
     assert not wrong, f"tensors {wrong} of {len(want)} differ"
 
 
+VIRTUAL = virtual(0)
+
+
 @contextlib.contextmanager
-def under(model: nn.Module, memory: dict, engine: Any = "virtual:0") -> Iterator[Any]:
+def under(model: nn.Module, memory: dict, engine: Any = VIRTUAL) -> Iterator[Any]:
     """A tide over the model. Afterwards nothing may be left of it: no byte on a slower tier, no handle."""
     handles_before = num_handles()
     if isinstance(model, zoo.Stack):  # blocks without parameters are layers only where the user says so
@@ -194,7 +198,7 @@ def _key(flat: Tensor) -> bytes:
 def test_contract_02_device_memory_is_freed_once_the_copy_is_complete(seed: int) -> None:
     model = small()
     storages: list[StorageWeakRef] = []
-    with under(model, SWAP, f"virtual:{seed}") as tide:
+    with under(model, SWAP, virtual(seed)) as tide:
         for _ in range(2):
             storages.clear()
             hooks = [
@@ -375,7 +379,7 @@ class Churn(nn.Module):
 @pytest.mark.parametrize("seed", range(8))
 def test_contract_03_an_address_that_is_used_again_is_another_site(seed: int) -> None:
     model, twin = small(Churn, 2), small(Churn, 2)
-    with under(model, SWAP, f"virtual:{seed}"):
+    with under(model, SWAP, virtual(seed)):
         step_twice(model, twin, _input_grad)
 
 
@@ -394,7 +398,7 @@ class TwoVersions(nn.Module):
 @pytest.mark.parametrize("seed", range(4))
 def test_contract_03_a_new_version_is_another_site(fate: str, seed: int) -> None:
     model, twin = small(TwoVersions), small(TwoVersions)
-    with under(model, FATES[fate], f"virtual:{seed}"):
+    with under(model, FATES[fate], virtual(seed)):
         step_twice(model, twin, _input_grad)
 
 
@@ -422,7 +426,7 @@ def test_contract_03_a_write_makes_a_new_site_while_the_old_one_lives(fate: str,
             layer.old = None
         return found
 
-    with under(model, FATES[fate], f"virtual:{seed}") as tide:
+    with under(model, FATES[fate], virtual(seed)) as tide:
         tide.set_limit(limit)
         step_twice(model, twin, do)
         tide.set_limit(None)  # a guard remembers its last queues
@@ -805,7 +809,7 @@ def test_contract_06_unusual_lives_of_a_graph(fate: str, life: Callable[[nn.Modu
     model, twin = small(), small()
     # Where nothing is swapped, all schedules of the engine are the same; test_virtual_seeds.py has more of them.
     for seed in range(2 if "swap" in {**FATES, **OUTPUTS}[fate] and fate != "keep" else 1):
-        with under(model, {**FATES, **OUTPUTS}[fate], f"virtual:{seed}") as tide:
+        with under(model, {**FATES, **OUTPUTS}[fate], virtual(seed)) as tide:
             step_twice(model, twin, life, num=3)
             step_twice(model, twin, _input_grad, num=1)
             tide.settle()
@@ -967,7 +971,7 @@ MOODS = ["calm", "calm", "more", "calm", "less", "other", "calm", "double", "mor
 def test_contract_07_a_layer_that_saves_something_else_keeps_its_values(fate: str) -> None:
     for seed in range(4):
         model, twin = small(Moody), small(Moody)
-        with under(model, FATES[fate], f"virtual:{seed}"):
+        with under(model, FATES[fate], virtual(seed)):
             for i, mood in enumerate(MOODS):
                 model.layers[i % 3].mood = twin.layers[i % 3].mood = mood
                 step_twice(model, twin, _input_grad, num=1)
@@ -1142,7 +1146,7 @@ def test_contract_08_no_ordering_is_left_to_chance() -> None:
     """The adversarial engine saw no copy that was not ordered after the work it depends on."""
     for seed in range(20):
         model = small()
-        with under(model, SWAP, f"virtual:{seed}") as tide:
+        with under(model, SWAP, virtual(seed)) as tide:
             for _ in range(3):
                 _several(model)
                 _input_grad(model)
@@ -1417,7 +1421,7 @@ def test_contract_11_reseeding_between_forward_and_backward(fate: str) -> None:
 def apply_on_a_rank(rank: int, memories: list[dict]) -> str:
     try:
         model = small()
-        with lowtide.apply(model, memories[rank], engine=f"virtual:{rank}"):
+        with lowtide.apply(model, memories[rank], engine=virtual(rank)):
             loss_of(model, rows()).backward()
         return "fine"
     except Exception as error:

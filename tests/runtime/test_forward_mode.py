@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 import lowtide
 from lowtide.tensors.kinds import is_plain
+from tests.support.virtual_engine import virtual
 
 
 class Net(nn.Module):
@@ -74,7 +75,7 @@ def _train(name: str, is_inside: bool, engine: str, memory: dict[str, Any] | Non
     return found
 
 
-@pytest.mark.parametrize("engine", ["virtual:1", "host"])
+@pytest.mark.parametrize("engine", [virtual(1), "host"])
 @pytest.mark.parametrize("is_inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("name", CALLS)
 def test_forward_mode_is_the_same_to_the_bit(name: str, is_inside: bool, engine: str) -> None:
@@ -103,10 +104,10 @@ def test_tangents_of_a_first_forward_are_those_without_a_plan(memory: Any) -> No
         model, x = nn.Sequential(*parts), torch.randn(64, 16)
         tide: Any = None
         if memory == "optimize":
-            tide = lowtide.optimize(model, budget="1GiB", engine="virtual:1")
+            tide = lowtide.optimize(model, budget="1GiB", engine=virtual(1))
         elif memory is not None:
             plan = lowtide.plan(model, (x,), loss=Tensor.sum, budget="1GiB") if memory == "solved" else memory
-            tide = lowtide.apply(model, plan, engine="virtual:1")
+            tide = lowtide.apply(model, plan, engine=virtual(1))
         found = []
         for _ in range(2):
             with forward_ad.dual_level():

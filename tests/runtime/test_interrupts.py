@@ -25,9 +25,10 @@ import lowtide.runtime
 from lowtide.profiling.observe_step import untouched
 from lowtide.runtime.autopilot.observe_call import _own_hooks_aside
 from lowtide.runtime.saved.stats import Ledger
-from tests import zoo
-from tests.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
-from tests.solved import plan_with
+from tests.support import zoo
+from tests.support.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
+from tests.support.solved import plan_with
+from tests.support.virtual_engine import virtual
 
 MEMORY = {
     "keep": {"swap": "none"},
@@ -103,7 +104,7 @@ def interrupt_everywhere(
 def test_a_graph_that_dies_under_ctrl_c_gives_everything_back(plan: str, limit: int | None) -> None:
     case = zoo.CASES["mlp"]
     model = case.build(3)
-    with lowtide.apply(model, MEMORY[plan], engine="virtual:0") as tide:
+    with lowtide.apply(model, MEMORY[plan], engine=virtual(0)) as tide:
         case.loss(model, case.batch(0)).backward()
         tide.set_limit(limit)
         interrupt_everywhere(tide, lambda: case.loss(model, case.batch(1)))
@@ -114,7 +115,7 @@ def test_recomputed_storages_that_die_under_ctrl_c_give_everything_back() -> Non
     model = stack(Gated())
     profile = profiled(model)
     for plan in (only_made(profile), plan_with(profile, ALL_MADE)):
-        with lowtide.apply(model, plan, engine="virtual:0") as tide:
+        with lowtide.apply(model, plan, engine=virtual(0)) as tide:
             small_loss(model, rows()).backward()
             interrupt_everywhere(tide, lambda: small_loss(model, rows()))
 
@@ -124,7 +125,7 @@ def test_ctrl_c_while_finalizers_run_in_a_backward_changes_no_account() -> None:
     """Where handles die one by one."""
     case = zoo.CASES["mlp"]
     model = case.build(3)
-    with lowtide.apply(model, MEMORY["both"], engine="virtual:1") as tide:
+    with lowtide.apply(model, MEMORY["both"], engine=virtual(1)) as tide:
         case.loss(model, case.batch(0)).backward()
         interrupt_everywhere(
             tide,
@@ -223,7 +224,7 @@ def test_a_model_and_its_graphs_still_train_after_ctrl_c_in_the_middle_of_a_step
     twin = case.build(3)
     torch.manual_seed(1)
     case.loss(twin, case.batch(2)).backward()
-    with lowtide.apply(model, MEMORY["swap"], engine="virtual:0") as tide:
+    with lowtide.apply(model, MEMORY["swap"], engine=virtual(0)) as tide:
         case.loss(model, case.batch(0)).backward()
         for at in range(0, 6000, 397):
             with pytest.raises(KeyboardInterrupt), Interrupt(at, lambda name: name not in ("send", "_allocate")):

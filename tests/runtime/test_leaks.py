@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import zoo
-from tests.failing import Failing
+from tests.support import zoo
+from tests.support.failing import Failing
+from tests.support.virtual_engine import virtual
 
 WIDTH = 16
 NUM_STEPS = 1_000
@@ -161,9 +162,9 @@ def _blocks_after_a_thousand_steps(model: nn.Module, tide: lowtide.Tide) -> tupl
     ("plan", "engine"),
     [
         ("mixed", "host"),
-        ("swap", "virtual:0"),
+        ("swap", virtual(0)),
         pytest.param("both", "host", marks=pytest.mark.extended),
-        *(pytest.param(plan, "virtual:1", marks=pytest.mark.extended) for plan in MEMORY),
+        *(pytest.param(plan, virtual(1), marks=pytest.mark.extended) for plan in MEMORY),
     ],
 )
 def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["virtual:0", "host"])
+@pytest.mark.parametrize("engine", [virtual(0), "host"])
 @pytest.mark.parametrize("num_rounds", [5, pytest.param(50, marks=pytest.mark.extended)])
 def test_nothing_is_left_of_many_tides(engine: str, num_rounds: int, tmp_path: Path) -> None:
     """Each leaves nothing at all, so a few of them would show what one leaves."""
@@ -234,7 +235,7 @@ def _assert_nothing_open(tide: lowtide.Tide) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
-@pytest.mark.parametrize("engine", ["virtual:0", "host"])
+@pytest.mark.parametrize("engine", [virtual(0), "host"])
 def test_nothing_is_left_of_micro_batches_that_ran_again(engine: str, tmp_path: Path) -> None:
     """Memory runs out at each operator, twice in a tide: after the first everything is swapped, after the second
     everything is recomputed."""
@@ -262,7 +263,7 @@ def test_nothing_is_left_of_micro_batches_that_ran_again(engine: str, tmp_path: 
 @pytest.mark.parametrize("plan", ["swap", "mixed"])
 def test_nothing_is_left_of_micro_batches_that_failed_for_good(plan: str) -> None:
     model = zoo.Stack(*(Block() for _ in range(3)))
-    with lowtide.apply(model, MEMORY[plan], engine="virtual:0") as tide:
+    with lowtide.apply(model, MEMORY[plan], engine=virtual(0)) as tide:
         before = None
         for _ in range(3):  # what the tide learns when a forward first ends stays, so the first round only warms up
             for place in range(_NUM_OPS):
@@ -272,7 +273,7 @@ def test_nothing_is_left_of_micro_batches_that_failed_for_good(plan: str) -> Non
         _assert_nothing_open(tide)
 
 
-@pytest.mark.parametrize("engine", ["virtual:0", "virtual:1", "host"])
+@pytest.mark.parametrize("engine", [virtual(0), virtual(1), "host"])
 def test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything(engine: str, tmp_path: Path) -> None:
     model = zoo.Stack(*(Block() for _ in range(3)))
     _ordinary(model)

@@ -8,9 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import tensor_parallel_llama
 import torch
-import two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide.errors import ConfigError
 from lowtide.tensors.wrappers import is_desugared
+from tests.support import tensor_parallel_llama, two_ranks
+from tests.support.virtual_engine import virtual
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY = 3, 33, 64, 49
 """Neither the width nor the vocabulary divides by two."""
@@ -156,7 +156,7 @@ def within(rank: int, kind: str, way: str, memory: dict[str, Any], budgets: list
     found = []
     for budget in budgets:
         model = build(kind, way)
-        with lowtide.optimize(model, budget=budget, memory={**QUIET, **memory}, engine="virtual:3") as tide:
+        with lowtide.optimize(model, budget=budget, memory={**QUIET, **memory}, engine=virtual(3)) as tide:
             steps = []
             for seed in range(3):
                 with Collectives() as seen:
@@ -186,7 +186,7 @@ def follows(rank: int, way: str, rules: dict[str, Any]) -> dict[str, Any]:
     """`apply` with rules, on two micro-batches a step."""
     model, plain = build("net", way), build("net", way)
     bits, seen, counts = [], Collectives(), Collectives()
-    with lowtide.apply(model, {"min_bytes": 1, **rules}, engine="virtual:3") as tide:
+    with lowtide.apply(model, {"min_bytes": 1, **rules}, engine=virtual(3)) as tide:
         for seed in range(2):
             for micro_batch in range(2):
                 words = tokens(100 * reader(rank, way) + 10 * seed + micro_batch)
@@ -222,7 +222,7 @@ def steps_in_backward(rank: int) -> dict[str, Any]:
         for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
             parameter.register_post_accumulate_grad_hook(functools.partial(hook, called, number))
     losses: list[list[Tensor]] = [[], []]
-    with lowtide.optimize(models[1], budget=NET_BUDGET, memory=QUIET, engine="virtual:3") as tide:
+    with lowtide.optimize(models[1], budget=NET_BUDGET, memory=QUIET, engine=virtual(3)) as tide:
         for seed in range(3):
             for model, said in zip(models, losses, strict=True):
                 loss = loss_of(model, tokens(10 * reader(rank, "2-D") + seed))
@@ -238,7 +238,7 @@ def longer_on_one(rank: int) -> dict[str, Any]:
     model, plain, bits = build("net", "2-D"), build("net", "2-D"), []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with lowtide.optimize(model, budget=NET_BUDGET, memory=QUIET, engine="virtual:3"):
+        with lowtide.optimize(model, budget=NET_BUDGET, memory=QUIET, engine=virtual(3)):
             for seed in range(4):
                 words = tokens(
                     10 * reader(rank, "2-D") + seed, length=24 if (seed, reader(rank, "2-D")) == (2, 1) else 16

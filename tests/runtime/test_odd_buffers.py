@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.tensors.view import same_bytes
+from tests.support.virtual_engine import virtual
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_:UserWarning")
 
@@ -67,7 +68,7 @@ def test_a_layer_with_such_buffers_trains_to_the_same_bits(memory: dict[str, Any
     def run(is_planned: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*(_Layer() for _ in range(3)))
-        tide = lowtide.apply(model, {**memory, "min_bytes": 0}, engine="virtual:1") if is_planned else None
+        tide = lowtide.apply(model, {**memory, "min_bytes": 0}, engine=virtual(1)) if is_planned else None
         for step in range(3):
             model[1].code = torch.quantize_per_tensor(torch.randn(16, 16), 0.02, step, torch.qint8)
             model(torch.randn(4, 16)).square().mean().backward()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
     "lstm": (nn.LSTM, {"bidirectional": True}),
@@ -48,10 +49,10 @@ def _train(name: str, is_packed: bool, memory: dict[str, Any] | None, budget: in
     tide: Any = None
     if budget is not None:
         tide = lowtide.optimize(
-            model, budget=budget, memory={"min_bytes": 0, "strict": True}, optimizer=optimizer, engine="virtual:1"
+            model, budget=budget, memory={"min_bytes": 0, "strict": True}, optimizer=optimizer, engine=virtual(1)
         )
     elif memory is not None:
-        tide = lowtide.apply(model, {"min_bytes": 0, **memory}, engine="virtual:1")
+        tide = lowtide.apply(model, {"min_bytes": 0, **memory}, engine=virtual(1))
     found = []
     torch.manual_seed(2)
     for _ in range(2):

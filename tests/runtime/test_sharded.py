@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.fsdp import fsdp_modules, gathered_storages
+from tests.support import two_ranks
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 NUM_LAYERS, WIDTH, INNER, VOCABULARY = 4, 32, 96, 48
 LAYER_BYTES = (3 * WIDTH * INNER + 2 * WIDTH) * 4
@@ -136,7 +136,7 @@ def test_one_rank_alone() -> None:
 
 def trained(model: nn.Module, budget: int | None) -> list[Tensor | None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    limited = {"memory": {"min_bytes": 1}, "optimizer": optimizer, "engine": "virtual:3"}
+    limited = {"memory": {"min_bytes": 1}, "optimizer": optimizer, "engine": virtual(3)}
     tide = lowtide.optimize(model, budget=budget, **limited) if budget is not None else contextlib.nullcontext()
     with tide:
         for seed in range(3):
@@ -163,14 +163,14 @@ def plain_steps(way: str, rank: int) -> list[list[Tensor | None]]:
 
 def trains_within(rank: int, way: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     truth = plain_steps(way, rank)
-    with lowtide.optimize(net(way), budget="1GiB", memory={"min_bytes": 1}, engine="virtual:0") as tide:
+    with lowtide.optimize(net(way), budget="1GiB", memory={"min_bytes": 1}, engine=virtual(0)) as tide:
         step(tide.model, rank)
         floor, plain = tide.profile.state.parameters, tide.plan.predicted.plain_peak_bytes
     found = []
     for share in shares:
         model = net(way)
         budget = int(floor + share * (plain - floor))
-        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine="virtual:0") as tide:
+        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine=virtual(0)) as tide:
             bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
             stats, digest, predicted = tide.stats, tide.plan.digest(), tide.plan.predicted
             with tide.tide.audit() as audit:
@@ -199,7 +199,7 @@ def made_again(rank: int, way: str) -> dict[str, Any]:
     with pytest.raises(lowtide.BudgetError) as caught, lowtide.optimize(model, **how):
         step(model, rank)
     model = net(way)
-    with lowtide.optimize(model, budget=caught.value.floor_bytes + SLACK, memory=rules, engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget=caught.value.floor_bytes + SLACK, memory=rules, engine=virtual(0)) as tide:
         bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
         sites, stats, profile = tide.plan.sites, tide.stats, tide.profile
     return {
@@ -324,13 +324,13 @@ def state_bytes(rank: int) -> list[bool]:
 
 def goes_on_after_an_error(rank: int, way: str) -> bool:
     truth, model = step(net(way), rank), net(way)
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:0"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(0)):
         with pytest.raises(IndexError):
             model(tokens(rank) + VOCABULARY)
         is_right = same(step(model, rank), truth)
     model = net(way)
     before = footprint(model)
-    with lowtide.optimize(model, budget=1 << 10, engine="virtual:0", strict=True):
+    with lowtide.optimize(model, budget=1 << 10, engine=virtual(0), strict=True):
         with pytest.raises(lowtide.BudgetError):
             model(tokens(rank))
         # The hook that says that this trains without a plan goes in the next forward pass.
@@ -340,11 +340,11 @@ def goes_on_after_an_error(rank: int, way: str) -> bool:
 def accumulates(rank: int, way: str) -> dict[str, Any]:
     """Two micro-batches a step: from the second one on there are gradients from the start."""
     truth, model = net(way), net(way)
-    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine=virtual(0)) as tide:
         step(model, rank)
         budget = int(0.9 * tide.plan.predicted.plain_peak_bytes) + tide.profile.state.gradients
     peaks, bits = [], []
-    with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine=virtual(0)) as tide:
         for number in range(3):
             for micro_batch in range(2):
                 truth(tokens(2 * rank + micro_batch)).backward()
@@ -395,7 +395,7 @@ FOLLOWED = [*(("nested", config) for config in CONFIGS), *((way, "mixed") for wa
 def follows(rank: int, way: str, config: str) -> dict[str, Any]:
     truth = plain_steps(way, rank)
     model = net(way)
-    with lowtide.apply(model, CONFIGS[config], engine=f"virtual:{rank}") as tide:
+    with lowtide.apply(model, CONFIGS[config], engine=virtual(rank)) as tide:
         bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
         rows = [(row.layer, row.part, row.fate, row.nbytes) for row in tide.source.file_plan.rows]
         freed = sum(row.nbytes for row in tide.source.file_plan.rows if row.fate == "recompute")
@@ -429,7 +429,7 @@ def gathers(rank: int, way: str, flag: bool | None) -> dict[str, Any]:
     step(model, rank)
     before = settings(model)
     config = {"recompute": [2]} | ({} if flag is None else {"parallel_optimizer_comm_recompute": flag})
-    with follow(model, sections_in({"recompute_config": config}), engine="virtual:0", say=lines.append):
+    with follow(model, sections_in({"recompute_config": config}), engine=virtual(0), say=lines.append):
         bits = [same(step(model, 10 * rank + seed), expected) for seed, expected in enumerate(truth)]
         with Gathers() as counted:
             loss = model(tokens(rank))

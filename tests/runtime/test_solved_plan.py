@@ -18,11 +18,10 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Recipe
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
 from lowtide.profiling.observe_step import observe
-from tests import zoo
-from tests.small_models import (
+from tests.support import zoo
+from tests.support.small_models import (
     ALL_MADE,
     WIDTH,
     Gated,
@@ -35,7 +34,8 @@ from tests.small_models import (
     small_loss,
     stack,
 )
-from tests.solved import plan_with, random_plan
+from tests.support.solved import plan_with, random_plan
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 SHARES = ((0.5, 0.3), (1.0, 0.3), (0.8, 0.8), (0.3, 1.0))
 """Of nodes that are made and of those that are swapped, by seed."""
@@ -158,7 +158,7 @@ def test_a_recipe_that_gives_other_bytes_is_found_out_in_the_first_forward() -> 
         return dataclasses.replace(recipe, steps=(dataclasses.replace(recipe.steps[0], op="aten.sub.Tensor"),))
 
     plan = _with_recipe(plan_with(profiled(model), ALL_MADE), "layers.0.mul", subtract)
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         with pytest.warns(UserWarning, match="do not hold in it") as caught:
             gradients(model, rows())
         got = gradients(model, rows())
@@ -189,7 +189,7 @@ class Fickle(nn.Module):
 def test_a_recipe_is_not_used_when_the_graph_behind_it_has_another_weight(check: str) -> None:
     model = stack(Fickle(), Fickle())
     plan = dataclasses.replace(only_made(profiled(model)), check=check)
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         small_loss(model, rows()).backward()
         assert tide.stats.num_divergences == 0
         model.layers[1].uses_other = True
@@ -214,7 +214,7 @@ def test_recipes_with_sizes_follow_other_shapes_only_where_each_pass_is_proven(c
     for num_fixed, named in ((0, ()), (1, ("layers.0.mul",)), (2, tuple(ALL_MADE))):
         for name in named:
             plan = _with_recipe(plan, name, with_sizes)
-        with lowtide.apply(model, plan, engine="virtual:0") as tide:
+        with lowtide.apply(model, plan, engine=virtual(0)) as tide:
             gradients(model, rows())
             before = tide.stats
             got = gradients(model, rows(5))
@@ -227,7 +227,7 @@ def test_recipes_with_sizes_follow_other_shapes_only_where_each_pass_is_proven(c
 def test_a_first_batch_of_another_shape_does_no_harm() -> None:
     model = stack(Gated(), Normed())
     plan = only_made(profiled(model))
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         for num_rows in (5, 8, 3, 8):
             got = gradients(model, rows(num_rows))
             assert tide.stats.recomputed_bytes > 0
@@ -241,7 +241,7 @@ def test_sites_that_the_plan_does_not_know_are_kept_and_said() -> None:
     plan = plan_with(profiled(stack(Gated())), ALL_MADE)
     model = stack(Gated(), Normed())
     plan = dataclasses.replace(plan, layers=("layers.0", "layers.1"))
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         with pytest.warns(UserWarning, match="% of what it saved is not in the plan and is kept \\('layers.1"):
             got = gradients(model, rows())
         assert tide.stats.num_unplanned > 0
@@ -255,7 +255,7 @@ def test_planned_sites_that_do_not_appear_are_said() -> None:
     plan = plan_with(profiled(model), {"layers.1.gate.mm": Fate.SWAP, **ALL_MADE})
     model.layers[1] = nn.Identity()
     with (
-        lowtide.apply(model, plan, engine="virtual:0"),
+        lowtide.apply(model, plan, engine=virtual(0)),
         pytest.warns(
             UserWarning, match=r"did not save what the plan wants swapped or recomputed \('layers.1.gate.mm'\)"
         ),
@@ -267,10 +267,10 @@ def test_a_plan_for_another_model_is_refused() -> None:
     plan = only_made(profiled(stack(Gated(), Normed(), Gated())))
     model = stack(Gated(), Gated(), Gated())
     with pytest.raises(ConfigError, match="made for another model, plan again"):
-        lowtide.apply(model, plan, engine="virtual:0")
+        lowtide.apply(model, plan, engine=virtual(0))
     broken = dataclasses.replace(plan, sites=tuple(site for site in plan.sites if site.name != "layers.0.gate.mm"))
     with pytest.raises(ConfigError) as refused:
-        lowtide.apply(stack(Gated(), Normed(), Gated()), broken, engine="virtual:0")
+        lowtide.apply(stack(Gated(), Normed(), Gated()), broken, engine=virtual(0))
     assert str(refused.value) == (
         "lowtide.apply: the recipe of 'layers.0.silu' starts from node 'layers.0.gate.mm', which the plan does not "
         "list; the plan was made for another model, plan again"
@@ -286,7 +286,7 @@ def test_a_solved_plan_stays_what_it_was() -> None:
     )  # fmt: skip
     plan = dataclasses.replace(plan, predicted=predicted)
     assert Plan.from_json(plan.to_json()) == plan
-    with lowtide.apply(model, Plan.from_json(plan.to_json()), engine="virtual:0") as tide:
+    with lowtide.apply(model, Plan.from_json(plan.to_json()), engine=virtual(0)) as tide:
         gradients(model, rows())
         assert tide.plan == plan
 
@@ -339,7 +339,7 @@ def _bad_day(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["virtual:0", pytest.param("virtual:1", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("engine", [virtual(0), pytest.param(virtual(1), marks=pytest.mark.extended)])
 def test_nothing_grows_over_two_hundred_steps(engine: str) -> None:
     """To the object; over a thousand steps: test_leaks.py."""
     model = stack(Gated(), Normed(), Failing(), Gated())
@@ -377,7 +377,7 @@ def test_the_audited_peak_of_a_tide_that_keeps_everything_is_that_of_the_bare_mo
     with LiveBytes(model=bare) as live:
         step(bare)
     model = case.build(3)
-    with lowtide.apply(model, plan_with(profile_of(name), {}), engine="virtual:0") as tide:
+    with lowtide.apply(model, plan_with(profile_of(name), {}), engine=virtual(0)) as tide:
         step(model)
         with tide.audit() as audit:
             step(model)
@@ -395,10 +395,10 @@ def test_the_audit_counts_what_was_fetched_and_not_what_is_elsewhere() -> None:
                 gradients(model, rows(512))
         return audit.peak_bytes
 
-    kept = audited(plan_with(profile, {}), "virtual:0")
+    kept = audited(plan_with(profile, {}), virtual(0))
     swap = {node.name: Fate.SWAP for node in profile.sites}
-    near = audited(plan_with(profile, swap, prefetch=0, leave=0), "virtual:0")
-    far = audited(plan_with(profile, swap, prefetch=1000, leave=0), "virtual:0")
+    near = audited(plan_with(profile, swap, prefetch=0, leave=0), virtual(0))
+    far = audited(plan_with(profile, swap, prefetch=1000, leave=0), virtual(0))
     assert near < kept
     assert near < far
     assert audited(plan_with(profile, swap, prefetch=0, leave=0), "host") == near

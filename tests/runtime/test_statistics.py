@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from solved import random_plan
 from torch import Tensor, nn
 
 import lowtide
+from tests.support.solved import random_plan
+from tests.support.virtual_engine import virtual
 
 
 class Block(nn.Module):
@@ -40,7 +41,7 @@ def test_what_a_later_norm_writes_to_swapped_statistics_is_read_in_backward() ->
     for num_norms in (1, 2, 3):
         net, x = model(num_norms)
         truth = gradients(net, x)
-        with lowtide.apply(net, {"min_bytes": 0, "layers": ["0", "1"], "swap": "all"}, engine="virtual:0"):
+        with lowtide.apply(net, {"min_bytes": 0, "layers": ["0", "1"], "swap": "all"}, engine=virtual(0)):
             for step in range(3):
                 assert all(map(torch.equal, gradients(net, x), truth)), (num_norms, step)
 
@@ -52,7 +53,7 @@ def test_no_recipe_makes_statistics_as_they_were_before_a_norm() -> None:
         profile = lowtide.observe(net, (x,), loss=torch.sum)
         whys = {node.name: node.why_no_recipe for node in profile.nodes if node.name in ("0.mul", "1.mul")}
         assert whys == {"0.mul": "mutated", "1.mul": "mutated"}
-        with lowtide.apply(net, random_plan(profile, 0, made=1.0, swapped=1.0), engine="virtual:0") as tide:
+        with lowtide.apply(net, random_plan(profile, 0, made=1.0, swapped=1.0), engine=virtual(0)) as tide:
             for step in range(3):
                 assert all(map(torch.equal, gradients(net, x), truth)), (num_norms, step)
             assert tide.failed_recipes == {}

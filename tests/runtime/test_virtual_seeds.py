@@ -17,7 +17,8 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.offload import scheduler as swap
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 # Those that run in a few milliseconds and differ in what they do to the order of copies.
 NAMES = (
@@ -89,7 +90,7 @@ def test_every_schedule_gives_the_same_bits(
     start = (NAMES.index(name) * len(PLANS) + plan) * SEEDS_A_TEST
     for seed in (start + number for number in numbers):
         model.load_state_dict(weights)
-        tide = lowtide.apply(model, PLANS[plan], engine=f"virtual:{seed}")
+        tide = lowtide.apply(model, PLANS[plan], engine=virtual(seed))
         seen = _life(case, model)
         tide.remove()
         assert seen.keys() == truth.keys()

@@ -11,7 +11,7 @@ import torch
 
 import lowtide
 from lowtide.engines.base import Engine
-from tests import zoo
+from tests.support import zoo
 
 HERE = torch.device("standin", 0)
 

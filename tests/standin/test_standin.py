@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
 from tests.standin import device
+from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/standin/on_device"

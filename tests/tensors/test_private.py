@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide.errors import ConfigError
 from lowtide.tensors import private
 from lowtide.tensors.versions import TESTED, missing
-from tests import processes
+from tests.support import processes
 
 _HERE = Path(__file__)
 _ROOT = _HERE.parents[2]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from what_moved import changed
 
 from lowtide.tensors.snapshot import Snapshot, take
+from tests.support.what_moved import changed
 
 SEEN: list[int] = []
 COUNT = 0

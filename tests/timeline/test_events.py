@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timeline.steps import Case, cases, sources_of, steps
 
 from lowtide.core.fate import Fate
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import StepArrays, curve, peak, plain_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
+from tests.timeline.steps import Case, cases, sources_of, steps
 
 ALL = tuple(Fate)
 KEEP, SWAP, RECOMPUTE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE

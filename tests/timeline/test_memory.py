@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from timeline.steps import cases, naive_curve, naive_needs, steps
 
 from lowtide.core.fate import Fate
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, curve, peak, plain_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
+from tests.timeline.steps import cases, naive_curve, naive_needs, steps
 
 LINK = Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)
 

@@ -6,12 +6,12 @@ import dataclasses
 import random
 
 import pytest
-from timeline.steps import random_step
 
 from lowtide.core.fate import Fate
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import curve, plain_curve
 from lowtide.timeline.step import Link, Step
+from tests.timeline.steps import random_step
 
 LINK = Link(out_bytes_per_second=50.0, in_bytes_per_second=40.0, latency_seconds=0.1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.config.memory import plan_from_rules
-from lowtide.engines.base import Engine
+from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError, check_function
@@ -33,7 +33,7 @@ def optimize(
     *,
     memory: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     group: Any = None,
     say: Callable[[str], None] | None = None,
     strict: bool | None = None,
@@ -66,7 +66,7 @@ def optimize(
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
-    placed = PlacedState(model, optimizer, chosen, "lowtide.optimize")
+    placed = PlacedState(optimizer, chosen, "lowtide.optimize")
     placed.check(bare.optimizer)
     if config.optimizer == "auto" and (optimizer is None or (refusal := placed.why_not())):
         if optimizer is not None and say is not None:

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Engine
+from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
@@ -74,7 +74,7 @@ class SelectiveOffload:
         *,
         host_bytes: int | None = None,
         min_bytes: int = MIB,
-        engine: Engine | str | None = None,
+        engine: EngineChoice = None,
     ) -> None:
         """See `lowtide.selective_offload`. `host_bytes`: cap on main memory for what is offloaded. `min_bytes`: what
         PREFER_CPU_OFFLOAD marks and is smaller is saved. Raises ConfigError."""

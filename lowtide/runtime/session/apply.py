@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Engine
+from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.loss.attach import attach_where
 from lowtide.runtime.session.checks import (
@@ -35,7 +35,7 @@ def apply(
     memory: Plan | MemoryConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    engine: Engine | str | None = None,
+    engine: EngineChoice = None,
     group: Any = None,
     moves_state: bool = True,
 ) -> Tide:
@@ -54,7 +54,7 @@ def apply(
     warn_about_parts_of_compiled_modules(model, plan)
     chosen = choose_engine(engine, model, plan)
     warn_about_tiers(plan, chosen)
-    placed = PlacedState(model, optimizer, chosen, "lowtide.apply") if moves_state else None
+    placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
     loss = attach_where(model, may=plan.loss == "sliced", must=True, rows=plan.loss_rows)

@@ -15,13 +15,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch import nn
-
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
-from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.buckets import MOST_BYTES
@@ -31,8 +28,7 @@ from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer, why_not
 class PlacedState:
     """The state of one optimizer under plans. `call`: the function that the user called, for errors."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, engine: Engine, call: str) -> None:
-        self._model = model
+    def __init__(self, optimizer: Any, engine: Engine, call: str) -> None:
         self.optimizer = optimizer
         self.beside = engine
         """The engine of the activations."""
@@ -85,7 +81,7 @@ class PlacedState:
 
     def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
         where = _plan_of_place(plan, placement)
-        self._engine = choose_engine(self.beside.name, self._model, where, beside=self.beside)
+        self._engine = self.beside.another(where)
         try:
             self.handle = swap_optimizer(
                 self.optimizer,

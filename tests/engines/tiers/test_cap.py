@@ -16,6 +16,7 @@ from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 from tests.engines.sim_device import SimDevice
+from tests.support.virtual_engine import virtual
 
 MIB = 2**20
 PLAN = Plan(layers=(), min_bytes=0)
@@ -78,12 +79,12 @@ def test_two_files_take_together_what_one_may(tmp_path) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("name", ["virtual:3", "host"])
+@pytest.mark.parametrize("name", [virtual(3), "host"])
 def test_an_engine_beside_another_shares_its_caps(name: str, tmp_path) -> None:
     plan = dataclasses.replace(PLAN, host_budget_bytes=8 * MIB, disk_budget_bytes=8 * MIB, disk_path=str(tmp_path))
     model = nn.Linear(2, 2)
     one = choose_engine(name, model, plan)
-    other, apart = choose_engine(name, model, plan, beside=one), choose_engine(name, model, plan)
+    other, apart = one.another(plan), choose_engine(name, model, plan)
     tier = one.tiers[0]
     slot = one.allocate(6 * MIB, tier)
     with pytest.raises(TierFull):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lowtide.engines.tiers import disk as disk_module
 from lowtide.engines.tiers.disk import BLOCK_BYTES, CHUNK_BYTES, DiskTier, RangeAllocator, default_directory, padded
 from lowtide.errors import ConfigError, TierFull
-from tests import processes
+from tests.support import processes
 
 
 def _memory(nbytes: int, shift: int = 0) -> tuple[mmap.mmap, int]:

@@ -11,7 +11,7 @@ import torch
 
 from lowtide.engines.tiers import host_buffers as malloc
 from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, configure_malloc
-from tests import processes
+from tests.support import processes
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from lowtide.config.run import RunConfig
 from lowtide.core.decisions import Prediction
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
-from tests import two_ranks
+from tests.support import two_ranks
 
 ROOT = Path(__file__).parents[3]
 LLAMA = {
@@ -105,7 +105,7 @@ def test_bits_under_autocast() -> None:
 def test_bits_with_accumulation_on_the_adversarial_engine() -> None:
     plain = go(output_dir="plain", grad_accumulation=3)
     budget = budget_of(0.6)
-    saving = go(output_dir="saving", grad_accumulation=3, budget=budget, engine="virtual:3")
+    saving = go(output_dir="saving", grad_accumulation=3, budget=budget, engine="host")
     assert [getattr(saving, key) for key in SAME] == [getattr(plain, key) for key in SAME]
     steps = records("saving")
     assert all(step["peak_bytes"] <= budget for step in steps)
@@ -115,7 +115,7 @@ def test_bits_with_accumulation_on_the_adversarial_engine() -> None:
 def test_gradients_of_earlier_micro_batches_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of the first micro-batch does not know of them; the second one finds them."""
     budget = budget_of(0.3)
-    summary = go(output_dir="out", grad_accumulation=2, budget=budget, engine="virtual:3", steps=2)
+    summary = go(output_dir="out", grad_accumulation=2, budget=budget, engine="host", steps=2)
     made = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowtide: plan ")]
     assert ["(first step)" in made[0], "(gradients stay)" in made[1]] == [True, True]
     assert len(made) == 2

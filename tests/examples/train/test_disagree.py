@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import two_ranks
+from tests.support import two_ranks
 
 LLAMA = {
     "model_type": "llama",

@@ -16,7 +16,7 @@ from lowtide.cli.run_step import observe_run, trace_run
 from lowtide.config.source import read_yaml
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import load_hardware
-from tests import two_ranks
+from tests.support import two_ranks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "deepseek_v3_experts.yaml"
 STEPS = 20

@@ -20,7 +20,7 @@ from examples.train.trainer import Trainer, learning_rate_at
 from lowtide.cli.run_file import load_run
 from lowtide.config.run import TrainConfig
 from lowtide.errors import ConfigError
-from tests import two_ranks
+from tests.support import two_ranks
 
 LLAMA = {
     "model_type": "llama",

@@ -27,7 +27,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
 
 
-def go(folder: str, steps: int = 4, engine: str = "virtual:5", **memory: object) -> Summary:
+def go(folder: str, steps: int = 4, engine: str = "host", **memory: object) -> Summary:
     sections: dict[str, dict] = {
         "model": LLAMA,
         "data": {"files": ["text"], "sequence_length": 64},

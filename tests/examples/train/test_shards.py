@@ -13,7 +13,7 @@ import pytest
 from examples.train.loop import train
 from lowtide.cli.run_file import load_run
 from lowtide.errors import ConfigError
-from tests import two_ranks
+from tests.support import two_ranks
 
 RUN = """\
 model:

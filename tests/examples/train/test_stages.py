@@ -20,7 +20,7 @@ from lowtide.report import rank_step
 from lowtide.report.rank_step import RankStep
 from lowtide.report.run_folder import report_of_folder
 from lowtide.timeline.hardware import load_hardware
-from tests import processes, two_ranks
+from tests.support import processes, two_ranks
 
 LLAMA = {
     "model_type": "llama",
@@ -136,13 +136,13 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     train(load_run("alone.yaml"))
     memory = {"budget": "430KB", "min_bytes": 0}
     sections = {"pipeline": DUALPIPEV, "memory": memory}
-    write("half", sections=sections, output_dir="resumed", steps=2, engine="virtual:1")
-    write("rest", sections=sections, output_dir="resumed", engine="virtual:2")
+    write("half", sections=sections, output_dir="resumed", steps=2, engine="host")
+    write("rest", sections=sections, output_dir="resumed", engine="host")
     small = DUALPIPEV | {"schedule": "1f1b"}
     table = {"recompute": [[1, 0], [0, 1]], "select_recompute": {r"feed_forward\.mul": [[0, 1], [1, 0]]}}
     write("file", sections={"pipeline": DUALPIPEV, "recompute_config": table})
     state = {"optimizer": "swap", "recompute": ["layers.0"], "min_bytes": 0}
-    write("state", sections={"pipeline": small | {"layers": [3, 1]}, "memory": state}, engine="virtual:3")
+    write("state", sections={"pipeline": small | {"layers": [3, 1]}, "memory": state}, engine="host")
     write("small", sections={"pipeline": small, "memory": memory | {"budget": "100KB"}})
     code = """
     import os
@@ -191,9 +191,9 @@ def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None
     write("rest", sections=overlap, output_dir="resumed", **both)
     write("one_stage", sections=one, **both)
     limits = {"budget": "600KB", "min_bytes": 0, "optimizer": "auto"}
-    write("one_budget", sections=one | {"memory": limits}, engine="virtual:4", **both)
+    write("one_budget", sections=one | {"memory": limits}, engine="host", **both)
     limits |= {"budget": "480KB", "optimizer": "keep"}
-    write("four_budget", sections=overlap | {"memory": limits}, engine="virtual:5", **both)
+    write("four_budget", sections=overlap | {"memory": limits}, engine="host", **both)
     code = """
     import os, sys
     for name, port in zip(os.environ["NAMES"].split(), os.environ["MORE_PORTS"].split()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.mindformers.schema import Resolution, resolve
-
-sys.path.insert(0, str(Path(__file__).parent))
-from restated import Layer, Model, expected, model_of
+from tests.mindformers.schema.restated import Layer, Model, expected, model_of
 
 TREE = json.loads((Path(__file__).parent / "cases" / "upstream_trees.json").read_text())["llama_legacy"]
 PATTERNS = [

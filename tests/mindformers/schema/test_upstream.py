@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowtide.mindformers.schema import resolve
-
-sys.path.insert(0, str(Path(__file__).parent))
-from upstream import misses
+from tests.mindformers.schema.upstream import misses
 
 CASES = json.loads((Path(__file__).parent / "cases" / "upstream.json").read_text())
 

@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 import transformers
-import zoo
 from torch import nn
 
 from benchmarks.traced import trace_config
@@ -21,6 +20,7 @@ from lowtide.profiling.observe_step import observe
 from lowtide.tensors.codecs import fits_unseen
 from lowtide.timeline.hardware import Hardware
 from lowtide.timeline.step import Link
+from tests.support import zoo
 
 HOST = Hardware(
     name="cpu-like",

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
-from zoo import same_bits
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -22,8 +20,10 @@ from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot import observe_call
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.timeline.step import Link
-from tests import two_ranks
 from tests.engines.clocked import ClockedEngine
+from tests.support import two_ranks, zoo
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 ROOT = Path(__file__).parents[3]
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
@@ -88,7 +88,7 @@ def budget_of(model: nn.Module, batch: Any, share: float = 0.5, optimizer: Any =
 
 def optimize(model: nn.Module, budget: int, **more: Any) -> Autopilot:
     memory = {"min_bytes": MIN_BYTES}
-    return lowtide.optimize(model, budget=budget, memory=memory, **{"engine": "virtual:1", "strict": True, **more})
+    return lowtide.optimize(model, budget=budget, memory=memory, **{"engine": virtual(1), "strict": True, **more})
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -131,7 +131,7 @@ ON_THE_HOST = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), [*ON_THE_HOST, *((name, "virtual:3") for name in NAMES)])
+@pytest.mark.parametrize(("name", "kind"), [*ON_THE_HOST, *((name, virtual(3)) for name in NAMES)])
 def test_budgets_are_kept_and_no_bit_changes(name: str, kind: str) -> None:
     case = zoo.CASES[name]
     runs = []
@@ -317,7 +317,7 @@ def test_a_recompute_rule_beside_a_budget_runs_the_layer_again(rule: Any) -> Non
     batches = [case.batch(number) for number in range(3)]
     truth_model, model = Whole(case), Whole(case)
     memory = {"min_bytes": MIN_BYTES, "recompute": rule}
-    with lowtide.optimize(model, budget="1GiB", memory=memory, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory=memory, engine=virtual(1)) as tide:
         for batch in batches:
             assert_same(step(model, **batch), step(truth_model, **batch))
             assert tide.stats is not None

@@ -12,7 +12,7 @@ from lowtide.core.plan import Plan
 from lowtide.errors import BudgetError
 from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, meet
 from lowtide.tensors.ranks import ALONE, any_rank, gather
-from tests import two_ranks
+from tests.support import two_ranks
 
 PLACE = "here"
 

@@ -10,7 +10,7 @@ from lowtide.core.decisions import Prediction
 from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
 from lowtide.runtime.saved.stats import Stats
 from lowtide.timeline.step import Link
-from tests.profiles import decoder_profile
+from tests.support.profiles import decoder_profile
 
 PLANNED, BUDGET = 1000, 1100
 

@@ -13,9 +13,9 @@ from torch import nn
 import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.core.budget import DeviceMemory
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.autopilot import optimize as door
 from lowtide.timeline.step import Link
+from tests.support.virtual_engine import VirtualEngine
 
 LINK = Link(out_bytes_per_second=2e9, in_bytes_per_second=2e9, latency_seconds=1e-6)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 
 class BadBatch(Exception):
@@ -42,7 +43,7 @@ def _train(budget: str | None) -> list[Any]:
     hooked: list[int] = []
     model.register_forward_pre_hook(lambda *_: hooked.append(len(torch.rand(1))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    tide = None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine="virtual:1")
+    tide = None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine=virtual(1))
     found: list[Any] = []
     # Bad before anything is planned, at a shape that has a plan, and at one that has none.
     for num_rows, is_bad in ((4, True), (4, False), (4, True), (6, True), (6, False)):
@@ -83,7 +84,7 @@ def test_an_error_that_is_not_the_models_own_is_raised_at_once_and_leaves_nothin
     model = Checked(error)
     bad = torch.full((4, 8), torch.nan)
     before = torch.get_rng_state()
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
         with pytest.raises(type(error)) as caught:
             model(bad)
         assert caught.value is error
@@ -104,7 +105,7 @@ def test_after_ctrl_c_it_is_as_if_the_pass_had_not_begun_and_the_next_one_says_s
         model = Checked()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         tide = (
-            None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine="virtual:1")
+            None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine=virtual(1))
         )
         found: list[Any] = []
         for num_rows, is_ended in ((4, True), (4, False), (4, False), (6, True), (4, False), (6, False), (6, False)):
@@ -144,7 +145,7 @@ def test_an_error_that_does_not_come_twice_is_raised_all_the_same() -> None:
 
     numbers: list[int] = []
     once = Once()
-    with lowtide.optimize(once, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(once, budget="1GiB", engine=virtual(1)):
         with pytest.raises(BadBatch):
             once(torch.ones(4, 8))
         once(torch.ones(4, 8)).backward()

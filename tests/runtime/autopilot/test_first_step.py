@@ -13,10 +13,10 @@ from torch import nn
 import lowtide
 from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.autopilot.first_step import FirstStep
 from lowtide.runtime.session.memory_message import plan_message
 from lowtide.units import GIB, MIB
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 PREDICTED = Prediction(
     peak_bytes=19 * GIB, step_seconds=1.6, stall_seconds=0.0, recompute_seconds=0.0, gap=0.0, plain_peak_bytes=30 * GIB,
@@ -167,7 +167,7 @@ def test_a_backward_pass_inside_of_an_autocast_that_remembers_casts_is_warned_ab
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 512, bias=False))
     model[1].requires_grad_(False)  # torch remembers casts of what is trained
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
                 loss = model(torch.ones(8, 512)).float().sum()

@@ -1,8 +1,9 @@
 """Habits that decide how much a step saves, and that shapes do not show: plans follow, bits stay, budgets hold.
 
 Each habit is a training loop of a few phases. What every step holds at once is counted by an account of its own
-(tests/independent_count.py); losses and weights are compared with those of the plain loop. The first step of a phase
-may pass the budget, since nothing is known of it before it runs; no later one may, unless a warning says by how much.
+(tests/support/independent_count.py); losses and weights are compared with those of the plain loop. The first step of
+a phase may pass the budget, since nothing is known of it before it runs; no later one may, unless a warning says by how
+much.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
-from tests.independent_count import IndependentCount, state_tensors
+from tests.support.independent_count import IndependentCount, state_tensors
+from tests.support.virtual_engine import virtual
 
 WIDTH, ROWS = 32, 16
 NUM_STEPS = 3
@@ -334,7 +336,7 @@ def test_numbers_that_change_nothing_cost_one_observed_step() -> None:
     """A temperature that the loop lowers, a counter that the forward pass moves, and a number that it does not read."""
     model = Net()
     model.temperature = 1.0
-    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory={"min_bytes": 1}, engine=virtual(1)) as tide:
         for number in range(6):
             model.temperature = 1.0 - 0.1 * number
             called(scale=1.0 + number)(model, number)
@@ -351,7 +353,7 @@ def test_a_strict_budget_is_an_error_and_the_floor_that_it_names_will_do() -> No
         for _ in range(4):
             model = Net()
             memory = {"min_bytes": 1, "strict": True}
-            with lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:1") as tide:
+            with lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(1)) as tide:
                 try:
                     for number in range(3):
                         loop(model, number)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 SEEN: list[float] = []
 
@@ -152,7 +153,7 @@ def _train(habit: Callable[[Base, Tensor], Tensor], budget: str | None) -> list[
     random.seed(2)
     np.random.seed(2)
     found = []
-    tide = None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine="virtual:1")
+    tide = None if budget is None else lowtide.optimize(model, budget=budget, optimizer=optimizer, engine=virtual(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
@@ -183,7 +184,7 @@ def test_globals_that_a_forward_names() -> None:
 
     SEEN.clear()
     model = Global()
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"), warnings.catch_warnings():
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.ones(2, 8)).backward()
     assert SEEN == [0.0]
@@ -200,7 +201,7 @@ def test_hooks_of_the_model_run_once_and_those_inside_leave_nothing() -> None:
         model[1].register_forward_hook(lambda _, __, output: (seen.append("inside"), output + 1)[1])
         model[1].register_full_backward_hook(lambda *_: seen.append("inside backward"))
         if budget is not None:
-            lowtide.optimize(model, budget=budget, engine="virtual:1")
+            lowtide.optimize(model, budget=budget, engine=virtual(1))
         x = torch.randn(4, 8, requires_grad=True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -238,7 +239,7 @@ def test_what_the_model_is_given_is_as_it_was() -> None:
             "x": torch.randn(4, 8), "labels": torch.randn(4, 8), "inner": {"mask": torch.ones(8), "more": []}
         }  # fmt: skip
         if budget is not None:
-            lowtide.optimize(model, budget=budget, engine="virtual:1")
+            lowtide.optimize(model, budget=budget, engine=virtual(1))
         loss = model(batch, cache)
         loss.backward()
         found = [loss, batch["x"], batch["inner"]["mask"], *cache.past, *(p.grad for p in model.parameters())]
@@ -268,7 +269,7 @@ def test_settings_of_torch_are_as_they_were() -> None:
     model = Sets()
     model.linear.register_forward_pre_hook(lambda *_: seen.append(1))
     try:
-        with warnings.catch_warnings(), lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+        with warnings.catch_warnings(), lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
             filters = len(warnings.filters)
             model(torch.ones(2, 8))
         assert SEEN == [(before, benchmark, filters)]  # noqa: SIM300
@@ -291,7 +292,7 @@ class _Drawn(nn.Module):
 
 def test_state_that_cannot_be_put_back_is_said() -> None:
     model = _Drawn()
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"), warnings.catch_warnings(record=True) as caught:
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             model(torch.ones(2, 8)).backward()
@@ -314,7 +315,7 @@ class _Foreign(nn.Module):
 
 def test_the_first_module_that_gives_something_else_is_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(_Foreign(), nn.Tanh()), _Foreign())
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"), warnings.catch_warnings(record=True) as caught:
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
@@ -328,7 +329,7 @@ def test_the_first_module_that_gives_something_else_is_named() -> None:
 
 def test_a_lazy_module_is_refused_by_name() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
         with pytest.raises(lowtide.ConfigError) as caught:
             model(torch.ones(2, 8))
         assert str(caught.value) == (
@@ -342,7 +343,7 @@ def test_the_batch_of_the_first_step_is_let_go_without_a_collection() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = torch.ones(4, 8)
     alive = weakref.ref(x)
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:0"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(0)):
         gc.collect()
         gc.disable()
         try:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.config.memory import load_memory
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
@@ -28,6 +27,7 @@ from lowtide.runtime.autopilot.phases import Phase
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
+from tests.support.virtual_engine import VirtualEngine
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.config.memory import load_memory
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.phases import ARROWS, IN_FORCE, Phase, State
 from lowtide.runtime.autopilot.plan_cache import ShapeBucket
 from lowtide.timeline.step import Link
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 MEMORY = {"min_bytes": 256}
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
@@ -105,7 +105,10 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, Phase]]:
     return gone
 
 
-def start(budget_bytes: int | None = None, engine: Any = "virtual:1") -> tuple[Net, Autopilot]:
+VIRTUAL = virtual(1)
+
+
+def start(budget_bytes: int | None = None, engine: Any = VIRTUAL) -> tuple[Net, Autopilot]:
     torch.manual_seed(0)
     model = Net()
     budget = budget_bytes or budget_of(model)
@@ -193,7 +196,7 @@ def held_up() -> None:
     model, tide = start()
     with tide:
         step(model)
-        other = lowtide.apply(model.layers[0][0], {"recompute": "none"}, engine="virtual:2")
+        other = lowtide.apply(model.layers[0][0], {"recompute": "none"}, engine=virtual(2))
         with pytest.raises(lowtide.ConfigError, match="already under a lowtide plan"):
             step(model, accumulates=True)
         assert tide.phase is Phase.WAITING and tide.plan is None
@@ -326,7 +329,7 @@ def test_every_arrow_of_the_table_is_gone(ways: list[tuple[Phase, Phase]]) -> No
 
 def test_the_handle_says_where_it_stands() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    tide = lowtide.optimize(model, budget="1GiB", memory={}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget="1GiB", memory={}, engine=virtual(1))
     assert repr(tide) == "<lowtide.Autopilot waiting: engine 'virtual:1', budget 1.0 GiB>"
     for _ in range(4):
         model(torch.ones(2, 8)).sum().backward()

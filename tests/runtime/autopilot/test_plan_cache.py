@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket, smallest_cover
-from tests import two_ranks
 from tests.runtime.autopilot.test_autopilot import assert_same, budget_of, gradients, optimize
+from tests.support import two_ranks
+from tests.support.virtual_engine import virtual
 
 MOST = 96
 
@@ -97,7 +98,7 @@ def test_batches_of_random_lengths(build: Any) -> None:
     model = build()
     budget = budget_of(model, text(MOST), 0.3)
     torch.manual_seed(5)
-    with optimize(model, budget, engine="virtual:3") as tide:
+    with optimize(model, budget, engine=virtual(3)) as tide:
         for batch, plain in zip(batches, truth, strict=True):
             assert_same(step(model, batch), plain)
             assert tide.stats is not None and tide.stats.num_divergences == 0
@@ -116,12 +117,12 @@ def test_what_is_written_is_not_changed_for_other_shapes() -> None:
     """In a file each op keeps the fate that it was given. Recipes with sizes in them follow those of each pass."""
     truth_model, model = llama(), llama()
     whole = {"recompute_config": {"recompute": [1]}, "swap_config": {"swap": False}}
-    with lowtide.apply(model, whole, engine="virtual:3") as tide:
+    with lowtide.apply(model, whole, engine=virtual(3)) as tide:
         for length in (40, 31, 24, 40):
             assert_same(step(model, text(length)), step(truth_model, text(length)))
         assert [event.why for event in tide.events] == ["first step"]
     sized = {"recompute_config": {"select_recompute": [r"attention\.apply_rotary_emb"]}}
-    with lowtide.apply(model, sized, engine="virtual:3") as tide:
+    with lowtide.apply(model, sized, engine=virtual(3)) as tide:
         for length in (40, 31, 40):
             assert_same(step(model, text(length)), step(truth_model, text(length)))
             assert tide.stats is not None and tide.stats.num_divergences == 0

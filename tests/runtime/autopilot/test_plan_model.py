@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import footprint, same_bits
 
 import lowtide
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import footprint, same_bits
 
 
 class Net(nn.Module):
@@ -99,7 +100,7 @@ def test_a_budget_below_the_floor_names_the_floor_and_what_sets_it() -> None:
     assert ways[0].startswith("  - with 'half the micro-batch' it needs 0.")
     assert not any(" about " in way for way in ways)
     assert 1024 < caught.value.floor_bytes < 1 << 17
-    with lowtide.optimize(Net(), budget=1024, memory={"min_bytes": 1}, engine="virtual:0", strict=True) as tide:
+    with lowtide.optimize(Net(), budget=1024, memory={"min_bytes": 1}, engine=virtual(0), strict=True) as tide:
         with pytest.raises(lowtide.BudgetError) as seen:
             tide.model(rows())
         assert seen.value.floor_bytes == caught.value.floor_bytes
@@ -128,7 +129,7 @@ def test_a_loss_that_is_no_scalar(call: Callable) -> None:
 def test_an_autopilot_needs_no_scalar() -> None:
     truth, model = Net(reduces=False), Net(reduces=False)
     model.load_state_dict(truth.state_dict())
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:0"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(0)):
         for one in (truth, model):
             one(rows()).sum().backward()
     pairs = zip(model.parameters(), truth.parameters(), strict=True)
@@ -165,7 +166,7 @@ def test_a_batch_of_no_known_kind(call: Callable) -> None:
 
 def test_a_batch_that_does_not_fit_an_autopilot_raises_what_the_model_raises() -> None:
     model = Net()
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(0)) as tide:
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
             model(rows(7))
         model(rows()).backward()
@@ -187,7 +188,7 @@ def test_control_flow_that_depends_on_data_is_refused_by_a_trace_and_followed_by
         "none; profile it with real ones: `lowtide profile RUN.yaml`, or lowtide.observe(model, batch)"
     )
     assert lowtide.observe(model, (rows(),)).num_forward_ops > 0
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(0)) as tide:
         for factor in (0.01, 100.0):
             model.zero_grad()
             model(rows() * factor).backward()

@@ -17,7 +17,6 @@ from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import BudgetError
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.phases import Phase
@@ -27,7 +26,8 @@ from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.step import Link
-from tests.profiles import MIB, decoder_profile
+from tests.support.profiles import MIB, decoder_profile
+from tests.support.virtual_engine import VirtualEngine
 
 
 class SwapAll:
@@ -81,7 +81,7 @@ def test_a_source_of_ones_own_without_a_budget() -> None:
     checked: PlanSource = source
     x = torch.randn(8, 16)
     engine = VirtualEngine(seed=1)
-    placed = PlacedState(model, None, engine, "lowtide.optimize")
+    placed = PlacedState(None, engine, "lowtide.optimize")
     tide = Autopilot(model, checked, None, engine, owns_engine=False, placed=placed, group=ALONE)
     for _ in range(4):  # gradients accumulate, and nothing is planned anew for that
         model(x).backward()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.autopilot.peaks import PlanWatch
+from tests.support.virtual_engine import VirtualEngine
 
 
 class Totals:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import lowtide
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 WORDS = (
     r"^lowtide: Sequential trains without a plan from here on, since the BudgetError of a forward pass before was "
@@ -25,7 +26,7 @@ def _model() -> nn.Module:
 
 def _refused() -> tuple[nn.Module, lowtide.Autopilot]:
     model = _model()
-    tide = lowtide.optimize(model, budget=1 << 10, memory={"min_bytes": 0, "strict": True}, engine="virtual:1")
+    tide = lowtide.optimize(model, budget=1 << 10, memory={"min_bytes": 0, "strict": True}, engine=virtual(1))
     try:
         model(torch.ones(4, 16))
     except ValueError:
@@ -66,7 +67,7 @@ def test_who_knows_it_hears_nothing(recwarn: pytest.WarningsRecorder) -> None:
     assert zoo.footprint(model) == zoo.footprint(_model())
     model(torch.ones(4, 16))
     model, _ = _refused()  # another budget, on the same model
-    with lowtide.optimize(model, budget="1GiB", engine="virtual:1"):
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)):
         model(torch.ones(4, 16))
     model(torch.ones(4, 16))
     assert not _said(recwarn)

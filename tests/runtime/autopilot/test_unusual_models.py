@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 SMALL: dict[str, Any] = {"min_bytes": 0}
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 def _floor(model: nn.Module, batch: Any) -> int:
     with (
         torch.random.fork_rng(devices=[]),
-        lowtide.optimize(model, budget=1 << 10, memory=SMALL, engine="virtual:1", strict=True),
+        lowtide.optimize(model, budget=1 << 10, memory=SMALL, engine=virtual(1), strict=True),
         pytest.raises(lowtide.BudgetError) as caught,
     ):
         model(batch)
@@ -75,7 +76,7 @@ def test_weights_that_a_parametrization_remembers_are_those_of_each_step() -> No
         model = Net(Twice)
         with parametrize.cached():
             budget = _floor(model, next(_batches()))
-        tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine="virtual:1") if is_planned else None
+        tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine=virtual(1)) if is_planned else None
         found = []
         for batch in _batches():
             with parametrize.cached():
@@ -107,7 +108,7 @@ def test_hooks_on_several_parameters_run_once_a_step() -> None:
         )
         one.register_hook(lambda gradient: gradient + 1)
         budget = _floor(model, next(_batches()))
-        tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine="virtual:1") if is_planned else None
+        tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine=virtual(1)) if is_planned else None
         found = []
         for batch in _batches():
             model(batch).backward()
@@ -137,7 +138,7 @@ def test_a_model_that_calls_itself() -> None:
         a, b, c, d, e = leaves
         trees: list[Any] = [(a, (b, c)), ((a, b), (c, (d, e))), e, (a, (b, c)), ((a, b), c)]
         budget = _floor(model, trees[0])
-        tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine="virtual:1") if is_planned else None
+        tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine=virtual(1)) if is_planned else None
         found = []
         for tree in trees:
             model.zero_grad()
@@ -157,8 +158,8 @@ def test_a_module_that_came_under_another_plan_since_is_named() -> None:
     one.layers.append(shared)
     other.layers.append(shared)
     with (
-        lowtide.optimize(one, budget="1GiB", engine="virtual:1") as first,
-        lowtide.optimize(other, budget="1GiB", engine="virtual:1") as second,
+        lowtide.optimize(one, budget="1GiB", engine=virtual(1)) as first,
+        lowtide.optimize(other, budget="1GiB", engine=virtual(1)) as second,
     ):
         batch = next(_batches())
         one(batch).backward()
@@ -184,7 +185,7 @@ def test_a_backward_pass_that_fails_does_so_where_it_does_without_lowtide() -> N
         model.layers[1].inner.register_full_backward_hook(
             lambda *_: (_ for _ in ()).throw(RuntimeError("bad")) if is_bad else None
         )
-        tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=SMALL, engine="virtual:1")
+        tide = None if budget is None else lowtide.optimize(model, budget=budget, memory=SMALL, engine=virtual(1))
         for num_rows, fails in ((4, True), (4, True), (4, False), (4, False), (9, True), (4, False), (9, False)):
             is_bad[:] = [1] if fails else []
             said = (
@@ -214,7 +215,7 @@ def test_a_backward_pass_that_fails_only_while_it_is_observed_is_said() -> None:
         if tide.phase.value == "observing":
             raise RuntimeError("not under autograd.grad")
 
-    with lowtide.optimize(model, budget="1GiB", memory=SMALL, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory=SMALL, engine=virtual(1)) as tide:
         model.layers[0].inner.weight.register_hook(hook)
         with pytest.warns(UserWarning, match=r"not under autograd\.grad; so this step runs without a plan"):
             model(next(_batches())).backward()

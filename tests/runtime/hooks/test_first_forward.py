@@ -11,11 +11,12 @@ from lowtide.core.rules import Decision
 from lowtide.runtime.hooks.classify import Parameters, Saved
 from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.table import LayerTable
+from tests.support.virtual_engine import virtual
 
 
 def test_it_gives_back_an_entry_and_moves_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    with lowtide.apply(model, {"swap": ["1.tanh"], "min_bytes": 0}, engine="virtual:0") as tide:
+    with lowtide.apply(model, {"swap": ["1.tanh"], "min_bytes": 0}, engine=virtual(0)) as tide:
         context = tide._context
         tide.suspend()  # the model runs as it is: only what decides is here
         first = FirstForward(context, Parameters(model))

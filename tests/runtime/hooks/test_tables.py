@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.virtual_engine import VirtualEngine
 
 SWAP = {"swap": "all", "min_bytes": 0, "layers": ["0", "1", "2"]}
 

@@ -6,11 +6,11 @@ import gc
 
 import torch
 
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import Group
 from lowtide.runtime.saved.stats import Counters, Ledger
+from tests.support.virtual_engine import VirtualEngine
 
 
 def test_what_a_dead_scheduler_was_copying_stays_with_the_engine() -> None:

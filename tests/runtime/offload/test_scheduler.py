@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.host import HostEngine
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.kinds import part_of
-from tests import zoo
 from tests.engines.sim_device import SimDevice
+from tests.support import zoo
+from tests.support.virtual_engine import VirtualEngine
 
 WIDTH = 64
 SITE_BYTES = WIDTH * WIDTH * 4

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 aten = torch.ops.aten
 SAVE, OFFLOAD, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_RECOMPUTE
@@ -126,7 +126,7 @@ def test_bits_are_those_of_the_policy_that_saves(name: str, dropout: float) -> N
 def test_what_is_offloaded_leaves_the_device() -> None:
     """The bytes of the marked outputs, and no others; nothing of them is on the device when the forward is over."""
     net, x = _net()
-    with lowtide.selective_offload(_marks({aten.addmm.default: OFFLOAD}), net, engine="virtual:0") as offload:
+    with lowtide.selective_offload(_marks({aten.addmm.default: OFFLOAD}), net, engine=virtual(0)) as offload:
         loss = net(x.clone().requires_grad_(), offload)
         offload.scheduler.settle()
         rows, widths = 12, (48, 16, 32, 32, 16)
@@ -151,7 +151,7 @@ def test_a_random_operator_that_is_held_leaves_the_generators_where_it_did() -> 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with lowtide.selective_offload(policy, net, engine="virtual:1") as offload:
+        with lowtide.selective_offload(policy, net, engine=virtual(1)) as offload:
             assert _same(_step(net, x, offload), plain)
     assert next(first) > 0
 
@@ -187,7 +187,7 @@ def test_the_second_of_two_draws(said: CheckpointPolicy) -> None:
         return [module.weight.grad, torch.get_rng_state()]
 
     plain = grads(None)
-    with lowtide.selective_offload(policy, module, engine="virtual:1") as offload:
+    with lowtide.selective_offload(policy, module, engine=virtual(1)) as offload:
         assert _same(grads(offload), plain)
     assert len(drawn) == 2
     if said is SAVE:  # why this is not done by torch's own contexts: they are silently wrong here
@@ -208,7 +208,7 @@ def test_an_operator_that_writes_is_run_again_and_said() -> None:
     module, x = Writes(), torch.randn(4, 8)
     module(x).sum().backward()
     plain, module.weight.grad = module.weight.grad, None
-    with lowtide.selective_offload(_marks({aten.add_.Tensor: OFFLOAD}), module, engine="virtual:1") as offload:
+    with lowtide.selective_offload(_marks({aten.add_.Tensor: OFFLOAD}), module, engine=virtual(1)) as offload:
         with pytest.warns(UserWarning, match="lowtide") as said:
             output = checkpoint(module, x, use_reentrant=False, context_fn=offload)
         output.sum().backward()
@@ -235,7 +235,7 @@ def test_a_write_to_what_is_held_is_refused(said: CheckpointPolicy, of_view: boo
     op = aten.t.default if of_view else aten.mm.default
     owner = nn.Module()
     owner.weight = weight
-    with lowtide.selective_offload(_marks({op: said}), owner, engine="virtual:1") as offload:
+    with lowtide.selective_offload(_marks({op: said}), owner, engine=virtual(1)) as offload:
         output = checkpoint(function, torch.randn(8, 8), use_reentrant=False, context_fn=offload)
         with pytest.raises(RuntimeError) as caught:
             output.sum().backward()
@@ -248,7 +248,7 @@ def test_a_write_to_what_is_held_is_refused(said: CheckpointPolicy, of_view: boo
 def test_backward_twice() -> None:
     net, x = _net()
     plain = _step(net, x, None)
-    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine="virtual:2") as offload:
+    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine=virtual(2)) as offload:
         torch.manual_seed(5)
         leaf = x.clone().requires_grad_()
         loss = net(leaf, offload)
@@ -304,7 +304,7 @@ def test_small_outputs_and_full_tiers_stay() -> None:
     net, x = _net()
     plain = _step(net, x, None)
     prefers = _marks(dict.fromkeys(PRODUCTS, CheckpointPolicy.PREFER_CPU_OFFLOAD))
-    with lowtide.selective_offload(prefers, net, engine="virtual:1", min_bytes="1536") as offload:
+    with lowtide.selective_offload(prefers, net, engine=virtual(1), min_bytes="1536") as offload:
         assert _same(_step(net, x, offload), plain)
         assert offload.stats.swapped_bytes == 3 * 12 * (48 + 32 + 32) * 4
         assert offload.stats.kept_bytes == 3 * 12 * (16 + 16) * 4
@@ -319,7 +319,7 @@ def test_small_outputs_and_full_tiers_stay() -> None:
 def test_the_next_region_is_fetched_while_one_runs() -> None:
     """Sites are read in the order of saving within a region, and regions from the last one on."""
     net, x = _net()
-    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine="virtual:0") as offload:
+    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine=virtual(0)) as offload:
         loss = net(x.clone().requires_grad_(), offload)
         sites = [reference() for reference in offload.queue().sites]
         sizes = [site.copy.nbytes // 48 for site in sites if site is not None]
@@ -341,7 +341,7 @@ def test_mistakes_are_named() -> None:
             "lowtide.selective_offload: expected a torch.nn.Module, not list",
         ),
         (
-            lambda: _step(net, x, lowtide.selective_offload(lambda *a, **k: "offload", net, engine="virtual:1")),
+            lambda: _step(net, x, lowtide.selective_offload(lambda *a, **k: "offload", net, engine=virtual(1))),
             "lowtide.selective_offload: the policy returned 'offload' for aten.native_layer_norm.default; return a "
             "member of torch.utils.checkpoint.CheckpointPolicy",
         ),
@@ -349,7 +349,7 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(lowtide.ConfigError) as caught:
             make()
         assert str(caught.value) == words
-    offload = lowtide.selective_offload(_marks({}), net, engine="virtual:1")
+    offload = lowtide.selective_offload(_marks({}), net, engine=virtual(1))
     offload.close()
     offload.close()
     with pytest.raises(lowtide.ConfigError) as caught:
@@ -366,9 +366,9 @@ def test_under_autocast_and_under_a_plan_of_lowtides() -> None:
             return _step(net, x, context_fn)
 
     plain = step(None)
-    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine="virtual:1") as offload:
+    with lowtide.selective_offload(_marks(POLICIES["products"]), net, engine=virtual(1)) as offload:
         assert _same(step(offload), plain)
-        with lowtide.apply(net, {"swap": "all", "min_bytes": 0}, engine="virtual:2") as tide:
+        with lowtide.apply(net, {"swap": "all", "min_bytes": 0}, engine=virtual(2)) as tide:
             assert _same(step(offload), plain)
             assert _same(step(offload), plain)
             assert tide.stats.swapped_bytes
@@ -379,7 +379,7 @@ def test_under_autocast_and_under_a_plan_of_lowtides() -> None:
 def test_views_of_parameters_stay_where_they_are() -> None:
     net, x = _net()
     plain = _step(net, x, None)
-    with lowtide.selective_offload(_marks({aten.t.default: OFFLOAD}), net, engine="virtual:1") as offload:
+    with lowtide.selective_offload(_marks({aten.t.default: OFFLOAD}), net, engine=virtual(1)) as offload:
         assert _same(_step(net, x, offload), plain)
         assert offload.stats.saved_bytes == 0
 
@@ -402,7 +402,7 @@ def test_conjugates_and_negatives_that_are_held_keep_their_bit() -> None:
 
     for marked in (views[:1], views[1:2], views):
         policy = _marks(dict.fromkeys(marked, OFFLOAD))
-        with lowtide.selective_offload(policy, nn.Linear(1, 1), engine="virtual:1", min_bytes=0) as offload:
+        with lowtide.selective_offload(policy, nn.Linear(1, 1), engine=virtual(1), min_bytes=0) as offload:
             assert _same(run(offload), run(None))
 
 

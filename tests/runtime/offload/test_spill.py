@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import cushion
 from lowtide.runtime.session.tide import Tide
-from tests import zoo
-from tests.independent_count import IndependentCount
+from tests.support import zoo
+from tests.support.independent_count import IndependentCount
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 SEED = 4
 KEEP = {"swap": "none", "min_bytes": 0}
@@ -48,7 +48,7 @@ def _spilled(
 @pytest.mark.parametrize("memory", [KEEP, BOTH], ids=["keep", "recompute"])
 def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, memory: dict) -> None:
     truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
-    result, stats = _spilled(zoo.CASES[name], memory, 0, engine=f"virtual:{SEED}")
+    result, stats = _spilled(zoo.CASES[name], memory, 0, engine=virtual(SEED))
     zoo.assert_same(result, truth)
     if memory is KEEP and name not in ("checkpointed", "llama_checkpointed"):
         assert stats.num_spills > 0
@@ -68,7 +68,7 @@ def test_any_limit_on_any_machine_changes_no_bit(name: str, numbers: range) -> N
         plan = random.choice([KEEP, BOTH, *({**plan} for plan in case.mixed_plans)])
         limit_bytes = random.randrange(200_000)
         try:
-            zoo.assert_same(_spilled(case, plan, limit_bytes, engine=f"virtual:{number}")[0], truth)
+            zoo.assert_same(_spilled(case, plan, limit_bytes, engine=virtual(number))[0], truth)
         except Exception as error:
             error.add_note(f"seed {number}, limit {limit_bytes}, {plan}")
             raise
@@ -89,7 +89,7 @@ def _net() -> nn.Sequential:
 
 
 def _apply(model: nn.Module, limit_bytes: int | None, **more: Any) -> Tide:
-    tide = lowtide.apply(model, {**KEEP, **more}, engine=f"virtual:{SEED}")
+    tide = lowtide.apply(model, {**KEEP, **more}, engine=virtual(SEED))
     tide.set_limit(None if limit_bytes is None else tide._model_state_bytes() + limit_bytes)
     return tide
 
@@ -274,7 +274,7 @@ def test_where_recipes_do_not_hold_the_step_stays_within_its_budget() -> None:
     assert predicted is not None
     budget = predicted.peak_bytes + 64
     model, truth = Chosen(), Chosen()
-    tide = lowtide.optimize(model, budget=budget, memory=memory, engine="virtual:0")
+    tide = lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(0))
     model(x, Choice(0)).backward()  # observes, which is not what the budget is about
     model.zero_grad(set_to_none=True)
     assert tide.stats is not None and tide.stats.recomputed_bytes == 4 * 16 * 32 * 64 * 4
@@ -312,7 +312,7 @@ def test_what_the_last_operator_saved_is_sent_away_when_the_forward_is_over() ->
     memory = {"recompute": ["layers.*.experts.*"], "swap": "none", "min_bytes": 0}
     plan = lowtide.plan(EndsInALoss(), (x, Choice(0)), budget="1GiB", memory=memory)
     model = EndsInALoss()
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         tide.set_limit(1 << 40, slack_bytes=0)
         model(x, Choice(0)).backward()
         assert tide.stats.recomputed_bytes == 4 * 16 * 32 * 64 * 4
@@ -335,7 +335,7 @@ class _Stays:
 
 
 def test_what_was_sent_away_for_the_mark_is_not_asked_for_twice() -> None:
-    with lowtide.apply(nn.Linear(2, 2), {"swap": "none"}, engine="virtual:0") as tide:
+    with lowtide.apply(nn.Linear(2, 2), {"swap": "none"}, engine=virtual(0)) as tide:
         tide.set_limit(1 << 40, slack_bytes=150)
         guard = tide._context.guard
         assert guard is not None

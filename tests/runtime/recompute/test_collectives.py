@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import parallel_llama
 import pytest
-import tensor_parallel_llama
 import torch
 import torch.distributed as dist
-from parallel_llama import BATCH, TOKENS, WIDTH
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -32,7 +29,9 @@ from lowtide.mindformers.schema import resolve
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.live_bytes import plain_parts
 from lowtide.tensors.wrappers import is_desugared
-from tests import processes
+from tests.support import parallel_llama, processes, tensor_parallel_llama
+from tests.support.parallel_llama import BATCH, TOKENS, WIDTH
+from tests.support.virtual_engine import virtual
 
 NUM_LAYERS = 3
 GATHERED = TOKENS * BATCH * WIDTH * 4
@@ -124,7 +123,7 @@ def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
     model = parallel_llama.build(rank, **how)
     lines: list[str] = []
     counts, is_same = [], []
-    with follow(model, sections_in(config), engine="virtual:7", say=lines.append) as tide:
+    with follow(model, sections_in(config), engine=virtual(7), say=lines.append) as tide:
         for seed, (loss, gradients) in enumerate(truth):
             with Collectives() as seen:
                 got_loss, got = parallel_llama.step(model, seed)
@@ -256,7 +255,7 @@ def train_where_one_rank_fails(rank: int) -> dict[str, Any]:
     plain = parallel_llama.build(rank)
     truth = [parallel_llama.step(plain, seed) for seed in range(3)]
     model = parallel_llama.build(rank)
-    with follow(model, sections_in(recompute(select_comm_recompute=True)), engine="virtual:7") as tide:
+    with follow(model, sections_in(recompute(select_comm_recompute=True)), engine=virtual(7)) as tide:
         make = tide.source.localized
 
         def make_and_break(*args: Any, **how: Any) -> Any:
@@ -298,7 +297,7 @@ def observe_again_on_one_rank(rank: int) -> dict[str, Any]:
     model = parallel_llama.build(rank)
     plain = parallel_llama.build(rank)
     truth = [parallel_llama.step(plain, seed) for seed in range(5)]
-    with follow(model, sections_in(recompute(select_comm_recompute=True)), engine="virtual:7") as tide:
+    with follow(model, sections_in(recompute(select_comm_recompute=True)), engine=virtual(7)) as tide:
         is_same = []
         for seed, (loss, gradients) in enumerate(truth):
             hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(_square) if rank == 0 and seed == 2 else None
@@ -358,7 +357,7 @@ def write_into_what_was_gathered(rank: int) -> list[str]:
     for config in (None, recompute(select_comm_recompute=True)):
         model = parallel_llama.build(rank, num_layers=2)
         gather = model.ways.gather
-        tide = follow(model, sections_in(config), engine="virtual:7") if config else None
+        tide = follow(model, sections_in(config), engine=virtual(7)) if config else None
         if tide:
             parallel_llama.step(model, 0)
         made: list[torch.Tensor] = []
@@ -421,7 +420,7 @@ def train_distributed(rank: int, plans: list[dict]) -> list[dict[str, Any]]:
     for plan in plans:
         model = tensor_parallel_llama.build(mesh)
         is_same = []
-        with lowtide.apply(model, plan, engine="virtual:3") as tide:
+        with lowtide.apply(model, plan, engine=virtual(3)) as tide:
             for seed, (loss, gradients) in enumerate(truth):
                 with Collectives() as seen:
                     got_loss, got = tensor_parallel_llama.step(model, seed)
@@ -470,7 +469,7 @@ def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[
             truth.append(tensor_parallel_llama.step(plain, seed))
     model = tensor_parallel_llama.build(mesh)
     settings = {"min_bytes": 1, **memory}
-    with lowtide.optimize(model, budget=budget, memory=settings, engine="virtual:3") as tide:
+    with lowtide.optimize(model, budget=budget, memory=settings, engine=virtual(3)) as tide:
         is_same = []
         for seed, (loss, gradients) in enumerate(truth):
             with Collectives() as seen:
@@ -560,7 +559,7 @@ def write_into_distributed_tensors(rank: int) -> list[Any]:
         for saves_before in (False, True):
             torch.manual_seed(0)
             model = _Writes(mesh, saves_before=saves_before)
-            tide = lowtide.apply(model, plan, engine="virtual:3") if plan else None
+            tide = lowtide.apply(model, plan, engine=virtual(3)) if plan else None
             for _ in range(2):
                 model.zero_grad()
                 loss = model(torch.arange(8.0).view(2, 4))

@@ -18,14 +18,14 @@ from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
-from tests import zoo
-from tests.small_models import WIDTH, Gated, rows, small_loss, stack
-from tests.small_models import profiled as profile_of
-from tests.solved import plan_with
+from tests.support import zoo
+from tests.support.small_models import WIDTH, Gated, rows, small_loss, stack
+from tests.support.small_models import profiled as profile_of
+from tests.support.solved import plan_with
+from tests.support.virtual_engine import VirtualEngine
 
 ROWS = 512
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import RecomputeRefusedError
 from lowtide.runtime.recompute.flow import Flow
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 WIDTH = 16
 LAYERS = ["layers.0", "layers.1"]
@@ -233,7 +234,7 @@ def train(block: type[Early], kind: str, memory: dict | None) -> list[Tensor]:
     step = KINDS[kind]()
     torch.manual_seed(0)
     model = zoo.Stack(block(step), block(step))
-    tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+    tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
     found = []
     try:
         for number in range(3):
@@ -273,7 +274,7 @@ def test_a_refusal_names_the_module_and_the_tensor_and_the_module_is_kept_from_t
     torch.manual_seed(0)
     model = zoo.Stack(Early(step), Early(step))
     x = torch.randn(8, WIDTH)
-    with lowtide.apply(model, LAYER, engine="virtual:1") as tide:
+    with lowtide.apply(model, LAYER, engine=virtual(1)) as tide:
         for layer in (1, 0):
             with pytest.raises(RecomputeRefusedError) as caught:
                 model(x).square().mean().backward()
@@ -303,7 +304,7 @@ def test_a_global_hook_between_forward_and_backward(is_early: bool) -> None:
         model = zoo.Stack(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         )
-        tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+        tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
         register = nn.modules.module.register_module_forward_hook
         hook = register(lambda module, _args, out: out * 1.5 if isinstance(module, nn.Linear) else None)
         if not is_early:
@@ -333,7 +334,7 @@ def test_a_state_that_begins_to_move_later_is_refused_within_some_steps() -> Non
     torch.manual_seed(0)
     model = zoo.Stack(Late(step), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(2, WIDTH)
-    with lowtide.apply(model, {**LAYER, "layers": ["layers.0"]}, engine="virtual:1"), warnings.catch_warnings():
+    with lowtide.apply(model, {**LAYER, "layers": ["layers.0"]}, engine=virtual(1)), warnings.catch_warnings():
         model(x).square().mean().backward()
         state.moves = True
         with pytest.raises(RecomputeRefusedError, match="of what it gives, tensor 1 differs"):  # noqa: PT012

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.tensors.modes import Modes
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 WIDTH = 8
 LAYERS = ["layers.0", "layers.1"]
@@ -52,7 +53,7 @@ def gradients(
 ) -> list[Tensor]:
     torch.manual_seed(0)
     model = zoo.Stack(block(), block())
-    tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+    tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
     torch.manual_seed(1)
     found = []
     for step in range(3):
@@ -120,7 +121,7 @@ def test_the_graph_of_a_second_run_is_not_kept() -> None:
 
     memory = {"recompute": ["layers.0.act"], "min_bytes": 0, "layers": LAYERS}
     model = zoo.Stack(Block(Fresh()), Block(nn.Tanh()))
-    with lowtide.apply(model, memory, engine="virtual:1"):
+    with lowtide.apply(model, memory, engine=virtual(1)):
         loss = model(torch.randn(4, WIDTH)).mean()
         model.layers[0].linear.weight.register_hook(lambda _: None)
         num_before = len(seen)
@@ -153,7 +154,7 @@ def test_a_region_that_writes_into_its_input_may_run_three_times(plan: str) -> N
     def in_place(memory: dict | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = zoo.Stack(Block(nn.Tanh()), WritesBefore(nn.Tanh()))
-        with contextlib.nullcontext() if memory is None else lowtide.apply(model, memory, engine="virtual:1"):
+        with contextlib.nullcontext() if memory is None else lowtide.apply(model, memory, engine=virtual(1)):
             loss = model(torch.ones(4, WIDTH)).square().mean()
             for left in (2, 1, 0):
                 loss.backward(retain_graph=bool(left))
@@ -169,7 +170,7 @@ def test_an_output_under_autocast_is_made_again_under_autocast() -> None:
 
 def test_what_a_second_run_makes_is_in_the_ledger() -> None:
     model = zoo.Stack(Block(nn.Tanh()), Block(nn.Tanh()))
-    with lowtide.apply(model, PLANS["layer"], engine="virtual:1") as tide:
+    with lowtide.apply(model, PLANS["layer"], engine=virtual(1)) as tide:
         for _ in range(2):
             loss = model(torch.randn(4, WIDTH)).square().mean()
             held_bytes = tide._ledger.now_bytes
@@ -224,7 +225,7 @@ def test_a_layer_stops_after_what_is_needed() -> None:
     """The tail of a layer that saves nothing is not run again, once it was seen to give the same."""
     assert_same(lambda: WithTail(Tail()), "layer")
     model = zoo.Stack(WithTail(Tail()), WithTail(Tail()))
-    with lowtide.apply(model, PLANS["layer"], engine="virtual:1"):
+    with lowtide.apply(model, PLANS["layer"], engine=virtual(1)):
         model(torch.randn(4, WIDTH, requires_grad=True)).square().mean().backward()
         forward = Additions()
         with forward:
@@ -374,7 +375,7 @@ def test_an_input_of_inference_mode(plan: str) -> None:
     def answer(memory: dict | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = Gives()
-        tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+        tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
         with torch.inference_mode():
             offset = torch.full((WIDTH,), 0.5)
         for step in range(2):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.recipes import execute as recipes
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
@@ -23,9 +22,9 @@ from lowtide.runtime.recompute import recipe_sources as sources
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.runtime.session.forward_patch import ForwardPatch
 from lowtide.tensors.modes import Modes
-from tests import zoo
 from tests.engines.clocked import ClockedEngine
-from tests.small_models import (
+from tests.support import zoo
+from tests.support.small_models import (
     ALL_MADE,
     WIDTH,
     Gated,
@@ -38,7 +37,8 @@ from tests.small_models import (
     small_loss,
     stack,
 )
-from tests.solved import plan_with
+from tests.support.solved import plan_with
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 
 def test_the_small_model_has_the_recipes_that_the_other_tests_are_about() -> None:
@@ -54,7 +54,7 @@ def test_what_is_made_again_is_not_held_between_forward_and_backward() -> None:
     plan = plan_with(profiled(model), ALL_MADE)
     references: list[weakref.ref] = []
     model.layers[0].after = lambda product: references.append(weakref.ref(product.untyped_storage()))
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         for step in range(3):
             loss = small_loss(model, rows(seed=step))
             assert references[-1]() is None
@@ -72,7 +72,7 @@ def test_a_recipe_runs_once_in_a_backward_however_many_read_it(monkeypatch: pyte
     run = sources.RecomputedSource.run
     monkeypatch.setattr(sources.RecomputedSource, "run", lambda source: (runs.append(source.name), run(source))[1])
     model = stack(Gated())
-    with lowtide.apply(model, plan_with(profiled(model), ALL_MADE), engine="virtual:0"):
+    with lowtide.apply(model, plan_with(profiled(model), ALL_MADE), engine=virtual(0)):
         small_loss(model, rows()).backward()
         assert sorted(runs) == sorted(ALL_MADE)
         runs.clear()
@@ -129,7 +129,7 @@ def test_kept_inputs_of_recipes_are_let_go_as_soon_as_all_are_made() -> None:
 
     layer.before = lambda x: inputs.append(weakref.ref(x.untyped_storage()))
     layer.after = watch
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         for keeps_graph in (False, True, False):
             loss = small_loss(model, rows())
             held_bytes = tide._ledger.now_bytes
@@ -234,7 +234,7 @@ def test_a_source_is_found_by_storage_and_version_not_by_name(change: str) -> No
     recipes = {node.name: node.recipe.nodes for node in profile.sites if node.recipe is not None}
     made = [name for name, nodes in recipes.items() if nodes == ("layers.0.inner.mm",)]
     assert made == ["layers.0.mul"]
-    with lowtide.apply(model, plan_with(profile, dict.fromkeys(made, Fate.RECOMPUTE)), engine="virtual:0") as tide:
+    with lowtide.apply(model, plan_with(profile, dict.fromkeys(made, Fate.RECOMPUTE)), engine=virtual(0)) as tide:
         gradients(model, rows())
         assert tide.stats.num_divergences == 0
         setattr(model.layers[0], change, True)
@@ -248,7 +248,7 @@ def test_a_chain_of_recipes_may_be_as_long_as_the_model_is_deep() -> None:
     model = stack(*(Normed() for _ in range(300)))
     plan = only_made(profiled(model))
     assert sum(site.fate is Fate.RECOMPUTE for site in plan.sites) > 890
-    with lowtide.apply(model, plan, engine="virtual:0"):
+    with lowtide.apply(model, plan, engine=virtual(0)):
         got = gradients(model, rows())
     assert_plain(model, rows(), got)
 
@@ -292,7 +292,7 @@ def test_a_made_tensor_that_was_modified_raises_what_plain_autograd_raises() -> 
 
     want = _message(broken)
     model.layers[0].after = lambda product: None
-    with lowtide.apply(model, plan, engine="virtual:0"):
+    with lowtide.apply(model, plan, engine=virtual(0)):
         small_loss(model, rows()).backward()
         assert _message(broken) == want
 
@@ -306,7 +306,7 @@ def test_a_retained_input_that_was_modified_is_named(fate: Fate) -> None:
     plan = only_made(profile, **{retained_input: fate})
     caught: list[Tensor] = []
     model.layers[1].before = caught.append
-    with lowtide.apply(model, plan, engine="virtual:0"):
+    with lowtide.apply(model, plan, engine=virtual(0)):
         small_loss(model, rows()).backward()
         loss = small_loss(model, rows())
         with torch.no_grad():
@@ -325,7 +325,7 @@ def test_a_parameter_of_a_recipe_that_was_stepped_is_noticed() -> None:
     profile = profiled(model)
     uses = [n.name for n in profile.sites if n.recipe and any(i.kind == "parameter" for i in n.recipe.inputs)]
     assert uses
-    with lowtide.apply(model, only_made(profile), engine="virtual:0"):
+    with lowtide.apply(model, only_made(profile), engine=virtual(0)):
         loss = small_loss(model, rows())
         with torch.no_grad():
             model.layers[1].weight.add_(1)
@@ -346,7 +346,7 @@ class Shifted(nn.Module):
 
 def test_a_parameter_that_autograd_does_not_save_is_watched() -> None:
     model = stack(Shifted())
-    with lowtide.apply(model, only_made(profiled(model)), engine="virtual:0") as tide:
+    with lowtide.apply(model, only_made(profiled(model)), engine=virtual(0)) as tide:
         loss = small_loss(model, rows())
         assert tide.stats.recomputed_bytes == 8 * WIDTH * 4
         with torch.no_grad():
@@ -361,9 +361,7 @@ def test_a_parameter_that_autograd_does_not_save_is_watched() -> None:
 def test_with_a_graph_that_stays_what_was_made_goes_with_its_last_reader() -> None:
     model = stack(*(Gated() for _ in range(6)))
     names = [name.replace("layers.0", f"layers.{layer}") for layer in range(6) for name in ALL_MADE]
-    with lowtide.apply(
-        model, plan_with(profiled(model), dict.fromkeys(names, Fate.RECOMPUTE)), engine="virtual:0"
-    ) as t:
+    with lowtide.apply(model, plan_with(profiled(model), dict.fromkeys(names, Fate.RECOMPUTE)), engine=virtual(0)) as t:
         loss = small_loss(model, rows())
         held_bytes = t._ledger.now_bytes
         for _ in range(2):
@@ -384,7 +382,7 @@ def test_a_recipe_runs_under_the_settings_of_its_forward(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(recipes.Program, "run", watched)
     model = stack(Gated())
-    with lowtide.apply(model, plan_with(profiled(model), ALL_MADE), engine="virtual:0"):
+    with lowtide.apply(model, plan_with(profiled(model), ALL_MADE), engine=virtual(0)):
         torch.use_deterministic_algorithms(True)
         try:
             loss = small_loss(model, rows())
@@ -404,7 +402,7 @@ def test_retained_inputs_leave_no_trace_and_are_not_copied() -> None:
     before = zoo.footprint(model)
     plan = only_made(profiled(model))
     assert any(site.retained_input is not None for site in plan.sites)
-    with lowtide.apply(model, plan, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         gradients(model, rows())
         assert tide.stats.retained_input_bytes > 0
         assert tide.stats.num_divergences == 0
@@ -419,7 +417,7 @@ def test_a_retained_input_dies_with_the_graph_or_before() -> None:
     plan = only_made(profiled(model))
     caught: list[weakref.ref] = []
     model.layers[1].before = lambda x: caught.append(weakref.ref(x.untyped_storage()))
-    with lowtide.apply(model, plan, engine="virtual:0"):
+    with lowtide.apply(model, plan, engine=virtual(0)):
         for _ in range(3):
             loss = small_loss(model, rows())
             assert caught[-1]() is not None
@@ -449,7 +447,7 @@ def test_a_retained_input_of_the_second_call_of_a_module() -> None:
         if n.name in needed and n.retained_input and n.retained_input.module.endswith("block")
     }
     assert calls == {0, 1}
-    with lowtide.apply(model, only_made(profile), engine="virtual:0") as tide:
+    with lowtide.apply(model, only_made(profile), engine=virtual(0)) as tide:
         gradients(model, rows())
         got = gradients(model, rows())
         assert tide.stats.num_divergences == 0

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import lowtide
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 WIDTH = 8
 LAYERS = ["layers.0", "layers.1"]
@@ -114,7 +115,7 @@ def assert_same(block: Callable[[], nn.Module], memory: dict, way: Callable[[nn.
     answers = []
     for plan in (None, memory):
         model = stack(block)
-        tide = None if plan is None else lowtide.apply(model, plan, engine="virtual:1")
+        tide = None if plan is None else lowtide.apply(model, plan, engine=virtual(1))
         seed(1)
         found = way(model)
         if tide is not None:
@@ -127,7 +128,7 @@ def assert_same(block: Callable[[], nn.Module], memory: dict, way: Callable[[nn.
 
 
 def refusal(block: Callable[[], nn.Module], memory: dict, way: Callable[[nn.Module], list[Tensor]]) -> str:
-    with lowtide.apply(stack(block), memory, engine="virtual:1") as tide, pytest.raises(RuntimeError) as caught:
+    with lowtide.apply(stack(block), memory, engine=virtual(1)) as tide, pytest.raises(RuntimeError) as caught:
         way(tide.model)
     return str(caught.value)
 
@@ -318,7 +319,7 @@ def test_an_argument_with_a_state_is_put_back() -> None:
     def answer(memory: dict | None) -> list[Tensor]:
         seed(0)
         model = Gives()
-        tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+        tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
         found = in_turn(model)
         if tide is not None:
             tide.remove()
@@ -601,7 +602,7 @@ def test_a_layer_at_rest_is_walked_through_once(monkeypatch: pytest.MonkeyPatch)
 
     taken = state.take
     model = stack(Block)
-    with lowtide.apply(model, LAYER, engine="virtual:1"):
+    with lowtide.apply(model, LAYER, engine=virtual(1)):
         in_turn(model)
         monkeypatch.setattr(state, "take", count)
         in_turn(model)
@@ -625,7 +626,7 @@ class WithCache(nn.Module):
 
 
 def test_a_cache_that_holds_tokens_is_refused() -> None:
-    with lowtide.apply(WithCache([1.0]), LAYER, engine="virtual:1") as tide:
+    with lowtide.apply(WithCache([1.0]), LAYER, engine=virtual(1)) as tide:
         with pytest.raises(RuntimeError) as caught:
             tide.model(torch.ones(2, WIDTH))
         assert str(caught.value) == (

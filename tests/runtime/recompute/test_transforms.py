@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import zoo
+from tests.support import zoo
+from tests.support.virtual_engine import virtual
 
 WIDTH = 8
 LAYERS = ["layers.0", "layers.1"]
@@ -88,7 +89,7 @@ class Outside(nn.Module):
 def answer(make: Callable[[], nn.Module], memory: dict | None, num_calls: int = 3) -> list[Tensor]:
     torch.manual_seed(0)
     model = make()
-    tide = None if memory is None else lowtide.apply(model, memory, engine="virtual:1")
+    tide = None if memory is None else lowtide.apply(model, memory, engine=virtual(1))
     torch.manual_seed(1)
     random.seed(1)
     found = []
@@ -140,7 +141,7 @@ def test_a_layer_that_begins_later_is_refused_once() -> None:
     torch.manual_seed(0)
     model = zoo.Stack(Later(), Later())
     x = torch.randn(4, WIDTH)
-    with lowtide.apply(model, PLANS["swap"], engine="virtual:1"):
+    with lowtide.apply(model, PLANS["swap"], engine=virtual(1)):
         model(x).sum().backward()
         for name in LAYERS:
             with pytest.raises(RuntimeError) as caught:

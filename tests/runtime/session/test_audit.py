@@ -13,6 +13,7 @@ import lowtide
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes
+from tests.support.virtual_engine import virtual
 
 
 def gemma2() -> tuple[nn.Module, Callable[[int], dict]]:
@@ -63,9 +64,9 @@ class Steps:
     ("build", "engine", "num_micro_batches"),
     [
         (gemma2, "host", 3),
-        (bert, "virtual:0", 1),
+        (bert, virtual(0), 1),
         pytest.param(gemma2, "host", 1, marks=pytest.mark.extended),
-        pytest.param(bert, "virtual:0", 3, marks=pytest.mark.extended),
+        pytest.param(bert, virtual(0), 3, marks=pytest.mark.extended),
     ],
 )
 def test_predicted_stands_beside_audited_and_they_are_close(
@@ -98,7 +99,7 @@ def test_an_audit_leaves_nothing_but_its_number() -> None:
     for has_audit in (False, True):
         model, batch = bert()
         steps = Steps(model, batch(32), 2)
-        with lowtide.optimize(model, budget="3MiB", optimizer=steps.optimizer, engine="virtual:0") as tide:
+        with lowtide.optimize(model, budget="3MiB", optimizer=steps.optimizer, engine=virtual(0)) as tide:
             for number in range(8):
                 if has_audit and number in (1, 4):
                     phase, num_reviews = tide.phase, [shape.num_reviews for shape in tide._machine.shapes]
@@ -120,7 +121,7 @@ def test_an_audit_leaves_nothing_but_its_number() -> None:
 def test_what_an_audit_is_left_by_and_where_it_may_stand() -> None:
     model, batch = bert()
     steps = Steps(model, batch(16))
-    with lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:0") as tide:
+    with lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(0)) as tide:
         steps.run()
         with tide.audit():
             pass
@@ -147,7 +148,7 @@ def test_what_an_audit_is_left_by_and_where_it_may_stand() -> None:
 def test_the_curve_is_of_the_last_pass_that_went_backward() -> None:
     model, batch = bert()
     steps = Steps(model, batch(16), 2)
-    with lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:0") as tide:
+    with lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(0)) as tide:
         steps.run()
         with tide.audit() as audit:
             assert audit.curve is None
@@ -195,7 +196,7 @@ def test_a_checkpoint_around_the_model_begins_no_pass() -> None:
 def test_another_plan_inside_is_followed_and_the_number_is_nobodys() -> None:
     model, batch = bert()
     steps = Steps(model, batch(16))
-    with lowtide.optimize(model, budget="4MiB", optimizer=steps.optimizer, engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget="4MiB", optimizer=steps.optimizer, engine=virtual(0)) as tide:
         steps.run()
         with tide.audit() as audit:
             steps.batch = batch(40)  # larger: observed and planned inside

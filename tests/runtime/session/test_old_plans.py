@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from zoo import same_bits
 
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 FOLDER = Path(__file__).parent / "plans_of_0_1_0"
 
@@ -40,7 +41,7 @@ def test_a_plan_of_0_1_0_is_carried_out(name: str) -> None:
     model, ids = llama(), torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
     truth = [parameter.grad.clone() for parameter in model.parameters()]
-    with lowtide.apply(model, plan, engine="virtual:1") as tide:
+    with lowtide.apply(model, plan, engine=virtual(1)) as tide:
         for _ in range(2):
             model.zero_grad()
             model(input_ids=ids, labels=ids).loss.backward()

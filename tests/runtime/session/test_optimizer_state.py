@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.optimizer import store
 from lowtide.profiling.observe_step import observe
@@ -24,7 +23,8 @@ from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
 from lowtide.timeline.step import Link
-from tests.zoo import same_bits
+from tests.support.virtual_engine import VirtualEngine, virtual
+from tests.support.zoo import same_bits
 
 WIDTH = 128
 STATE_BYTES = 2 * 3 * WIDTH * WIDTH * 4
@@ -89,7 +89,7 @@ def beside_a_file(model: nn.Module, optimizer: Any, engine: str) -> Any:
     return follow(model, sections, memory=load_memory({"optimizer": "swap"}), optimizer=optimizer, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["virtual:3", "host"])
+@pytest.mark.parametrize("engine", [virtual(3), "host"])
 @pytest.mark.parametrize("way", [by_rules, by_a_budget, beside_a_file])
 def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any
     floor_bytes = caught.value.floor_bytes
     memory["optimizer"] = "auto"
     budget = floor_bytes - moved_bytes // 4
-    with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine=virtual(1)) as tide:
         losses = []
         for seed, num_rows in enumerate(sizes):
             live = LiveBytes(model=model, optimizer=optimizer)
@@ -147,7 +147,7 @@ def test_the_least_that_is_named_holds_the_step_of_the_optimizer_too(optimizer_s
 
     def optimize(budget: int) -> Any:
         return lowtide.optimize(
-            model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1", strict=True
+            model, budget=budget, memory=memory, optimizer=optimizer, engine=virtual(1), strict=True
         )
 
     with optimize(1024) as refused, pytest.raises(lowtide.BudgetError) as caught:
@@ -174,7 +174,7 @@ def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
     budget, sizes = caught.value.floor_bytes - all_bytes // 4, (64, 64, 96, 64)
     memory["optimizer"] = "auto"
     losses = []
-    with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine="virtual:1") as tide:
+    with lowtide.optimize(model, budget=budget, memory=memory, optimizer=optimizer, engine=virtual(1)) as tide:
         for seed, num_rows in enumerate(sizes):
             batch = rows(seed, num_rows)
             if num_rows in sizes[:seed]:  # the first of a size is observed before it is planned
@@ -224,7 +224,7 @@ def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any, monkeypatch:
 def test_activations_and_state_share_what_the_host_may_take() -> None:
     model, optimizer = build()
     memory = {"optimizer": "swap", "swap": "all", "min_bytes": "1B", "host_budget": STATE_BYTES + 40_000}
-    with lowtide.apply(model, memory, optimizer=optimizer, engine="virtual:0") as tide:
+    with lowtide.apply(model, memory, optimizer=optimizer, engine=virtual(0)) as tide:
         losses = train(model, optimizer)
         assert tide._placed is not None and tide._placed._engine is not None
         engines = (tide._placed.beside, tide._placed._engine)
@@ -241,7 +241,7 @@ def test_activations_and_state_share_what_the_host_may_take() -> None:
 def test_state_that_may_stay_stays() -> None:
     model, optimizer = build()
     memory = {"optimizer": "auto"}
-    with lowtide.optimize(model, budget="1GiB", memory=memory, optimizer=optimizer, engine="virtual:0") as tide:
+    with lowtide.optimize(model, budget="1GiB", memory=memory, optimizer=optimizer, engine=virtual(0)) as tide:
         assert_plain(everything(train(model, optimizer), model, optimizer))
         assert tide.optimizer_swap is None
     rules = plan_from_rules(load_memory({"optimizer": "swap"}), [])
@@ -254,7 +254,7 @@ def test_a_plan_that_leaves_a_part_on_the_device() -> None:
     half = OptimizerPlacement(moved_bytes=STATE_BYTES // 2, resident_bytes=STATE_BYTES // 2, reason="")
     layers = [f"layers.{number}" for number in range(3)]
     plan = dataclasses.replace(plan_from_rules(load_memory({}), layers), optimizer=half)
-    with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, optimizer=optimizer, engine=virtual(0)) as tide:
         losses = train(model, optimizer)
         assert tide.optimizer_swap is not None
         assert tide.optimizer_swap.stats.swapped_bytes == STATE_BYTES * 2 // 3  # half of three matrices is one of them
@@ -268,7 +268,7 @@ def test_a_step_has_as_many_buckets_on_the_device_as_the_plan_counts(num_slots: 
     all_of_it = OptimizerPlacement(moved_bytes=None, bucket_bytes=matrix_bytes, num_slots=num_slots, reason="")
     layers = [f"layers.{number}" for number in range(3)]
     plan = dataclasses.replace(plan_from_rules(load_memory({}), layers), optimizer=all_of_it)
-    with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0") as tide:
+    with lowtide.apply(model, plan, optimizer=optimizer, engine=virtual(0)) as tide:
         losses = train(model, optimizer)
         assert tide.optimizer_swap is not None
         stats = tide.optimizer_swap.stats
@@ -282,7 +282,7 @@ def test_a_step_has_as_many_buckets_on_the_device_as_the_plan_counts(num_slots: 
 def test_without_an_optimizer_every_way_in_says_so(way: Callable, call: str) -> None:
     model = Net()
     with pytest.raises(lowtide.ConfigError) as caught:
-        way(model, None, "virtual:0")
+        way(model, None, virtual(0))
     assert str(caught.value) == (
         f"memory.optimizer: the state of an optimizer is to be elsewhere between steps, and {call} was given none: "
         "pass optimizer=, or write optimizer: keep"
@@ -295,7 +295,7 @@ def test_an_optimizer_that_cannot_leaves_the_model_as_it_was(way: Callable) -> N
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(lowtide.ConfigError, match=r"^lowtide\.swap_optimizer: "):
-        way(model, optimizer, "virtual:0")
+        way(model, optimizer, virtual(0))
     assert "forward" not in vars(model) and "step" not in vars(optimizer)
 
 
@@ -309,7 +309,7 @@ def test_swapped_state_is_counted_as_what_it_is(has_scheduler: bool) -> None:
         if has_scheduler:
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         train(model, optimizer, (64,))
-        handle = lowtide.swap_optimizer(optimizer, engine="virtual:0") if is_swapped else None
+        handle = lowtide.swap_optimizer(optimizer, engine=virtual(0)) if is_swapped else None
         before = [parameter.detach().clone() for parameter in model.parameters()]
         how: dict = {"inputs": 0, "device_type": "cpu", "is_accelerator": False}
         counts.append(state_bytes(model, optimizer=optimizer, **how))
@@ -338,13 +338,13 @@ def test_under_a_budget_an_optimizer_that_cannot_keeps_its_state_or_is_refused_a
     said: list[str] = []
     memory = {"optimizer": "auto"}
     with lowtide.optimize(
-        model, budget="64MiB", memory=memory, optimizer=optimizer, engine="virtual:0", say=said.append
+        model, budget="64MiB", memory=memory, optimizer=optimizer, engine=virtual(0), say=said.append
     ) as tide:
         train(model, optimizer)
         assert tide.optimizer_swap is None
     assert said[0].startswith("lowtide: the optimizer's state stays on the device: lowtide.swap_optimizer: OneNorm ")
     with pytest.raises(lowtide.ConfigError) as caught:
-        by_a_budget(model, optimizer, "virtual:0")
+        by_a_budget(model, optimizer, virtual(0))
     assert said[0].endswith(str(caught.value))
     assert "forward" not in vars(model)
 
@@ -353,14 +353,14 @@ def test_a_parameter_larger_than_any_bucket_can_be_asked_for() -> None:
     model, optimizer = build()
     huge = OptimizerPlacement(moved_bytes=None, bucket_bytes=1 << 32, reason="")
     plan = dataclasses.replace(plan_from_rules(load_memory({}), ["layers.0", "layers.1", "layers.2"]), optimizer=huge)
-    with lowtide.apply(model, plan, optimizer=optimizer, engine="virtual:0"):
+    with lowtide.apply(model, plan, optimizer=optimizer, engine=virtual(0)):
         assert_plain(everything(train(model, optimizer), model, optimizer))
 
 
 @pytest.mark.parametrize("way", [by_rules, by_a_budget])
 def test_remove_again_after_memory_ran_out(way: Callable, monkeypatch: Any) -> None:
     model, optimizer = build()
-    applied = way(model, optimizer, "virtual:1")
+    applied = way(model, optimizer, virtual(1))
     losses = train(model, optimizer)
 
     def no_memory(*_: Any) -> Tensor:
@@ -379,7 +379,7 @@ def test_remove_again_after_memory_ran_out(way: Callable, monkeypatch: Any) -> N
 
 def test_of_several_plans_the_one_that_leaves_the_least_on_the_device_counts() -> None:
     model, optimizer = build()
-    placed = PlacedState(model, optimizer, VirtualEngine(0), "lowtide.optimize")
+    placed = PlacedState(optimizer, VirtualEngine(0), "lowtide.optimize")
     losses, swapped_bytes = train(model, optimizer, (64,)), []
     for seed, num_resident in enumerate((2, 1, 2, 0, 1)):
         resident_bytes = num_resident * STATE_BYTES // 3
@@ -405,7 +405,7 @@ def test_of_several_plans_the_one_that_leaves_the_least_on_the_device_counts() -
 def test_what_leaves_in_the_middle_leaves_at_once() -> None:
     model, optimizer = build()
     train(model, optimizer, (64,))
-    with lowtide.swap_optimizer(optimizer, engine="virtual:0", resident=0.7) as handle:
+    with lowtide.swap_optimizer(optimizer, engine=virtual(0), resident=0.7) as handle:
         assert handle.stats.swapped_bytes == STATE_BYTES // 3
         handle.keep_no_more_than(0.4)
         assert handle.stats.swapped_bytes == STATE_BYTES * 2 // 3

@@ -27,8 +27,9 @@ from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tighten import tighter
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from tests import processes, zoo
-from tests.failing import Failing
+from tests.support import processes, zoo
+from tests.support.failing import Failing
+from tests.support.virtual_engine import virtual
 
 SEED = 5
 KEEP = {"swap": "none", "min_bytes": 0}
@@ -45,7 +46,7 @@ def _net() -> nn.Sequential:
 
 
 def _apply(model: nn.Module, memory: dict = KEEP, **more: Any) -> Tide:
-    return lowtide.apply(model, memory, engine=f"virtual:{SEED}", **more)
+    return lowtide.apply(model, memory, engine=virtual(SEED), **more)
 
 
 def _fail_after(number: int) -> Callable[[Tensor], None]:
@@ -346,7 +347,7 @@ def test_the_autopilot_plans_for_less() -> None:
     optimizer = zoo.make_optimizer(model)
     for number in range(3):
         (case.loss(twin, case.batch(number)) / 3).backward()
-    with lowtide.optimize(model, budget="10MiB", optimizer=optimizer, engine=f"virtual:{SEED}") as auto:
+    with lowtide.optimize(model, budget="10MiB", optimizer=optimizer, engine=virtual(SEED)) as auto:
         for number in range(3):
             with Failing(300) if number == 1 else Failing():
                 auto.step(lambda n=number: (case.loss(model, case.batch(n)) / 3).backward())

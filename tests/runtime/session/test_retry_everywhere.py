@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
-from tests import zoo
-from tests.failing import Failing
+from tests.support import zoo
+from tests.support.failing import Failing
+from tests.support.virtual_engine import VirtualEngine
 
 SEED = 5
 KEEP = {"swap": "none", "min_bytes": 0}

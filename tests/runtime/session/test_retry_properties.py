@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
-from tests.solved import random_plan
-from tests.zoo import same_bits
+from tests.support.solved import random_plan
+from tests.support.virtual_engine import VirtualEngine
+from tests.support.zoo import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:lowtide. :UserWarning")
 PLANS: dict[str, dict[str, Any]] = {

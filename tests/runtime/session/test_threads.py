@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engines.virtual import VirtualEngine
+from tests.support.virtual_engine import VirtualEngine
 
 NUM_THREADS = 3
 

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 from torch import nn
 
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.engines.host import HostEngine
-from lowtide.engines.virtual import VirtualEngine
 from lowtide.errors import ConfigError
 from lowtide.runtime.saved.stats import Counters
-from tests import processes
+from tests.support import processes, zoo
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 SWAP = {"swap": "all", "min_bytes": 0}
 
@@ -53,7 +52,7 @@ def test_a_pattern_below_a_module_that_does_not_exist_is_refused_at_once(llama: 
 
 
 def test_an_operator_that_does_not_exist_is_refused_after_the_first_forward(llama: nn.Module) -> None:
-    tide = lowtide.apply(llama, {"swap": ["layers.*.mlp.mull"]}, engine="virtual:0")
+    tide = lowtide.apply(llama, {"swap": ["layers.*.mlp.mull"]}, engine=virtual(0))
     text = refusal(run, llama)
     assert text == (
         "memory.swap[0]: pattern 'layers.*.mlp.mull' matches no layer, module or op of this model; "
@@ -63,7 +62,7 @@ def test_an_operator_that_does_not_exist_is_refused_after_the_first_forward(llam
 
 
 def test_an_evaluation_before_the_first_step_does_not_decide_about_operators(llama: nn.Module) -> None:
-    with lowtide.apply(llama, {"swap": ["mul"], "min_bytes": 0}, engine="virtual:0") as tide:
+    with lowtide.apply(llama, {"swap": ["mul"], "min_bytes": 0}, engine=virtual(0)) as tide:
         with torch.no_grad():
             run(llama)
         run(llama).backward()
@@ -88,7 +87,7 @@ def test_recompute_all_without_layers_is_refused() -> None:
 
 def test_layers_that_are_named_are_layers() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8))
-    with lowtide.apply(model, {"recompute": "all", "layers": ["0"], "min_bytes": 0}, engine="virtual:0") as tide:
+    with lowtide.apply(model, {"recompute": "all", "layers": ["0"], "min_bytes": 0}, engine=virtual(0)) as tide:
         model(torch.ones(4, 8)).sum().backward()
         # The tanh's output is an output of the layer: it stays, as the input of what follows.
         assert tide.plan.layers == ("0",)
@@ -99,15 +98,15 @@ def test_layers_that_are_named_are_layers() -> None:
 
 
 def test_a_second_apply_is_refused_wherever_the_first_one_was(llama: nn.Module) -> None:
-    with lowtide.apply(llama, SWAP, engine="virtual:0"):
+    with lowtide.apply(llama, SWAP, engine=virtual(0)):
         text = "lowtide.apply: this model is already under a lowtide plan; call remove() on that tide first"
         assert refusal(lowtide.apply, llama, SWAP) == text
         assert refusal(lowtide.apply, llama.model.layers[0], SWAP) == text
-    with lowtide.apply(llama.model, SWAP, engine="virtual:0"):
+    with lowtide.apply(llama.model, SWAP, engine=virtual(0)):
         assert refusal(lowtide.apply, llama, SWAP) == (
             "lowtide.apply: its module 'model' is already under a lowtide plan; call remove() on that tide first"
         )
-    lowtide.apply(llama, SWAP, engine="virtual:0").remove()
+    lowtide.apply(llama, SWAP, engine=virtual(0)).remove()
 
 
 def test_what_is_no_eager_module_is_refused() -> None:
@@ -123,7 +122,7 @@ def test_what_is_no_eager_module_is_refused() -> None:
 
 
 def test_a_model_inside_foreign_hooks_is_refused_and_works_again_outside(llama: nn.Module) -> None:
-    with lowtide.apply(llama, SWAP, engine="virtual:0") as tide:
+    with lowtide.apply(llama, SWAP, engine=virtual(0)) as tide:
         with torch.autograd.graph.save_on_cpu():
             text = refusal(run, llama)
         assert text.startswith("lowtide: the model was called inside other saved-tensor hooks (torch.autograd.graph.")
@@ -145,7 +144,7 @@ def test_foreign_hooks_around_a_part_of_the_model_see_that_part(llama: nn.Module
             return forward(*args)
 
     mlp.forward = hooked
-    with lowtide.apply(llama, SWAP, engine="virtual:0"):
+    with lowtide.apply(llama, SWAP, engine=virtual(0)):
         run(llama).backward()
     assert seen
 
@@ -157,7 +156,7 @@ def test_a_model_that_checkpoints_already_is_warned_about_and_right() -> None:
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable()
     with pytest.warns(UserWarning, match="modules of this model already use gradient checkpointing") as caught:
-        tide = lowtide.apply(model, {"recompute": "all", "swap": "all", "min_bytes": 0}, engine="virtual:0")
+        tide = lowtide.apply(model, {"recompute": "all", "swap": "all", "min_bytes": 0}, engine=virtual(0))
     assert "model.gradient_checkpointing_disable()" in str(caught[0].message)
     result = zoo.train(case, model, zoo.make_optimizer(model), 0)
     zoo.assert_same(result, zoo.plain_result("llama", 0))
@@ -178,8 +177,7 @@ def test_a_directory_that_cannot_be_written_is_refused(llama: nn.Module, tmp_pat
 @pytest.mark.parametrize(
     ("engine", "text"),
     [
-        ("hots", "engine: 'hots' is none of accelerator, host, virtual:SEED; did you mean 'host'?"),
-        ("virtual:x", "engine: 'virtual:x' needs a whole number as its seed, as in virtual:7"),
+        ("hots", "engine: 'hots' is none of accelerator, host; did you mean 'host'?"),
         ("accelerator", "engine: 'accelerator' needs the model on an accelerator; move it there, or use 'host'"),
     ],
 )
@@ -206,7 +204,7 @@ def test_a_cap_is_kept_and_what_has_no_room_stays(llama: nn.Module) -> None:
 def test_a_rule_about_a_part_of_a_recomputed_layer_says_that_it_has_no_effect(llama: nn.Module) -> None:
     memory = {"recompute": ["layers.0-1"], "keep": ["*.mlp"]}
     with pytest.warns(UserWarning, match="has no effect") as caught:
-        lowtide.apply(llama, memory, engine="virtual:0").remove()
+        lowtide.apply(llama, memory, engine=virtual(0)).remove()
     assert [str(warning.message) for warning in caught] == [
         "lowtide: memory.keep[0]: keep '*.mlp' has no effect inside 'model.layers.0' and 1 more: a recomputed layer "
         "holds on to nothing but its inputs. To treat its parts differently, name the modules to recompute instead of "
@@ -228,7 +226,7 @@ def test_a_tier_that_the_engine_does_not_have_is_said_to_be_another(llama: nn.Mo
 
 def test_signature_and_state_dict_are_those_of_the_model(llama: nn.Module) -> None:
     signature, keys = inspect.signature(llama.forward), list(llama.state_dict())
-    with lowtide.apply(llama, {"recompute": "all"}, engine="virtual:0"):
+    with lowtide.apply(llama, {"recompute": "all"}, engine=virtual(0)):
         assert inspect.signature(llama.forward) == signature
         assert list(llama.state_dict()) == keys
     assert "forward" not in vars(llama)
@@ -236,7 +234,7 @@ def test_signature_and_state_dict_are_those_of_the_model(llama: nn.Module) -> No
 
 
 def test_a_copy_of_a_model_under_lowtide_is_a_plain_model_of_its_own(llama: nn.Module) -> None:
-    with lowtide.apply(llama, {"recompute": "all", "swap": "all", "min_bytes": 0}, engine="virtual:0") as tide:
+    with lowtide.apply(llama, {"recompute": "all", "swap": "all", "min_bytes": 0}, engine=virtual(0)) as tide:
         for twin in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
             before = tide.stats.num_forwards
             with torch.no_grad():
@@ -249,18 +247,18 @@ def test_a_copy_of_a_model_under_lowtide_is_a_plain_model_of_its_own(llama: nn.M
 
 def test_someone_elses_wrapper_on_top_survives_remove(llama: nn.Module) -> None:
     calls = []
-    tide = lowtide.apply(llama, SWAP, engine="virtual:0")
+    tide = lowtide.apply(llama, SWAP, engine=virtual(0))
     inner = llama.forward
     llama.forward = lambda *args, **kwargs: (calls.append(1), inner(*args, **kwargs))[1]
     tide.remove()
     run(llama).backward()
     assert calls == [1]
     assert tide.stats.num_forwards == 0
-    lowtide.apply(llama, SWAP, engine="virtual:0").remove()
+    lowtide.apply(llama, SWAP, engine=virtual(0)).remove()
 
 
 def test_a_graph_built_before_remove_can_be_run_after_it(llama: nn.Module) -> None:
-    tide = lowtide.apply(llama, SWAP, engine="virtual:5")
+    tide = lowtide.apply(llama, SWAP, engine=virtual(5))
     loss = run(llama)
     tide.remove()
     loss.backward()
@@ -274,7 +272,7 @@ def test_a_keyboard_interrupt_leaves_no_hook_behind(llama: nn.Module) -> None:
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    with lowtide.apply(llama, SWAP, engine="virtual:0") as tide:
+    with lowtide.apply(llama, SWAP, engine=virtual(0)) as tide:
         handle = llama.model.layers[1].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(llama)
@@ -289,7 +287,7 @@ def test_a_keyboard_interrupt_leaves_no_hook_behind(llama: nn.Module) -> None:
 
 def test_the_plan_shows_every_site_after_the_first_step(llama: nn.Module) -> None:
     memory = {"recompute": ["layers.0"], "swap": ["layers.1.mlp"], "min_bytes": 0}
-    with lowtide.apply(llama, memory, engine="virtual:0") as tide:
+    with lowtide.apply(llama, memory, engine=virtual(0)) as tide:
         assert tide.plan.sites == ()
         run(llama).backward()
         fates = {site.name: site.fate for site in tide.plan.sites}
@@ -299,11 +297,11 @@ def test_the_plan_shows_every_site_after_the_first_step(llama: nn.Module) -> Non
         again = lowtide.Plan.from_json(tide.plan.to_json())
         assert again == tide.plan
     truth = zoo.plain_result("llama", 0, 2)
-    zoo.assert_same(zoo.lowtide_step(zoo.CASES["llama"], 0, again, engine="virtual:1", num_steps=2)[0], truth)
+    zoo.assert_same(zoo.lowtide_step(zoo.CASES["llama"], 0, again, engine=virtual(1), num_steps=2)[0], truth)
 
 
 def test_a_plan_that_does_nothing_says_so(llama: nn.Module) -> None:
-    with lowtide.apply(llama, {}, engine="virtual:0") as tide:
+    with lowtide.apply(llama, {}, engine=virtual(0)) as tide:
         run(llama).backward()
         assert "This plan does nothing: every activation is kept." in str(tide.plan)
         assert tide.stats.saved_bytes == tide.stats.kept_bytes > 0
@@ -313,7 +311,8 @@ def test_a_plan_that_does_nothing_says_so(llama: nn.Module) -> None:
 
 _FULL_DISK = """
 import resource, signal, sys, warnings
-import torch, zoo, lowtide
+import torch, lowtide
+from tests.support import zoo
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 case = zoo.CASES["llama"]
@@ -384,9 +383,9 @@ def test_the_handle_of_a_model_can_be_asked_for() -> None:
     assert lowtide.current(model) is None
     lowtide.remove(model)
     for call in (
-        lambda: lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1"),
-        lambda: lowtide.apply(model, {"recompute": ["0"], "layers": ["0", "2"]}, engine="virtual:1"),
-        lambda: lowtide.optimize(model, budget="1GiB", engine="virtual:1"),
+        lambda: lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(1)),
+        lambda: lowtide.apply(model, {"recompute": ["0"], "layers": ["0", "2"]}, engine=virtual(1)),
+        lambda: lowtide.optimize(model, budget="1GiB", engine=virtual(1)),
     ):
         handle = call()
         assert lowtide.current(model) is handle

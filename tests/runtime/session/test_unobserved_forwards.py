@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from tests.support.virtual_engine import virtual
 
 X = torch.ones(4, 8)
 
@@ -57,11 +58,11 @@ class Pair(nn.Module):
 
 
 def _optimize(model: nn.Module) -> Any:
-    return lowtide.optimize(model, budget="1GiB", engine="virtual:1")
+    return lowtide.optimize(model, budget="1GiB", engine=virtual(1))
 
 
 def _apply(model: nn.Module) -> Any:
-    return lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine="virtual:1")
+    return lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(1))
 
 
 CALLS: dict[str, Callable[[nn.Module], Any]] = {"lowtide.optimize": _optimize, "lowtide.apply": _apply}

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import zoo
 from tests.standin import device
+from tests.support import zoo
 
 
 @pytest.fixture(autouse=True, scope="session")

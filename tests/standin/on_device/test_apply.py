@@ -15,9 +15,9 @@ from torch import nn
 import lowtide
 from lowtide.engines.base import Lane
 from lowtide.tensors.view import byte_view
-from tests import zoo
 from tests.standin import device, engines, swaps
 from tests.standin.swaps import Run
+from tests.support import zoo
 
 SWAP_ALL = {"swap": "all", "min_bytes": 0}
 DEVICES = [torch.device("standin", number) for number in range(2)]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests import zoo
 from tests.standin import device
+from tests.support import zoo
 
 HERE = torch.device("standin", 0)
 THERE = torch.device("standin", 1)

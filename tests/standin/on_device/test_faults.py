@@ -16,8 +16,8 @@ from lowtide.engines.base import Lane
 from lowtide.engines.tiers.disk import DiskTier
 from lowtide.errors import ConfigError
 from lowtide.profiling.op_timer import DeviceClock, DeviceTimer
-from tests import zoo
 from tests.standin import device, swaps
+from tests.support import zoo
 
 HERE, THERE = (torch.device("standin", number) for number in range(2))
 MIB = 2**20

@@ -12,9 +12,9 @@ import torch
 
 import lowtide
 from lowtide.tensors.private import gradient_hooks
-from tests import zoo
 from tests.standin import device
 from tests.standin.swaps import HERE
+from tests.support import zoo
 
 CASE = zoo.CASES["llama"]
 PLANS = {

@@ -14,9 +14,9 @@ from lowtide.config.memory import load_memory
 from lowtide.planner.by_rules import problem_of
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.memory import plain_curve
-from tests import zoo
 from tests.standin import budgets, device
 from tests.standin.budgets import Planned, Prices, Training
+from tests.support import zoo
 
 plain = functools.lru_cache(maxsize=64)(budgets.plain)
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from lowtide.core.budget import DeviceMemory
 from lowtide.optimizer.swap import swap_optimizer
-from tests import zoo
 from tests.standin import device
 from tests.standin.swaps import HERE
+from tests.support import zoo
 
 WIDTH, NUM_LAYERS = 256, 8
 STATE = 8 * WIDTH * WIDTH

@@ -15,9 +15,9 @@ from lowtide.core.plan import Plan
 from lowtide.profiling.smaller import measured_codec
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError, _places_of
 from lowtide.tensors.codecs import encode
-from tests import zoo
-from tests.solved import plan_with
 from tests.standin import device
+from tests.support import zoo
+from tests.support.solved import plan_with
 
 DEVICE = torch.device("standin", 0)
 

@@ -15,8 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests import processes
-from tests.processes import Process
+from tests.support import processes
+from tests.support.processes import Process
 
 Job = tuple[str, dict[str, Any]]
 """Name of a function of the module, and keyword arguments beside `rank`. It gives back what can be pickled."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from zoo import same_bits
 
 import lowtide
 from lowtide.optimizer.swap import OptimizerSwap
+from tests.support.zoo import same_bits
 
 SHAPES = ((24, 16), (16,), (16, 16), (7, 33), (5, 4, 6), (40, 30), (3,), (19, 19))
 MATRICES = tuple(shape for shape in SHAPES if len(shape) == 2)

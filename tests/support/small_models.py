@@ -11,8 +11,8 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.profiling.observe_step import observe
-from tests import zoo
-from tests.solved import plan_with
+from tests.support import zoo
+from tests.support.solved import plan_with
 
 WIDTH = 16
 

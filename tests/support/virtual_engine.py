@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowtide.core.plan import Plan
 from lowtide.engines.base import Bandwidth, Lane, Slot
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
@@ -119,6 +120,10 @@ class VirtualEngine:
         self._uses: dict[int, list[_Use]] = {}
         """By the storage of a slot."""
         self.leftovers: deque = deque()
+
+    def another(self, plan: Plan) -> VirtualEngine:
+        seed = int(self.name.partition(":")[2])
+        return VirtualEngine(seed, host_bytes=plan.host_budget_bytes, disk_bytes=plan.disk_budget_bytes, caps=self.caps)
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -315,6 +320,20 @@ class VirtualEngine:
                 place.copy_(device_bytes)
             else:
                 device_bytes.copy_(place)
+
+
+@dataclass(frozen=True, slots=True)
+class virtual:  # noqa: N801 it reads as the function that it is
+    """An `engine=` that makes a virtual engine of this seed for each plan: `virtual(3)`. Test ids have 'virtual:3'."""
+
+    seed: int
+
+    @property
+    def __name__(self) -> str:
+        return f"virtual:{self.seed}"
+
+    def __call__(self, plan: Plan) -> VirtualEngine:
+        return VirtualEngine(self.seed, host_bytes=plan.host_budget_bytes, disk_bytes=plan.disk_budget_bytes)
 
 
 def _later(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from lowtide.pipeline.cut_model import cut, loss_of
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages
 from tests.pipeline.test_cut_model import CONFIGS
-from tests.zoo import same_bits
+from tests.support.zoo import same_bits
 
 M, WIDTH, CLASSES = 6, 12, 7
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline import moe
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
@@ -24,7 +23,9 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.tensors.live_bytes import LiveBytes
-from tests.zoo import same_bits
+from tests.pipeline import moe
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 WIDTH, INNER, VOCABULARY, LENGTH = 16, 64, 32, 48
 NUM_BLOCKS = 8
@@ -129,7 +130,7 @@ class Rank:
 
     def fit(self, budget: int, **memory: Any) -> StagePlans:
         section = {"budget": budget, "min_bytes": 0, **memory}
-        how: dict[str, Any] = {"optimizer": self.optimizer, "engine": f"virtual:{self.seed}"}
+        how: dict[str, Any] = {"optimizer": self.optimizer, "engine": virtual(self.seed)}
         if self.is_sharing:
             how["together"] = dist.group.WORLD
         with self._casting():
@@ -261,7 +262,7 @@ def refused(rank: int) -> list[str]:
 
     def attempt(it: Rank, *batch: Any, **memory: Any) -> None:
         with contextlib.closing(it.pipeline), pytest.raises(ConfigError) as caught:
-            fit_stages(it.pipeline, *(batch or it.batch(0)), memory=memory, engine="virtual:0")
+            fit_stages(it.pipeline, *(batch or it.batch(0)), memory=memory, engine=virtual(0))
         told.append(str(caught.value))
 
     attempt(Rank("1f1b", rank), **({"budget": 2**30} if rank == 0 else {}))

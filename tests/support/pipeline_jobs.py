@@ -28,9 +28,10 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import Kind, Result, Schedule
 from lowtide.pipeline.weight_gradients import WeightGradients, linear
 from lowtide.tensors.ranks import ALONE
-from tests import staged_models
-from tests.staged_models import LENGTHS, MANY, NUM_PIECES, Stage
-from tests.zoo import same_bits
+from tests.support import staged_models
+from tests.support.staged_models import LENGTHS, MANY, NUM_PIECES, Stage
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 
 @functools.cache
@@ -76,11 +77,9 @@ def trained(
     optimizer = staged_models.make_optimizer(model)
     tides = []
     if memory is not None:
-        tides = [lowtide.apply(stage, memory, engine=f"virtual:{rank}", group=ALONE) for stage in stages.values()]
+        tides = [lowtide.apply(stage, memory, engine=virtual(rank), group=ALONE) for stage in stages.values()]
     if budget is not None:
-        tides = [
-            lowtide.optimize(stage, budget=budget, engine=f"virtual:{rank}", group=ALONE) for stage in stages.values()
-        ]
+        tides = [lowtide.optimize(stage, budget=budget, engine=virtual(rank), group=ALONE) for stage in stages.values()]
     pipeline = _pipeline(schedule, stages, weight_gradients=WeightGradients() if split else None)
     truth = _truth(tied)
     different = []
