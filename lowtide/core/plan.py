@@ -54,6 +54,8 @@ class Plan:
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     loss_rows: int | None = None
     """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
+    mlp_rows: int | None = None
+    """Of a block of an MLP (`memory.mlp`), likewise."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: it stays where it is."""
     audited_peak_bytes: int | None = None
@@ -67,7 +69,7 @@ class Plan:
     def does_nothing(self) -> bool:
         """True when every activation is kept (no rule says otherwise, or none of the observed sites is affected), and
         all of the optimizer's state, and the loss is plain."""
-        if self.loss != "plain" or (self.optimizer is not None and self.optimizer.moves):
+        if self.loss != "plain" or self.mlp_rows is not None or (self.optimizer is not None and self.optimizer.moves):
             return False
         if self.sites:
             return all(site.fate is Fate.KEEP and site.codec is None for site in self.sites)
@@ -85,11 +87,15 @@ class Plan:
             "sites": [_agreed(site) for site in self.sites] if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
             **({} if self.loss == "plain" else {"loss": self.loss}),
-            **({} if self.loss_rows is None else {"loss_rows": self.loss_rows}),
+            **self._rows(),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
         }
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def _rows(self) -> dict[str, int]:
+        rows = {"loss_rows": self.loss_rows, "mlp_rows": self.mlp_rows}
+        return {key: number for key, number in rows.items() if number is not None}
 
     def to_json(self) -> str:
         """JSON text with two-space indentation and a fixed order of keys; `Plan.from_json` gives back an equal plan."""
@@ -105,7 +111,7 @@ class Plan:
             "is_solved": self.is_solved,
             "check": self.check,
             "loss": self.loss,
-            **({} if self.loss_rows is None else {"loss_rows": self.loss_rows}),
+            **self._rows(),
             "budget_bytes": self.budget_bytes,
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],

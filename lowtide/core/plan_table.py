@@ -9,7 +9,7 @@ count separately the retained inputs that are held only because a recipe starts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,8 @@ class TabledPlan(Protocol):
     @property
     def loss_rows(self) -> int | None: ...
     @property
+    def mlp_rows(self) -> int | None: ...
+    @property
     def optimizer(self) -> OptimizerPlacement | None: ...
     @property
     def audited_peak_bytes(self) -> int | None: ...
@@ -68,6 +70,7 @@ _FATES = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 _OUTSIDE = "outside layers"
 _FITS = "fits"
 _LOSS = "loss: sliced (its rows in slices, the same bits)"
+_DECLARED = "as declared (one block has the bits of the whole)"
 _TOO_SMALL = "smaller than min_bytes"
 _VERBS = {Fate.RECOMPUTE: "recomputed", Fate.SWAP: "away and back"}
 
@@ -94,8 +97,7 @@ def _written_lines(plan: TabledPlan, width: int | None) -> list[str]:
     lines = [_headline(plan)]
     if plan.does_nothing:
         lines.append("This plan does nothing: every activation is kept.")
-    if plan.loss != "plain":
-        lines.append(_loss_line(plan))
+    lines += _lines_about_rows(plan)
     if plan.optimizer is not None:
         lines += placement_lines(plan.optimizer)
     if plan.rules.rules:
@@ -106,10 +108,13 @@ def _written_lines(plan: TabledPlan, width: int | None) -> list[str]:
     return [*lines, "", *_table(_site_rows(plan, _row), width)]
 
 
-def _loss_line(plan: TabledPlan) -> str:
-    if plan.loss_rows is None:
-        return _LOSS
-    return f"loss: head and loss in blocks of {plan.loss_rows} rows, as declared (one block has the bits of the whole)"
+def _lines_about_rows(plan: TabledPlan) -> Iterator[str]:
+    if plan.loss_rows is not None:
+        yield f"loss: head and loss in blocks of {plan.loss_rows} rows, {_DECLARED}"
+    elif plan.loss != "plain":
+        yield _LOSS
+    if plan.mlp_rows is not None:
+        yield f"mlp: in blocks of {plan.mlp_rows} rows, {_DECLARED}"
 
 
 def _solved_lines(plan: TabledPlan, width: int | None) -> list[str]:
@@ -120,8 +125,7 @@ def _solved_lines(plan: TabledPlan, width: int | None) -> list[str]:
         lines = [f"plan {plan.digest()}: {promise}", *others, ", ".join(_contents(plan))]
     if plan.does_nothing:
         lines.append("This plan does nothing: everything fits.")
-    if plan.loss != "plain":
-        lines.append(_loss_line(plan))
+    lines += _lines_about_rows(plan)
     if plan.optimizer is not None:
         lines += placement_lines(plan.optimizer)
     if any(site.recipe is not None for site in plan.sites):

@@ -35,6 +35,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
+from lowtide.loss.mlp import MlpsInBlocks, mlp_rows_of
 from lowtide.loss.parallel import are_words_spread, dtensor_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
@@ -330,6 +331,20 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
     return loss if isinstance(loss, SlicedLoss) else None
 
 
+class Attached:
+    """What stands in a model for `memory.loss` and `memory.mlp`, until `remove()`."""
+
+    def __init__(self, loss: LossHandle | None, mlps: MlpsInBlocks | None) -> None:
+        self.loss = loss
+        self.mlps = mlps
+
+    def remove(self) -> None:
+        """The model's own again. Idempotent."""
+        for each in (self.loss, self.mlps):
+            if each is not None:
+                each.remove()
+
+
 def loss_rows_of(model: nn.Module) -> int | None:
     """The rows of a block of head and loss, where they are in force."""
     loss = _sliced_loss_of(model)
@@ -337,21 +352,29 @@ def loss_rows_of(model: nn.Module) -> int | None:
 
 
 @contextlib.contextmanager
-def sliced_where(model: nn.Module, *, may: bool, must: bool, rows: int | None = None) -> Iterator[None]:
-    """Inside, the loss is sliced if it may be and can be. `must`: raises `ConfigError` where it cannot be."""
-    handle = attach_where(model, may=may, must=must, rows=rows)
+def sliced_where(model: nn.Module, **how: Any) -> Iterator[None]:
+    """Inside, `attach_where(model, **how)`."""
+    attached = attach_where(model, **how)
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        if attached is not None:
+            attached.remove()
 
 
-def attach_where(model: nn.Module, *, may: bool, must: bool, rows: int | None = None) -> LossHandle | None:
-    """`attach` if the loss may be sliced and can be; None else, and where it is sliced already."""
-    if not may or _sliced_loss_of(model) is not None or (not must and why_not(model)):
-        return None
-    return attach(model, rows)
+def attach_where(
+    model: nn.Module, *, may: bool, must: bool, rows: int | None = None, mlp_rows: int | None = None
+) -> Attached | None:
+    """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
+    cannot be. `mlp_rows`: MLPs in blocks. None where that is nothing, and for what is in force already."""
+    is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
+    mlps = None if mlp_rows is None or mlp_rows_of(model) is not None else MlpsInBlocks(model, mlp_rows)
+    try:
+        loss = None if is_plain else attach(model, rows)
+    except ConfigError:
+        Attached(None, mlps).remove()
+        raise
+    return None if loss is None and mlps is None else Attached(loss, mlps)
 
 
 def why_not(model: nn.Module) -> str:

@@ -230,7 +230,7 @@ class _OfRows(torch.autograd.Function):
         ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None, of_log_sum: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None]:
         logits, words, *log_sum = saved_of(ctx)
-        given = Given(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
+        given = GivenRows(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
         with torch.no_grad(), without_autocast(logits.device.type):
             gradient = _made(lambda: gradient_of(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
         return draw_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
@@ -293,7 +293,7 @@ class _LogSum(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenRows:
     """What the backward pass starts from: what was saved, and the gradients of the outputs."""
 
     logits: torch.Tensor
@@ -304,7 +304,7 @@ class Given:
     of_log_sum: torch.Tensor | None
 
 
-def gradient_of(given: Given, slicing: Slicing, *, picked: torch.Tensor | None = None) -> torch.Tensor:
+def gradient_of(given: GivenRows, slicing: Slicing, *, picked: torch.Tensor | None = None) -> torch.Tensor:
     """Of the logits, in the layout of plain autograd's: a log-softmax gives one in rows, whatever the layout of the
     logits; a logsumexp one in theirs, and of a sum the first summand decides. `picked`: write the log-probability of
     each row's word there once more, and the gradient over the logits."""
@@ -338,7 +338,7 @@ def gradient_of(given: Given, slicing: Slicing, *, picked: torch.Tensor | None =
     return gradient
 
 
-def _gradients_of_slices(given: Given, slicing: Slicing) -> Iterator[torch.Tensor]:
+def _gradients_of_slices(given: GivenRows, slicing: Slicing) -> Iterator[torch.Tensor]:
     """The same by functions alone."""
     for part in slices(len(given.logits), slicing.num_rows):
         numbers = given.logits[part].to(slicing.dtype)

@@ -35,7 +35,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import (
     Buffers,
-    Given,
+    GivenRows,
     Slicing,
     check_factors,
     check_names,
@@ -56,7 +56,7 @@ Step = tuple[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _BlockSettings:
     rows: int
     dtype: torch.dtype
     """In which the head computes."""
@@ -105,7 +105,7 @@ def head_cross_entropy(
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
     check_names(words, num_words)
-    made = _HeadOfRows.apply(hidden, weight, bias, words, _How(rows, dtype, slicing, steps))
+    made = _HeadOfRows.apply(hidden, weight, bias, words, _BlockSettings(rows, dtype, slicing, steps))
     return loss_of_rows(
         made,
         is_ignored,
@@ -137,7 +137,7 @@ class _HeadOfRows(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         words: torch.Tensor,
-        how: _How,
+        how: _BlockSettings,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         ctx.how = how
         picked = hidden.new_empty(len(hidden), dtype=how.slicing.dtype)
@@ -160,16 +160,16 @@ class _HeadOfRows(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, words, picked, log_sum = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        how: _How = ctx.how
+        how: _BlockSettings = ctx.how
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight, of_bias = _Sum(weight.dtype, how.dtype), _Sum(weight.dtype, how.dtype)
+        of_weight, of_bias = DeclaredSum(weight.dtype), DeclaredSum(weight.dtype)
         again = torch.empty_like(picked)
         with torch.no_grad(), without_autocast(hidden.device.type):
             logits_of = _Logits(hidden, weight, bias, how)
             for part in slices(len(hidden), how.rows):
                 logits = logits_of.make(part, keeps=True)
                 of_part = (of_picked[part], _of(of_total, part), _of(of_log_sum, part))
-                given = Given(logits, words[part], _of(log_sum, part), *of_part)
+                given = GivenRows(logits, words[part], _of(log_sum, part), *of_part)
                 if isinstance(logits, FakeTensor):
                     _trace_rows(logits, how.slicing, is_backward=True)
                 else:
@@ -183,7 +183,7 @@ class _HeadOfRows(torch.autograd.Function):
                     of_weight.add(over.t().mm(logits_of.input(part)))
                 if needs_bias:
                     of_bias.add(over.sum(0))
-            _compare(picked, again)
+            compare_again(picked, again, "the head", "write loss: sliced (memory.loss)")
         made = (of_hidden, of_weight.result(), of_bias.result())
         sources = (hidden, weight, bias, of_picked, of_total, of_log_sum)
         return (*(None if each is None else draw_once(each, *sources) for each in made), None, None)
@@ -211,7 +211,9 @@ def _trace_rows(logits: torch.Tensor, slicing: Slicing, *, is_backward: bool) ->
 class _Logits:
     """Makes the logits of one block after the other in the same memory."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: _How) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: _BlockSettings
+    ) -> None:
         self._hidden = hidden
         self._how = how
         self.weight = weight.to(how.dtype)
@@ -256,17 +258,18 @@ FORWARD: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 """By the name of a node, what it does, in place."""
 
 
-class _Sum:
+class DeclaredSum:
     """The declared sum of what blocks give: in order, in fp32 or wider, rounded once."""
 
-    def __init__(self, dtype: torch.dtype, block_dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of the result."""
         self._dtype = dtype
-        self._wide = torch.promote_types(block_dtype, torch.float32)
         self._sum: torch.Tensor | None = None
 
     def add(self, block: torch.Tensor) -> None:
+        """What the next block gives."""
         if self._sum is None:
-            self._sum = block.to(self._wide)
+            self._sum = block.to(torch.promote_types(block.dtype, torch.float32))
         else:
             self._sum.add_(block)
 
@@ -274,11 +277,12 @@ class _Sum:
         return None if self._sum is None else self._sum.to(self._dtype)
 
 
-def _compare(picked: torch.Tensor, again: torch.Tensor) -> None:
-    if isinstance(picked, FakeTensor) or torch.equal(picked.view(torch.uint8), again.view(torch.uint8)):
+def compare_again(first: torch.Tensor, again: torch.Tensor, what: str, fix: str) -> None:
+    """RuntimeError unless a second run gave the very bits of the first."""
+    if isinstance(first, FakeTensor) or torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
         return
     raise RuntimeError(
-        "lowtide: the head gave other logits in the backward pass than in the forward pass, so its gradients would not "
-        "be those of the loss; what it reads changed without a version that counts it, or its matmul does not repeat "
-        "itself on this device (torch.use_deterministic_algorithms); write loss: sliced (memory.loss)"
+        f"lowtide: {what} gave other values in the backward pass than in the forward pass, so its gradients would be "
+        "those of another step; what it reads changed without a version that counts it, or it does not repeat itself "
+        f"on this device (torch.use_deterministic_algorithms); {fix}"
     )

@@ -117,6 +117,7 @@ def profile_of(
     state: StateBytes,
     loss: str = "plain",
     loss_rows: int | None = None,
+    mlp_rows: int | None = None,
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.op_names)
@@ -142,6 +143,7 @@ def profile_of(
         num_collectives=sum(call.is_collective for call in trace.calls),
         loss=loss,
         loss_rows=loss_rows,
+        mlp_rows=mlp_rows,
     )
 
 

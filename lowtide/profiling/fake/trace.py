@@ -46,6 +46,7 @@ from lowtide.core.codec import Codec
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
+from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.ends import Ends
 from lowtide.profiling.fake.expand_layers import Expanded, expand
@@ -246,6 +247,7 @@ def trace(
         ),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
+        mlp_rows=mlp_rows_of(model),
     )
     del expanded
     if left := fakes_left(mode, own):

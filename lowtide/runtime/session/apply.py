@@ -57,7 +57,7 @@ def apply(
     placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
-    loss = attach_where(model, may=plan.loss == "sliced", must=True, rows=plan.loss_rows)
+    loss = attach_where(model, may=plan.loss == "sliced", must=True, rows=plan.loss_rows, mlp_rows=plan.mlp_rows)
     try:
         return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)
     except BaseException:

@@ -67,6 +67,7 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
     plan = plan_from_rules(config, layers)
     asked = config.slices_loss
     slices = asked["must"] or (asked["may"] and not why_not(model))
+    plan = dataclasses.replace(plan, mlp_rows=asked["mlp_rows"])
     return dataclasses.replace(plan, loss="sliced", loss_rows=asked["rows"]) if slices else plan
 
 

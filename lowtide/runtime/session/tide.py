@@ -25,7 +25,7 @@ from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
-from lowtide.loss.attach import LossHandle
+from lowtide.loss.attach import Attached
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
 from lowtide.runtime.hooks.mismatch import with_bytes_seen
@@ -61,7 +61,7 @@ class Tide:
         *,
         owns_engine: bool,
         placed: PlacedState | None = None,
-        loss: LossHandle | None = None,
+        loss: Attached | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -277,8 +277,8 @@ class Tide:
         state = "removed" if self._is_removed else "applied"
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
 
-    def _say_if_no_loss(self, loss: LossHandle) -> None:
-        if self.has_run and not loss.loss.was_called:
+    def _say_if_no_loss(self, loss: Attached) -> None:
+        if self.has_run and loss.loss is not None and not loss.loss.loss.was_called:
             warnings.warn(
                 f"lowtide: memory.loss: nothing was sliced: no forward pass of {type(self.model).__name__} called its "
                 "loss_function; give it labels, or call lowtide.cross_entropy in a training loop of your own",
