@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lowtide.core.profile import Profile
     from lowtide.engines.base import EngineChoice
     from lowtide.optimizer.swap import OptimizerSwap
-    from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
 _LOSS = "a function that makes the loss of the model's output"
 
@@ -40,7 +40,7 @@ def apply(
     first_layer: int | None = None,
     tp_group: Any = None,
     say: Callable[[str], None] | None = None,
-) -> Tide | Autopilot:
+) -> Tide | Tides:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
@@ -56,7 +56,6 @@ def apply(
     """
     from lowtide.config.memory import load_memory
     from lowtide.mindformers.follow import follow, sections_in
-    from lowtide.runtime.autopilot.optimize import optimize
     from lowtide.runtime.session.apply import apply as apply_plan
     from lowtide.tensors.ranks import check_group
 
@@ -82,6 +81,8 @@ def apply(
     if not isinstance(memory, Plan):
         memory = load_memory(memory)
         if memory.has_budget:
+            from lowtide.runtime.autopilot.optimize import optimize  # a fixed plan needs none of it
+
             return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
 
@@ -122,7 +123,7 @@ def observe(
     return observe_step(model, batch, loss=loss, optimizer=optimizer)
 
 
-def current(model: torch.nn.Module) -> Tide | Autopilot | None:
+def current(model: torch.nn.Module) -> Tide | Tides | None:
     """What `apply` or `optimize` gave for `model`, or for the model that it wraps (as DDP does); None if it is plain.
 
     For a notebook cell that runs again, or code that did not keep the handle.
@@ -143,7 +144,7 @@ def remove(model: torch.nn.Module) -> None:
         handle.remove()
 
 
-def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.PathLike[str]) -> Path:
+def write_report(handle: torch.nn.Module | Tide | Tides, path: str | os.PathLike[str]) -> Path:
     """Write what `handle`, or the model that it is on, does and did: its plan, the memory and the lanes of a step.
 
     The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
@@ -156,12 +157,12 @@ def write_report(handle: torch.nn.Module | Tide | Autopilot, path: str | os.Path
     from lowtide.report.run_folder import report_of_handle
     from lowtide.report.write import check_form
     from lowtide.report.write import write_report as write
-    from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
     check_form(path)
     found = current(handle) if isinstance(handle, Module) else handle
-    if found is not None and not isinstance(found, Tide | Autopilot):
+    if found is not None and not isinstance(found, Tide | Tides):
         raise wrong_argument("lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", found)
     if found is None:
         raise ConfigError(

@@ -21,8 +21,8 @@ from lowtide.config.memory import load_memory
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.solve import floor
+from lowtide.profiling.observe_call import observe_call
 from lowtide.profiling.observe_step import observe
-from lowtide.runtime.autopilot.observe_call import observe_call
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link

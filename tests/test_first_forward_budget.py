@@ -17,8 +17,8 @@ import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.corrections import Correction
+from lowtide.runtime.autopilot.measure import Correction
+from lowtide.runtime.session.tides import Tides
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
 from tests.support.independent_count import IndependentCount, state_tensors
@@ -169,7 +169,7 @@ class Counted:
 
     def __init__(self, name: str, budget_bytes: int, engine: str, **memory: Any) -> None:
         self.model, self.optimizer = build(name)
-        self.tide: Autopilot = lowtide.optimize(
+        self.tide: Tides = lowtide.optimize(
             self.model, budget=budget_bytes, memory={"min_bytes": MIN_BYTES, **memory}, optimizer=self.optimizer,
             engine=engine, say=self._planned,
         )  # fmt: skip
@@ -251,14 +251,14 @@ def test_the_first_step_after_each_correction_keeps_the_budget(name: str, monkey
     wrong = iter([Correction(why="peak: injected", unforeseen_bytes=unforeseen_bytes)])
 
     def correction(shape: Any, stats: Any) -> Correction:
-        link = counted.tide.link
+        link = counted.tide.source.planner.facts.link
         assert link is not None
         slower = dataclasses.replace(
             link, out_bytes_per_second=link.out_bytes_per_second / 9, in_bytes_per_second=link.in_bytes_per_second / 9
         )
         return next(wrong, Correction(why="stalls: injected", link=slower))
 
-    monkeypatch.setattr(counted.tide._machine, "_correction", correction)
+    monkeypatch.setattr(counted.tide.source, "_correction", correction)
     torch.manual_seed(1)
     assert_kept(name, counted, budget, [tokens()] * 4)
     events = [(event.why, event.budget_bytes) for event in counted.tide.events]

@@ -68,11 +68,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_049,
+    "lines": 58_934,
     "files": 311,
-    "classes": 552,
+    "classes": 560,
     "files that one other file imports": 65,
-    "classes with more than 15 attributes": 29,
+    "classes with more than 15 attributes": 30,
     "class names that several classes have": 28,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,

@@ -398,7 +398,7 @@ def test_a_layer_that_refused_is_kept_by_the_plans_of_other_shapes_too() -> None
             found += [loss, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
             model.zero_grad()
             if tide is not None and len(found) == 2 * NUM_FOUND:
-                assert all("layers.1" in layers_again(shape.plan) for shape in tide._machine.shapes)
+                assert all("layers.1" in layers_again(shape.plan) for shape in tide.source.table)
         FLAG["is_deep"] = False
         if tide is not None:
             assert [event.why for event in tide.events].count("layers cannot run again") == 1

@@ -42,8 +42,8 @@ from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 
 if TYPE_CHECKING:
-    from lowtide.runtime.autopilot.autopilot import Autopilot
     from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
 
 _RUN = "lowtide train"
@@ -88,7 +88,7 @@ class Trainer:
         """Optimizer steps done."""
         self.say: Callable[[str], None] = _say_nothing
         """Hears what the autopilot decides."""
-        self.tide: Tide | Autopilot | None = None
+        self.tide: Tide | Tides | None = None
         self._forward: torch.nn.Module = self.model
         if self.stages is not None:
             self.stages.begin(self.optimizer, self._tell)
@@ -104,7 +104,7 @@ class Trainer:
             place = ranks.rank if self.shards is None else self.reader
             _seed(random.Random(f"{run.train.seed} {place} {self.step}").getrandbits(62))
 
-    def _take_up_memory(self) -> Tide | Autopilot | None:
+    def _take_up_memory(self) -> Tide | Tides | None:
         """Rules are followed as written; a budget is planned for in the first step."""
         memory, sections = self.run.memory, self.run.sections
         how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}

@@ -45,8 +45,8 @@ from lowtide.core.plan import Plan
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, StallMeter, Stream, TorchDevice
 from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Job, LaneWorker, Staging
-from lowtide.engines.tiers.arena import ALIGN_BYTES, Arena, Block
-from lowtide.engines.tiers.disk import DiskTier
+from lowtide.engines.tiers.arena import Arena, Block
+from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_limit import Cap, host_limit
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
@@ -421,9 +421,9 @@ def _host_cap_bytes(host_budget_bytes: int | None) -> int:
     limit = host_limit(host_budget_bytes)
     assert limit.limit_bytes is not None, "no /proc: give a host_budget"
     if host_budget_bytes is not None:
-        return limit.limit_bytes // ALIGN_BYTES * ALIGN_BYTES
+        return limit.limit_bytes // BLOCK_BYTES * BLOCK_BYTES
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return limit.limit_bytes * 4 // 5 // num_local_ranks // ALIGN_BYTES * ALIGN_BYTES
+    return limit.limit_bytes * 4 // 5 // num_local_ranks // BLOCK_BYTES * BLOCK_BYTES
 
 
 def wants_disk(plan: Plan) -> bool:

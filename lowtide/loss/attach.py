@@ -331,7 +331,7 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
     return loss if isinstance(loss, SlicedLoss) else None
 
 
-class Attached:
+class AttachedLoss:
     """What stands in a model for `memory.loss` and `memory.mlp`, until `remove()`."""
 
     def __init__(self, loss: LossHandle | None, mlps: MlpsInBlocks | None) -> None:
@@ -364,7 +364,7 @@ def sliced_where(model: nn.Module, **how: Any) -> Iterator[None]:
 
 def attach_where(
     model: nn.Module, *, may: bool, must: bool, rows: int | None = None, mlp_rows: int | None = None
-) -> Attached | None:
+) -> AttachedLoss | None:
     """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
     cannot be. `mlp_rows`: MLPs in blocks. None where that is nothing, and for what is in force already."""
     is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
@@ -372,9 +372,9 @@ def attach_where(
     try:
         loss = None if is_plain else attach(model, rows)
     except ConfigError:
-        Attached(None, mlps).remove()
+        AttachedLoss(None, mlps).remove()
         raise
-    return None if loss is None and mlps is None else Attached(loss, mlps)
+    return None if loss is None and mlps is None else AttachedLoss(loss, mlps)
 
 
 def why_not(model: nn.Module) -> str:

@@ -1,48 +1,22 @@
 """`recompute_config` and `swap_config` on a model: observe the first step, then do what the file says.
 
-What: `follow` does for files of MindSpore Transformers what `optimize` does for a budget. It puts one wrapper on the
-model. The first forward pass of each shape is observed (one extra step that leaves no trace), which shows what each op
-saves and how it can be recomputed. Then mindformers/plan.py decides the fates, and the runtime carries them out.
+What: `follow` does for files of MindSpore Transformers what `optimize` does for a budget. The first forward pass of
+each shape is observed (one extra step that leaves no trace), which shows what each op saves and how it can be
+recomputed. Then `plan_sections` decides the fates (plan.py), and a tide carries them out. `FilePlans` holds these plans
+by shape; each stays as written, whatever its steps take: nothing is measured, compared or corrected.
 Why a step is observed: files name single operators (`flash_attention`, `feed_forward.mul`) that are no modules.
-Cost: that of the autopilot, without its solver. Not covered: DTensor parameters of FSDP2 and of tensor parallelism in
-one model.
-
-`parallel_optimizer_comm_recompute`: whether the parameters of recomputed layers are gathered again in backward.
-
-What: after a module's forward FSDP2 either shards its parameters again (and gathers them a second time before the
-backward), or keeps them whole until then. In recomputed layers true asks for the first, false for the second. Where the
-file does not have the key, FSDP2 stays as the user built it. `undo` gives each module its own setting back.
-Why here: what reads these parameters in backward is the layer that runs again.
-Cost of true: one all-gather a layer and step; of false: the layer's parameters from forward to backward.
-Not covered: recomputed single ops, and modules that shard several layers as one.
-
-`recompute_slice_activation`: tensor-parallel ranks share the inputs of recomputed layers between them.
-
-What: with tensor parallelism each rank runs a layer on the same input, and a recomputed layer holds only its inputs. So
-each of N ranks keeps one N-th of an input, and the whole is gathered when backward runs the layer again. The flat
-storage is cut, so layout and shape do not matter.
-Why inputs are compared: if ranks had different inputs, their slices would make up a tensor that no rank had, and
-gradients would be wrong without an error. So in each forward pass that is recorded (the first, and those after a change
-of shapes) every input is compared over the group before it is cut. If it differs, all ranks refuse the step. With
-sequence parallelism inputs differ: there each rank has its own slice already, and there is nothing to gain.
-
-Only inputs are cut that need a gradient and whose storage nothing else holds whole: hidden states, not masks or rotary
-tables. An input of several layers is cut once. An input that has no N equal parts is kept whole, and a line says so.
-
-Cost: one all-gather for each input in backward, in the order in which backward reaches the layers. Not covered:
-swapped inputs (those stay whole), and inputs that begin to differ between ranks after they were compared.
+Cost: the observed step. Not covered: DTensor parameters of FSDP2 and of tensor parallelism in one model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.plan import Plan
@@ -56,189 +30,18 @@ from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import FilePlan, table
 from lowtide.mindformers.schema import Resolution, Sections
 from lowtide.mindformers.schema.issues import Issues, layers_text
+from lowtide.mindformers.sharding import KEY_SLICES, Resharding, Slices, tensor_parallel_group
 from lowtide.profiling.layers import find_layers, is_numbered, named_layers
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.plan_cache import CachedPlan
-from lowtide.runtime.autopilot.plan_source import Facts
-from lowtide.runtime.saved.handle import Kept
-from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.runtime.session.consensus import PlanConsensus, agreed
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
+from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
+from lowtide.runtime.session.tides import FIRST_STEP, NEW_SHAPE, Tides
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import after_forward, fsdp_modules, is_cut_twice
-from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.fsdp import is_cut_twice
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.tensors.private import storage_key, version_of
 from lowtide.tensors.ranks import ALONE
-from lowtide.tensors.view import View
-
-KEY_SLICES = "recompute_slice_activation"
-_MAX_CHUNK = 2**20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Any odd number will do: as a factor it makes the sum depend on the order.
-_FACTOR = 0x9E3779B97F4A7C1
-
-Parts = dict[int, tuple[StorageWeakRef, int, "InputSlice"]]
-"""What one forward pass has cut, by storage key: the storage, its version then, and this rank's part."""
-
-
-def tensor_parallel_group(model: nn.Module) -> Any:
-    """The process group of the mesh dimension 'tp' of the model's DTensor parameters; None without one."""
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
-            return mesh.get_group("tp")
-    return None
-
-
-class InputSlice:
-    """This rank's part of one storage. Counts its bytes in the ledger."""
-
-    __slots__ = ("__weakref__", "flat", "group", "nbytes")
-
-    def __init__(self, flat: torch.Tensor, group: Any, ledger: Ledger) -> None:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.nbytes = flat.numel() // size
-        ledger.hold(self, self.nbytes)
-        self.group = group
-        self.flat = flat.narrow(0, rank * self.nbytes, self.nbytes).clone()
-
-    def whole(self) -> torch.UntypedStorage:
-        """The storage with the parts of all ranks. Collective: all ranks must call it."""
-        flat = self.flat.new_empty(self.nbytes * dist.get_world_size(self.group))
-        dist.all_gather_into_tensor(flat, self.flat, group=self.group)
-        return flat.untyped_storage()
-
-
-class Sliced:
-    """A saved tensor of which this rank holds only a part."""
-
-    __slots__ = ("part", "view")
-
-    def __init__(self, part: InputSlice, tensor: torch.Tensor) -> None:
-        self.part = part
-        self.view = View(tensor)
-
-    def open(self) -> torch.Tensor:
-        """The tensor, gathered. Raises RuntimeError if it was modified in place since it was saved."""
-        self.view.check()
-        return self.view.over(self.part.whole())
-
-
-class Slices:
-    """Cuts the inputs of recomputed layers of one tide."""
-
-    def __init__(self, group: Any, say: Callable[[str], None]) -> None:
-        self.group = group
-        self.say = say
-
-    def instead_of(
-        self,
-        handle: Any,
-        tensor: torch.Tensor,
-        parts: Parts,
-        where: str,
-        *,
-        counters: Counters,
-        ledger: Ledger,
-        compares: bool,
-    ) -> Any:
-        """The handle on an input of layer `where`: `handle`, or one on a slice. Collective with `compares`.
-
-        Raises ConfigError on every rank if the ranks have different inputs.
-        """
-        if not is_plain(tensor) or not tensor.is_floating_point() or not tensor.requires_grad:
-            return handle
-        storage = tensor.untyped_storage()
-        known = parts.get(storage_key(storage))
-        if known is not None and not known[0].expired() and known[1] == version_of(tensor):
-            return Sliced(known[2], tensor)
-        if type(handle) is not Kept or not handle.is_first:
-            return handle
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        num_ranks = dist.get_world_size(self.group)
-        fits = tensor.numel() % num_ranks == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
-        if compares:
-            # Also where it does not fit: all ranks must issue the same collectives.
-            self._compare(flat.view(_BITS[tensor.element_size()]), where)
-        if not fits:
-            if compares:
-                self.say(
-                    f"note: {KEY_SLICES}: an input of '{where}' is kept whole; its {tensor.numel()} numbers are no "
-                    f"storage of their own that {num_ranks} ranks could share equally"
-                )
-            return handle
-        part = InputSlice(flat, self.group, ledger)
-        counters.kept_bytes += part.nbytes - storage.nbytes()
-        parts[storage_key(storage)] = (StorageWeakRef(storage), version_of(tensor), part)
-        return Sliced(part, tensor)
-
-    def _compare(self, bits: torch.Tensor, where: str) -> None:
-        mine = torch.tensor([bits.numel(), _checksum(bits)], device=bits.device)
-        all_of_them = mine.new_empty(2 * dist.get_world_size(self.group))
-        dist.all_gather_into_tensor(all_of_them, mine, group=self.group)
-        found = all_of_them.view(-1, 2).tolist()
-        other = next((rank for rank, entry in enumerate(found) if entry != found[0]), None)
-        if other is None:
-            return
-        raise ConfigError(
-            f"{KEY_SLICES}: an input of '{where}' is not the same on ranks 0 and {other} of the tensor-parallel group, "
-            "so a slice of it would give wrong gradients. With sequence parallelism each rank has its own slice "
-            f"already; set {KEY_SLICES} to false"
-        )
-
-
-def _checksum(bits: torch.Tensor) -> int:
-    """A number that depends on each bit and on their order. `bits` is 1-D, of an integer dtype."""
-    total = 0
-    for start in range(0, bits.numel(), _MAX_CHUNK):
-        chunk = bits[start : start + _MAX_CHUNK].to(torch.int64)
-        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=bits.device) * _FACTOR
-        total = (total + int((chunk * (weights | 1)).sum())) % 2**62
-    return total
-
-
-KEY_GATHERS = "parallel_optimizer_comm_recompute"
-
-
-class Resharding:
-    """The setting of the FSDP2 modules in recomputed layers. In force until `undo()`."""
-
-    def __init__(self, model: nn.Module, resolution: Resolution, layers: Sequence[str]) -> None:
-        self.notes: list[str] = []
-        """Lines that say what has no effect, and why."""
-        self._before: list[tuple[Any, str, Any]] = []
-        # In a stage of a pipeline, plans have the whole model's layer numbers, and names have the stage's own.
-        recomputed = [(plan.index, name) for plan, name in zip(resolution.layers, layers, strict=True)
-                      if plan.full_recompute]  # fmt: skip
-        if resolution.gathers_again is None or not recomputed:
-            return
-        if not fsdp_modules(model):
-            if resolution.gathers_again:
-                self.notes.append(f"no effect: {KEY_GATHERS}; no parameters are sharded by FSDP2 in this model")
-            return
-        found = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
-        for module in (module for modules in found.values() for module in modules):
-            self._before += after_forward(module)
-            module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
-        untouched = [index for index, modules in found.items() if not modules]
-        if untouched:
-            self.notes.append(
-                f"no effect: {KEY_GATHERS} in {layers_text(untouched)}; no module there is sharded by itself"
-            )
-        kept = [index for index, modules in found.items() if modules and not resolution.gathers_again]
-        if kept:
-            self.notes.append(
-                f"{KEY_GATHERS} is false: the gathered parameters of {layers_text(kept)} stay on the device from "
-                "forward to backward; true frees them"
-            )
-
-    def undo(self) -> None:
-        """Give each module its own setting back. Idempotent."""
-        for owner, name, value in self._before:
-            setattr(owner, name, value)
-        self._before.clear()
 
 
 def follow(
@@ -252,11 +55,11 @@ def follow(
     first_layer: int | None = None,
     tp_group: Any = None,
     say: Callable[[str], None] | None = None,
-) -> Autopilot:
+) -> Tides:
     """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once where they do not fit it.
 
     `group` and `first_layer` are those of `lowtide.apply`. `tp_group` is the tensor-parallel process group; absent,
-    that of the mesh dimension 'tp' of DTensor parameters. The tide's `source` (`FilePlans`) has the plan as written.
+    that of the mesh dimension 'tp' of DTensor parameters. The handle's `source` (`FilePlans`) has the plan as written.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
@@ -281,16 +84,18 @@ def follow(
     placed = PlacedState(optimizer, chosen, "lowtide.apply")
     placed.check(bare.optimizer)
     slicing = slicing_for(model, sections, resolution, tp_group)
-    source = FilePlans(model, resolution=resolution, layers=layers, memory=memory, slicing=slicing, say=say)
-    tide = Autopilot(
-        model, source, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, group=group, say=say
-    )
+
+    def plans(tides: Tides) -> FilePlans:
+        return FilePlans(tides, resolution=resolution, layers=layers, memory=memory, slicing=slicing, group=group)
+
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say}
+    tides = Tides(model, optimizer, chosen, plans, call="lowtide.apply", **how)
     try:
         placed.follow(bare)
     except BaseException:
-        tide.remove()
+        tides.remove()
         raise
-    return tide
+    return tides
 
 
 def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, group: Any) -> tuple[Any, list[str]]:
@@ -367,39 +172,87 @@ def _numbered_from(model: nn.Module, layers: tuple[str, ...], sections: Sections
 
 
 class FilePlans:
-    """A `PlanSource` that follows `recompute_config` and `swap_config`, whatever that costs."""
+    """The plan source of `recompute_config` and `swap_config`: what they say, whatever that costs."""
+
+    budget_bytes = None
+    is_compared = False
 
     def __init__(
         self,
-        model: nn.Module,
+        tides: Tides,
         *,
         resolution: Resolution,
         layers: tuple[str, ...],
         memory: MemoryConfig | None,
         slicing: tuple[Any, list[str]],
-        say: Callable[[str], None] | None,
+        group: Any,
     ) -> None:
-        self.budget_bytes: int | None = None
+        self._tides = tides
         self.resolution = resolution
         self.file_plan: FilePlan | None = None
-        """The plan in force and its table; None before the first step."""
+        """The last plan that was made, and its table; None before the first step."""
         self._memory = memory
-        self._say = say
-        self._has_said: set[str] = set()
+        self._table = PlanTable()
+        self._key: ShapeBucket | None = None
+        """The shapes whose plan is in force."""
+        self._ranks = PlanConsensus(group)
+        self._told: set[str] = set()
+        """Lines that were said."""
         # As rules: the loss is left alone unless the section says otherwise.
         rules = dataclasses.replace(memory or MemoryConfig(), budget=None, recompute=None, swap=None)
-        self._loss = attach_where(model, **rules.slices_loss)
-        self._resharding = Resharding(model, resolution, layers)
+        self._loss = attach_where(tides.model, **rules.slices_loss)
+        self._resharding = Resharding(tides.model, resolution, layers)
         self._tp_group, self._notes_about_slices = slicing
 
-    def measure_link(self) -> None:
-        """Nothing is timed."""
+    @property
+    def profile(self) -> Profile | None:
+        return None if self._key is None else self._table[self._key].profile
 
-    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        bucket = self._table.bucket(args, kwargs)
+        key = self._table.cover(bucket)
+        if key is not None and key != bucket and self._table[key].has_sizes:
+            key = None  # no plan is changed for the sake of other shapes
+        if key is None:
+            what = f"{self._tides.num_forwards} shape {bucket.shapes}"
+            if not self._table or self._ranks.may_observe(what):
+                self._observe(bucket, args, kwargs)
+                return
+            key = self._table.largest_for(bucket)
+        if key != self._key:
+            self._use(key)
+
+    def _observe(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
+        """Observe a step of this shape, and put the plan that the file asks for in force."""
+        start = time.perf_counter()
+        why = NEW_SHAPE if self._table else FIRST_STEP
+        self._key = None
+        keys = [key]
+
+        def planned(profile: Profile) -> ShapePlan:
+            is_joint = not self._table or self._ranks.is_together
+            if not self._table:
+                self._ranks.meet_first(key.shapes, profile)
+            if self._table.same_but_numbers(key, profile) is not None:
+                keys.append(self._table.bucket(args, kwargs))
+            plan = self._plan(profile)
+            if is_joint:
+                first = agreed(plan, None, self._ranks.group)
+                # With other shapes the first rank's plan is not one for this rank.
+                plan = with_own_groups(first, profile) if self._ranks.is_together else plan
+            return ShapePlan(profile=profile, plan=plan)
+
+        shape = self._tides.observe(args, kwargs, planned, why=why)
+        if shape is not None:
+            self._table.add(keys[-1], shape)
+            self._use(keys[-1])
+            seconds = time.perf_counter() - start
+            self._tides.note(shape.plan, why=why, seconds=seconds, budget_bytes=None, is_correction=False)
+
+    def _plan(self, profile: Profile) -> Plan:
         """The plan that the file asks for, for the observed step. Says once what it does, and what has no effect.
 
-        `facts` are ignored: the plan stays as written. A site whose recipe does not hold is kept;
-        `tide.failed_recipes` names it.
+        It stays as written. A site whose recipe does not hold is kept; `tide.failed_recipes` names it.
         """
         self.file_plan = plan_sections(profile, self.resolution, self._memory)
         notes = [*self.resolution.notes, *self._resharding.notes, *self._notes_about_slices, *self.file_plan.notes]
@@ -412,25 +265,45 @@ class FilePlans:
             self._say_once(line)
         return self.file_plan.plan
 
-    def localized(self, plan: Plan, profile: Profile) -> Plan:
-        """The first rank's plan, with this rank's own process groups in it."""
-        return with_own_groups(plan, profile)
+    def _use(self, key: ShapeBucket) -> None:
+        self._key, shape = key, self._table.use(key)
+        try:
+            shape.tide = self._tides.use(shape.plan, shape.tide, equip=self._slice_inputs)
+        except BaseException:
+            self._key = None
+            shape.retire()
+            raise
+        shape.tide.reset_stats()
 
-    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
-        """Have inputs sliced, where the file asks for it. There is no guard: nothing happens that is not written."""
+    def _slice_inputs(self, tide: Tide) -> None:
+        """Where the file asks for it. There is no guard: nothing happens that is not written."""
         if self._tp_group is not None:
             tide.slice_inputs(Slices(self._tp_group, self._say_once))
 
+    def follow(self, output: Any, tide: Tide) -> None:
+        """Nothing is measured."""
+
+    def restart(self, *, was_audited: bool) -> None:
+        if self._tides.tide is not None:
+            self._tides.tide.reset_stats()
+
+    def tighten(self, error: BaseException, num_tried: int) -> str | None:
+        """By the rules of a tide: all swapped, then all layers recomputed."""
+        assert self._tides.tide is not None
+        return self._tides.tide._tighten(error, num_tried)
+
     def close(self) -> None:
-        """Give FSDP2's modules their own settings back, and the model its own loss. Idempotent."""
+        """Also: FSDP2's modules have their own settings again, and the model its own loss."""
+        for shape in self._table:
+            shape.retire()
         self._resharding.undo()
         if self._loss is not None:
             self._loss.remove()
 
     def _say_once(self, line: str) -> None:
-        if self._say is not None and line not in self._has_said:
-            self._has_said.add(line)
-            self._say(line)
+        if line not in self._told:
+            self._told.add(line)
+            self._tides.say(line)
 
 
 def sections_in(memory: Any) -> Sections | None:

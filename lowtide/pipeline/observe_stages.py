@@ -31,9 +31,9 @@ from lowtide.pipeline.stage_call import Tensors, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.watch import ExchangeWatch
 from lowtide.pipeline.weight_gradients import weights_behind
+from lowtide.profiling.observe_call import observe_call
 from lowtide.profiling.observe_step import device_of, untouched
 from lowtide.profiling.step_recorder import OUTSIDE
-from lowtide.runtime.autopilot.observe_call import observe_call
 from lowtide.tensors.live_bytes import unique_bytes
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, tree_leaves
 from lowtide.tensors.ranks import gather

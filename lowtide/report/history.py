@@ -1,4 +1,4 @@
-"""What an autopilot decided in a run, as plain rows.
+"""The plans of a run and why they were made, as plain rows.
 
 What: `history_of` reads a handle; `tables_of` makes a table of it. events.json has it as data.
 Cost: nothing. Not covered: Python's view of it, `tide.events`.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import ConfigError
 from lowtide.report.elements import Table
-from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.session.tides import Tides
 from lowtide.units import format_bytes, format_seconds
 
 
@@ -23,7 +23,7 @@ class History:
     events: tuple[tuple[str, ...], ...] = ()
 
 
-def history_of(handle: Autopilot) -> History:
+def history_of(handle: Tides) -> History:
     events = [
         (
             str(event.forward),

@@ -16,7 +16,7 @@ which examples/train/progress.py writes.
 
 The report of a model that trains: what its handle planned, beside what its counters say.
 
-What: `report_of_handle` reads an `Autopilot` or a `Tide`; it changes neither. A handle with a budget has the whole step
+What: `report_of_handle` reads a `Tides` or a `Tide`; it changes neither. A handle with a budget has the whole step
 on the clock. One that follows rules predicts nothing, and its report has the plan and the figures.
 Cost: one run of the timeline. Not covered: other shapes than those in force.
 """
@@ -43,29 +43,30 @@ from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
 from lowtide.report.run_state import RunState
 from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.plan_source import BudgetSource
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.tide import Tide
+from lowtide.runtime.session.tides import Tides
 from lowtide.units import format_bytes, format_seconds
 
 
-def report_of_handle(handle: Tide | Autopilot) -> Report:
+def report_of_handle(handle: Tide | Tides) -> Report:
     """Raises ConfigError before the first step, which shows what there is to report."""
     plan, stats = handle.plan, handle.stats
-    tide = handle.tide if isinstance(handle, Autopilot) else handle
+    tide = handle.tide if isinstance(handle, Tides) else handle
     audited_bytes = 0 if plan is None else plan.audited_peak_bytes or 0
     if plan is None or not (stats.num_forwards or audited_bytes):  # an audit starts the totals anew
         raise ConfigError("lowtide.write_report: no step has run under this handle yet; run one, then report")
     name = type(handle.model).__name__
-    if isinstance(handle, Autopilot) and isinstance(handle.source, BudgetSource):
+    if isinstance(handle, Tides) and isinstance(handle.source, Autopilot):
+        planner = handle.source.planner
         assert handle.profile is not None
-        assert handle.link is not None
+        assert planner.facts.link is not None
         return report_of_plan(
             plan,
             handle.profile,
-            handle.source.config,
-            link=handle.link,
-            has_gradients=handle.has_gradients,
+            planner.config,
+            link=planner.facts.link,
+            has_gradients=handle.source.has_gradients,
             costs=HOST_COSTS,
             measured=Measured(
                 peak_bytes=max(stats.peak_device_bytes, audited_bytes),
@@ -168,7 +169,7 @@ class RunFiles:
 
     def follow(self, handle: Any) -> None:
         """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing."""
-        if not isinstance(handle, Autopilot) or self._num_writes == _MOST_WRITES:
+        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or self._num_writes == _MOST_WRITES:
             return
         plan = handle.plan
         if plan is None or plan.predicted is None:
@@ -179,10 +180,10 @@ class RunFiles:
             self._write(EVENTS, history_to_json(story))
         if plan.digest() == self._digest:
             return
-        assert isinstance(handle.source, BudgetSource)
-        assert handle.profile is not None and handle.link is not None
-        known: Any = {"link": handle.link, "has_gradients": handle.has_gradients, "costs": HOST_COSTS}
-        played = play(plan, handle.profile, handle.source.config, **known)
+        planner = handle.source.planner
+        assert handle.profile is not None and planner.facts.link is not None
+        known: Any = {"link": planner.facts.link, "has_gradients": handle.source.has_gradients, "costs": HOST_COSTS}
+        played = play(plan, handle.profile, planner.config, **known)
         self._digest = plan.digest()
         self._num_writes += 1
         self._write(PLAN, plan.to_json())

@@ -108,35 +108,33 @@ class Modes:
     def values(self) -> list[Any]:
         return [*self._quick, *self._slow]
 
-    @contextlib.contextmanager
-    def again(self, of_pass: Modes | None = None) -> Iterator[None]:
-        """Inside, all is as it was when this was made; afterwards it is as it was before. `of_pass`: taken in the
-        backward pass that is running."""
+    def put_back(self, stack: contextlib.ExitStack, of_pass: Modes | None = None) -> None:
+        """Have all as it was when this was made, until `stack` is left. `of_pass`: taken in the backward pass that is
+        running."""
         now = Modes(of_pass)
-        values = now.values
         if now._quick == self._quick and now._slow == self._slow and not self._modes:
-            try:
-                yield
-            finally:  # the block may have set some
-                after = Modes(of_pass)
-                self._set(values, after.values)
+            stack.callback(now._set_over, of_pass)  # the block may set some
             return
-        try:
-            self._set(self.values, values)
-            with contextlib.ExitStack() as stack:
-                for mode in self._modes:
-                    if not any(mode is other for other in now._modes):
-                        stack.enter_context(mode)
-                yield
-        finally:
-            self._set(values, [read() for read, _ in _SETTINGS])
+        stack.callback(now._set)
+        self._set()
+        for mode in self._modes:
+            if not any(mode is other for other in now._modes):
+                stack.enter_context(mode)
 
-    @staticmethod
-    def _set(values: list[Any], now: list[Any]) -> None:
-        if values == now:
-            return
-        for (read, write), value in zip(_SETTINGS, values, strict=True):
-            # Read again: to write one may have changed others.
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it was when this was made; afterwards it is as it was before."""
+        with contextlib.ExitStack() as stack:
+            self.put_back(stack)
+            yield
+
+    def _set_over(self, of_pass: Modes | None) -> None:
+        if Modes(of_pass).values != self.values:
+            self._set()
+
+    def _set(self) -> None:
+        for (read, write), value in zip(_SETTINGS, self.values, strict=True):
+            # Read just before: to write one may have changed others.
             if read() != value:
                 write(value)
 

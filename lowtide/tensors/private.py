@@ -95,6 +95,10 @@ def _reader(path: str) -> Callable[[Any], Any]:
 current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id")
 """The number of the backward pass that this thread works for; -1 outside of any. No public way to ask."""
 
+current_graph_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+"""The `torch.utils.checkpoint.GraphExecGroup` that is open on this thread, whose backward passes are one; else None. No
+public way to ask. Older versions of torch have no such thing."""
+
 current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node")
 """The autograd node whose backward runs on this thread; None where there is none. No public way to ask."""
 

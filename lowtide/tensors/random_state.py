@@ -61,14 +61,10 @@ class HostRandom:
             is_last = last is not None and last._is_still(self._bytes) and not asks_numpy
             self._numpy = last._numpy if is_last else numpy.get_state(legacy=False)  # type: ignore[union-attr]
 
-    @contextlib.contextmanager
-    def again(self, now: HostRandom) -> Iterator[None]:
-        """Inside, draws are those that followed; afterwards all is as it is `now`."""
+    def put_back(self, stack: contextlib.ExitStack, now: HostRandom) -> None:
+        """Have draws be those that followed, until `stack` is left. `now`: the state."""
         self.set_from(now)
-        try:
-            yield
-        finally:
-            HostRandom.set_from(now, HostRandom(self))
+        stack.callback(lambda: now.set_from(HostRandom(self)))
 
     def set_from(self, now: HostRandom) -> None:
         """Draws are from here on those that followed, while the state is `now`."""

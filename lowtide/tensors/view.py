@@ -175,25 +175,27 @@ def _provoke() -> str:
 
 
 def version_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares `tensor`'s version counter and none of its memory.
+    """An empty tensor that shares `tensor`'s version counter and none of its memory (a sparse one: with its memory).
 
     `detach()` shares the counter; assigning `.data` replaces the storage and leaves the counter in place. On devices of
     torch's PrivateUse1 kind (NPU) only a tensor with the same conjugate and negative bits may be assigned.
     """
     if type(tensor) is not torch.Tensor and is_desugared((type(tensor),)):
         return hollow(tensor)
-    witness = tensor.detach()
-    empty = _empty(tensor.dtype, tensor.device)
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
+    alias = tensor.detach()
+    empty = without_bytes(tensor.dtype, tensor.device)
     if tensor.is_conj() or tensor.is_neg():
         empty = empty.conj() if tensor.is_conj() else empty
         empty = negated(empty) if tensor.is_neg() else empty
-    witness.data = empty
-    return witness
+    alias.data = empty
+    return alias
 
 
 @functools.cache
-def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without bytes: one for all witnesses of a kind, since to make it takes as long as the rest."""
+def without_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without bytes: one for all of a kind, since to make it takes as long as the rest of an alias."""
     with torch.inference_mode(mode=False), disable_current_modes():
         return torch.empty(0, dtype=dtype, device=device)
 
@@ -201,7 +203,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class View:
     """How one saved tensor looks at a storage, and the version at which it was saved."""
 
-    __slots__ = ("is_view", "offset", "output_nr", "producer", "size", "stride", "version", "witness")
+    __slots__ = ("alias", "is_view", "offset", "output_nr", "producer", "size", "stride", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.producer = type(tensor.grad_fn)
@@ -211,14 +213,14 @@ class View:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = version_of(tensor)
-        self.witness = version_alias(tensor)
+        self.alias = version_alias(tensor)
 
     def check(self) -> None:
         """Raise RuntimeError if the tensor was modified in place since it was saved."""
-        if version_of(self.witness) != self.version:
-            raise modified_error(self.witness, self.size, version_of(self.witness), self.version, self)
+        if version_of(self.alias) != self.version:
+            raise modified_error(self.alias, self.size, version_of(self.alias), self.version, self)
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same view over another storage with the same bytes."""
-        empty = torch.empty(0, dtype=self.witness.dtype, device=self.witness.device)
+        empty = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
         return empty.set_(storage, self.offset, self.size, self.stride)

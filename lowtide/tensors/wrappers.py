@@ -88,9 +88,9 @@ def hollow(tensor: Any) -> torch.Tensor:
 
     Only the wrapper's counter knows of in-place writes: below it, where they happen, torch does not count.
     """
-    witness = tensor.detach()
-    setattr(witness, tensor.__tensor_flatten__()[0][0], torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-    return witness
+    alias = tensor.detach()
+    setattr(alias, tensor.__tensor_flatten__()[0][0], torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    return alias
 
 
 def shell_of(tensor: torch.Tensor) -> Shell | None:

@@ -19,7 +19,7 @@ from lowtide.cli.main import COMMANDS, parsers
 
 GOLDEN = Path(__file__).parent / "golden" / "surface.txt"
 _MODULES = ("lowtide.pipeline", "lowtide.adapters.transformers", "lowtide.adapters.lightning")
-_CLASSES = ("lowtide.Plan", "lowtide.Tide", "lowtide.runtime.autopilot.autopilot.Autopilot")
+_CLASSES = ("lowtide.Plan", "lowtide.Tide", "lowtide.runtime.session.tides.Tides")
 
 
 def surface() -> str:

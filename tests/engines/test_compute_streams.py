@@ -14,7 +14,7 @@ import pytest
 from lowtide.engines import accelerator
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.base import Lane
-from lowtide.engines.tiers.arena import ALIGN_BYTES
+from lowtide.engines.tiers.disk import padded
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
@@ -299,7 +299,7 @@ def test_a_mover_that_goes_leaves_what_is_under_way_to_the_engine() -> None:
 
 def rig_block_bytes() -> int:
     """Of the arena for one storage."""
-    return -(-NBYTES // ALIGN_BYTES) * ALIGN_BYTES
+    return padded(NBYTES)
 
 
 def test_a_graph_without_a_tide_gives_its_slots_back_to_a_shared_engine() -> None:

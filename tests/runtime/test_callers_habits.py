@@ -95,9 +95,9 @@ def test_a_plan_that_is_corrected_before_a_backward_says_nothing_of_a_forward() 
     with lowtide.optimize(model, budget="1GiB", engine=virtual(1)) as tide, warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = model(torch.ones(4, 8)).sum()
-        machine = tide._machine
-        shape = machine.shapes[machine.state.key]
-        machine.replace(shape, shape.plan)
-        machine.use(machine.state.key, why="corrected")
+        autopilot = tide.source
+        shape = autopilot.table[autopilot.key]
+        autopilot._replace(shape, shape.plan)
+        autopilot._use(autopilot.key, why="corrected")
         loss.backward()
         model(torch.ones(4, 8)).sum().backward()

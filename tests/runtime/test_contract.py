@@ -106,7 +106,7 @@ _OF_THE_TIDE = (
     "Known",
     "Tree",
     "Path",
-    "_Origin",
+    "Origin",
 )
 _OWNERS = {
     found

@@ -118,7 +118,7 @@ def at_given_prices(prices: Prices) -> Iterator[None]:
     still = types.SimpleNamespace(perf_counter=lambda: 0.0)
     device.set_speeds(**prices.speeds)
     with (
-        mock.patch("lowtide.runtime.autopilot.plan_source.measure_link", return_value=prices.link),
+        mock.patch("lowtide.runtime.autopilot.planner.measure_link", return_value=prices.link),
         mock.patch("lowtide.planner.solve.time", still),
         mock.patch("lowtide.planner.local_search.time", still),
     ):
@@ -161,9 +161,7 @@ def plain(training: Training) -> Plain:
     )
 
 
-def planned(
-    training: Training, budget_bytes: int, look: Callable[[lowtide.Autopilot | None], None] = lambda tide: None
-) -> Planned:
+def planned(training: Training, budget_bytes: int, look: Callable[[Any | None], None] = lambda tide: None) -> Planned:
     """With this budget or, where no plan fits it, the least that the error says would do.
 
     There may be several such errors: when gradients are found to stay from one micro-batch to the next, and when a
@@ -177,7 +175,7 @@ def planned(
     raise AssertionError(f"no plan fits {budget_bytes}, which was said to be enough")
 
 
-def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Autopilot | None], None]) -> Planned:
+def _planned(training: Training, budget_bytes: int, look: Callable[[Any | None], None]) -> Planned:
     before_bytes = _allocated_bytes()
     peaks: list[int] = []
 
@@ -195,7 +193,7 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[lowtide.Auto
             model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
         ) as tide:
 
-            def after(tide: lowtide.Autopilot = tide) -> None:
+            def after(tide: Any = tide) -> None:
                 peaks.append(device.take_peak() - before_bytes)
                 look(tide)
 

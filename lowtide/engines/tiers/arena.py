@@ -5,10 +5,10 @@ block is one contiguous piece where one can be had, and several pieces where the
 in pieces anyway.
 Why: pinning memory costs milliseconds per call, and torch's pinned allocator rounds every request up to a power of
 two (a tensor of 1.1 GiB pins 2 GiB). Slabs *are* powers of two, so nothing is lost to that rounding, and they are
-pinned once and reused for the whole run. Blocks are rounded to `ALIGN_BYTES` only.
-Cost: allocate and free are O(1) per piece: free ranges hang in segregated lists by size (a bit mask finds the first
-list that is certain to fit), neighbours are linked, so that coalescing needs no search. Slabs start small and double
-up to `slab_bytes`, so `bytes_reserved` is at most about twice the highest `bytes_in_use`, and never above the cap.
+pinned once and reused for the whole run. Blocks are rounded to `BLOCK_BYTES` only: every piece starts and
+ends on this boundary of its slab (pinned slabs start on a page), which is what direct file access asks for.
+Cost: a search in a sorted list for each piece (`RangeAllocator` of disk.py). Slabs start small and double up to
+`slab_bytes`, so `bytes_reserved` is at most about twice the highest `bytes_in_use`, and never above the cap.
 
 What is promised: `bytes_reserved <= cap_bytes` always; `allocate` refuses (`TierFull`) only when the free bytes and
 the bytes that may still be reserved cannot hold the request together, or when the machine refuses a slab; a refused
@@ -27,54 +27,47 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from lowtide.engines.tiers.disk import BLOCK_BYTES, RangeAllocator, padded
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 
-ALIGN_BYTES = 4096
-"""Every piece starts and ends on this boundary of its slab (pinned slabs start on a page): what direct file access asks
-for."""
 SLAB_BYTES = 256 * 2**20
 """Largest slab. Pinning runs at some GB/s, so that one slab costs well under a second, once."""
 FIRST_SLAB_BYTES = 2 * 2**20
 """Smallest slab to start with; later ones double. Only the last slabs before the cap may be smaller."""
 
-_SUBCLASS_BITS = 3  # eight size classes per power of two: a chosen range is at most 1/8 larger than it need be
-_CLASS_SCAN = 8  # ranges looked at in the class that may or may not fit
+_APART_BYTES = 2**48
+"""Between the places of two slabs in the range allocator: no slab is as long, so that none is another's neighbour."""
 
 
-class _Range:
-    """A stretch of a slab, free or in use, linked to its neighbours in address order."""
+class Piece(NamedTuple):
+    """A stretch of a slab: where it starts in the slab, and its place in the range allocator, which has all slabs."""
 
-    __slots__ = ("after", "before", "free", "index", "size", "slab", "start")
-
-    def __init__(self, slab: torch.Tensor, start: int, size: int) -> None:
-        self.slab = slab
-        self.start = start
-        self.size = size
-        self.free = False
-        self.index = -1  # where it hangs in the list of its size class
-        self.before: _Range | None = None
-        self.after: _Range | None = None
+    slab: torch.Tensor
+    start: int
+    size: int
+    place: int = 0
 
 
 class Block:
     """Bytes handed out by an arena. `pieces()` gives them as uint8 tensors in order, `nbytes` long together."""
 
-    __slots__ = ("_ranges", "nbytes")
+    __slots__ = ("_pieces", "nbytes")
 
-    def __init__(self, nbytes: int, ranges: list[_Range]) -> None:
+    def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
         self.nbytes = nbytes
-        self._ranges: list[_Range] | None = ranges
+        self._pieces: list[Piece] | None = pieces
 
     def pieces(self) -> list[torch.Tensor]:
         """The block's memory. Valid until the block is freed; the caller keeps no slice beyond that."""
-        assert self._ranges is not None, "the block was freed"
+        assert self._pieces is not None, "the block was freed"
         left = self.nbytes
         tensors = []
-        for part in self._ranges:
+        for part in self._pieces:
             length = min(part.size, left)
             tensors.append(part.slab[part.start : part.start + length])
             left -= length
@@ -82,10 +75,10 @@ class Block:
 
     def part(self, start: int, nbytes: int) -> Block:
         """Some bytes of a block in one piece. Valid until the block is freed; it is not freed itself."""
-        assert self._ranges is not None, "the block was freed"
-        assert len(self._ranges) == 1
+        assert self._pieces is not None, "the block was freed"
+        assert len(self._pieces) == 1
         assert start + nbytes <= self.nbytes
-        return Block(nbytes, [_Range(self._ranges[0].slab, self._ranges[0].start + start, nbytes)])
+        return Block(nbytes, [Piece(self._pieces[0].slab, self._pieces[0].start + start, nbytes)])
 
 
 class Arena:
@@ -99,7 +92,7 @@ class Arena:
         *,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        assert slab_bytes.bit_count() == 1 and slab_bytes >= ALIGN_BYTES, "slabs are powers of two"
+        assert slab_bytes.bit_count() == 1 and slab_bytes >= BLOCK_BYTES, "slabs are powers of two"
         self._cap = Cap(cap) if isinstance(cap, int) else cap
         self.bytes_reserved = 0
         """Bytes of all slabs: what the process really holds."""
@@ -107,9 +100,10 @@ class Arena:
         """Bytes of all blocks, rounded to the alignment."""
         self._make_slab = make_slab
         self._slab_bytes = slab_bytes
-        self._heads: dict[int, _Range] = {}  # first range of each slab, by the slab's address
-        self._classes: dict[int, list[_Range]] = {}  # free ranges by size class, latest freed last
-        self._mask = 0  # bit c is set while class c has a free range
+        self._ranges = RangeAllocator()
+        self._slabs: dict[int, torch.Tensor] = {}
+        """By their place in the range allocator, a multiple of `_APART_BYTES`."""
+        self._next_place = 0
 
     @property
     def cap_bytes(self) -> int:
@@ -127,15 +121,13 @@ class Arena:
 
         `whole`: in one piece or not at all; for one that is larger than a slab, a slab of its own is made."""
         assert nbytes >= 0
-        size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        size = padded(nbytes)
         if size == 0:
             return Block(0, [])
-        found = self._find(size)
-        if found is None:
+        if self._ranges.largest_bytes < size:
             self._grow(size, whole)
-            found = self._find(size)
-        if found is not None:
-            return Block(nbytes, [self._take(found, size)])
+        if self._ranges.largest_bytes >= size:
+            return Block(nbytes, [self._take(size)])
         if whole or self._free_bytes() < size:
             in_one_piece = " in one piece" if whole else ""
             raise TierFull(
@@ -146,22 +138,21 @@ class Arena:
 
     def free(self, block: Block) -> None:
         """Give a block back and merge its ranges with free neighbours. The slabs are kept for reuse; see `trim`."""
-        ranges = block._ranges
-        assert ranges is not None, "the block was freed before"
-        block._ranges = None
-        for part in ranges:
-            self.bytes_in_use -= part.size
-            self._release(part)
+        pieces = block._pieces
+        assert pieces is not None, "the block was freed before"
+        block._pieces = None
+        for piece in pieces:
+            self.bytes_in_use -= piece.size
+            self._ranges.free(piece.place, piece.size)
 
     def trim(self) -> int:
         """Let go of every slab that is entirely free. Returns how many bytes that were."""
         before_bytes = self.bytes_reserved
-        for address, head in list(self._heads.items()):
-            if head.free and head.after is None:
-                self._unlist(head)
-                del self._heads[address]
-                self.bytes_reserved -= head.size
-                self._cap.give(head.size)
+        for place, slab in list(self._slabs.items()):
+            if self._ranges.drop(place, slab.nbytes):
+                del self._slabs[place]
+                self.bytes_reserved -= slab.nbytes
+                self._cap.give(slab.nbytes)
         return before_bytes - self.bytes_reserved
 
     # -- slabs ---------------------------------------------------------------------------------------------------------
@@ -191,7 +182,7 @@ class Arena:
 
     def _reachable_bytes(self) -> int:
         """Bytes that could be in use more than are now: free ones, and slabs that still fit under the cap."""
-        room = self._room_bytes() // ALIGN_BYTES * ALIGN_BYTES
+        room = self._room_bytes() // BLOCK_BYTES * BLOCK_BYTES
         return self._free_bytes() + room
 
     def _next_slab_bytes(self, missing: int) -> int:
@@ -199,7 +190,7 @@ class Arena:
         room = self._room_bytes()
         fitting = 1 << (room.bit_length() - 1) if room > 0 else 0
         slab_bytes = min(wanted, fitting, self._slab_bytes)
-        return slab_bytes if slab_bytes >= ALIGN_BYTES else 0
+        return slab_bytes if slab_bytes >= BLOCK_BYTES else 0
 
     def _add_slab(self, slab_bytes: int) -> bool:
         if not self._cap.take(slab_bytes):
@@ -217,100 +208,29 @@ class Arena:
             self._cap.most_bytes = self._cap.taken_bytes
             return False
         assert slab.nbytes == slab_bytes
-        whole = _Range(slab, 0, slab_bytes)
-        self._heads[slab.data_ptr()] = whole
+        self._slabs[self._next_place] = slab
+        self._ranges.free(self._next_place, slab_bytes)
+        self._next_place += _APART_BYTES
         self.bytes_reserved += slab_bytes
-        self._list(whole)
         return True
 
-    # -- free ranges ---------------------------------------------------------------------------------------------------
+    # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _find(self, size: int) -> _Range | None:
-        """A free range of at least `size`: the best of a few in its own class, else any of the next larger class."""
-        own = _size_class(size)
-        if self._mask >> own & 1:
-            best: _Range | None = None
-            for candidate in self._classes[own][-_CLASS_SCAN:]:
-                if candidate.size >= size and (best is None or candidate.size < best.size):
-                    best = candidate
-            if best is not None:
-                return best
-        larger = self._mask >> (own + 1)
-        if larger == 0:
-            return None
-        lowest = own + (larger & -larger).bit_length()
-        return self._classes[lowest][-1]
-
-    def _gather(self, size: int) -> list[_Range]:
-        """Several free ranges that hold `size` together, largest first. The caller has checked that they exist."""
-        ranges = []
-        while size > 0:
-            largest = self._classes[self._mask.bit_length() - 1][-1]
-            piece = min(largest.size, size)
-            ranges.append(self._take(largest, piece))
-            size -= piece
-        return ranges
-
-    def _take(self, part: _Range, size: int) -> _Range:
-        """Turn the first `size` bytes of a free range into one in use; the rest stays free."""
-        self._unlist(part)
-        if part.size > size:
-            rest = _Range(part.slab, part.start + size, part.size - size)
-            rest.before, rest.after = part, part.after
-            if part.after is not None:
-                part.after.before = rest
-            part.after, part.size = rest, size
-            self._list(rest)
+    def _take(self, size: int) -> Piece:
+        """A piece of `size`. The caller has checked that a free range holds it."""
+        place = self._ranges.take(size)
+        assert place is not None
         self.bytes_in_use += size
-        return part
+        start = place % _APART_BYTES
+        return Piece(self._slabs[place - start], start, size, place)
 
-    def _release(self, part: _Range) -> None:
-        """Free a range and swallow its free neighbours."""
-        following = part.after
-        if following is not None and following.free:
-            self._unlist(following)
-            self._join(part, following)
-        preceding = part.before
-        if preceding is not None and preceding.free:
-            self._unlist(preceding)
-            self._join(preceding, part)
-            part = preceding
-        self._list(part)
-
-    @staticmethod
-    def _join(left: _Range, right: _Range) -> None:
-        left.size += right.size
-        left.after = right.after
-        if right.after is not None:
-            right.after.before = left
-
-    def _list(self, part: _Range) -> None:
-        part.free = True
-        size_class = _size_class(part.size)
-        members = self._classes.setdefault(size_class, [])
-        part.index = len(members)
-        members.append(part)
-        self._mask |= 1 << size_class
-
-    def _unlist(self, part: _Range) -> None:
-        """Take a range out of its list in constant time: the last member moves into its place."""
-        part.free = False
-        size_class = _size_class(part.size)
-        members = self._classes[size_class]
-        last = members.pop()
-        if last is not part:
-            members[part.index] = last
-            last.index = part.index
-        if not members:
-            self._mask &= ~(1 << size_class)
-
-
-def _size_class(size: int) -> int:
-    """Classes grow with the size, eight per power of two: every range in a higher class is larger than `size`."""
-    exponent = size.bit_length() - 1
-    shift = exponent - _SUBCLASS_BITS
-    step = (size >> shift if shift >= 0 else size << -shift) & ((1 << _SUBCLASS_BITS) - 1)
-    return exponent << _SUBCLASS_BITS | step
+    def _gather(self, size: int) -> list[Piece]:
+        """Pieces that are `size` long together, largest first. The caller has checked that they exist."""
+        pieces = []
+        while size > 0:
+            pieces.append(self._take(min(self._ranges.largest_bytes, size)))
+            size -= pieces[-1].size
+        return pieces
 
 
 def _power_of_two_above(nbytes: int) -> int:

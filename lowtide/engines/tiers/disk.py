@@ -53,7 +53,8 @@ def padded(nbytes: int) -> int:
 
 
 class RangeAllocator:
-    """Best-fit ranges over [0, end): freed neighbours join, and the end moves up only when nothing fits.
+    """Best-fit ranges: freed neighbours join. `take` has what was given to `free`; `allocate` moves the end of [0, end)
+    up where that does not fit.
 
     Cost: O(log n) search plus O(n) list shifts, n = free ranges (tens in a training step, whose order is a stack's).
     """
@@ -69,20 +70,30 @@ class RangeAllocator:
 
     def growth_for(self, nbytes: int) -> int:
         """Bytes by which the end would move if `allocate(nbytes)` were called now."""
-        if self._by_size and self._by_size[-1][0] >= nbytes:
-            return 0
-        return nbytes - self._tail_bytes()
+        return 0 if self.largest_bytes >= nbytes else nbytes - self._tail_bytes()
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the free ranges; 0 where there is none."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def take(self, nbytes: int) -> int | None:
+        """Start of a range of exactly `nbytes` that was free, or None where no free one is as large."""
+        assert nbytes > 0
+        index = bisect.bisect_left(self._by_size, (nbytes, 0))
+        if index == len(self._by_size):
+            return None
+        size, start = self._by_size[index]
+        self._remove(start, size)
+        if size > nbytes:
+            self._insert(start + nbytes, size - nbytes)
+        return start
 
     def allocate(self, nbytes: int) -> int:
         """Start of a range of exactly `nbytes` that overlaps no other range in use."""
-        assert nbytes > 0
-        index = bisect.bisect_left(self._by_size, (nbytes, 0))
-        if index < len(self._by_size):
-            size, start = self._by_size[index]
-            self._remove(start, size)
-            if size > nbytes:
-                self._insert(start + nbytes, size - nbytes)
-            return start
+        found = self.take(nbytes)
+        if found is not None:
+            return found
         tail = self._tail_bytes()
         start = self.end_bytes - tail
         if tail:
@@ -91,9 +102,8 @@ class RangeAllocator:
         return start
 
     def free(self, start: int, nbytes: int) -> None:
-        """Give back a range that `allocate` returned."""
+        """Give back a range, or give one that is new."""
         assert start >= 0
-        assert start + nbytes <= self.end_bytes
         assert start not in self._size_at
         before = self._start_at.get(start)
         if before is not None:
@@ -104,6 +114,13 @@ class RangeAllocator:
             self._remove(start + nbytes, after_bytes)
             nbytes += after_bytes
         self._insert(start, nbytes)
+
+    def drop(self, start: int, nbytes: int) -> bool:
+        """Take back exactly this range, where all of it is free and nothing around it is."""
+        if self._size_at.get(start) != nbytes:
+            return False
+        self._remove(start, nbytes)
+        return True
 
     def _tail_bytes(self) -> int:
         start = self._start_at.get(self.end_bytes)
@@ -228,6 +245,7 @@ class DiskTier:
                 offset, size = self._returned.popleft()
                 self._used_bytes -= size
                 self.cap.give(size)
+                assert offset + size <= self._ranges.end_bytes
                 self._ranges.free(offset, size)
             except IndexError:  # another thread took the last one
                 return

@@ -1,7 +1,7 @@
 """MindSpore Transformers' `recompute_config` and `swap_config`, read as they are.
 
-What: `resolve(...)` for the two sections as Python values, `load(...)` for a YAML file that has them beside other
-sections; `read_sections(...)` reads a file and resolves later, for the model at hand. All give a `Resolution`: what is
+What: `resolve(...)` for the two sections as Python values; `read_sections(...)` reads a YAML file that has them beside
+other sections, and resolves later, for the model at hand. All give a `Resolution`: what is
 recomputed and what is swapped in every layer, upstream's tables and log lines, and warnings. Nothing here imports
 torch, and nothing is carried out (mindformers/plan.py and mindformers/follow.py do that).
 
@@ -11,13 +11,13 @@ does nothing; without it these places are refused, with where, what and how to f
 The newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`) is read from a file or by `Sections(newer=...)`.
 Not covered: the log lines of that one.
 
-Start at `resolution.py` (Python values) or `file.py` (a file). May import: `config`, `errors`, `units`. Must not:
+Start at `file.py`. May import: `config`, `errors`, `units`. Must not:
 import torch, plan anything, or look at a model.
 """
 
 from __future__ import annotations
 
-from lowtide.mindformers.schema.file import Sections, has_sections, read_sections
-from lowtide.mindformers.schema.resolution import LayerPlan, Resolution, resolve
+from lowtide.mindformers.schema.file import Sections, has_sections, read_sections, resolve
+from lowtide.mindformers.schema.layers import LayerPlan, Resolution
 
 __all__ = ["LayerPlan", "Resolution", "Sections", "has_sections", "read_sections", "resolve"]

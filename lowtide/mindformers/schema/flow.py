@@ -5,7 +5,7 @@ anyway. And what a recomputed part reads is not swapped: recompute needs it agai
 keeps it on the device. If only some names inside a part are recomputed, the rest of the part is swapped, and `holes`
 lists the names that are not.
 
-A layer's output is read by the next layer: resolution.py, which knows both layers, handles that case.
+A layer's output is read by the next layer: layers.py, which knows both layers, handles that case.
 Not covered: a layer that is swapped as a whole. Here it loses only what is recomputed in it; what the recomputed parts
 read is found in the profile of a step (mindformers/plan.py).
 """

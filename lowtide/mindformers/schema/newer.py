@@ -22,11 +22,10 @@ from typing import Any
 
 from lowtide.config.source import join_path
 from lowtide.errors import did_you_mean
-from lowtide.mindformers.schema.expressions import problem
 from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues
 from lowtide.mindformers.schema.layers import Resolution, Work, report_lost, report_nothing
-from lowtide.mindformers.schema.names import Names, Tree, find_whole, is_within, trees_of
+from lowtide.mindformers.schema.names import Names, Tree, find_whole, is_within, problem, trees_of
 from lowtide.mindformers.schema.recompute import Recompute, Selection
 from lowtide.mindformers.schema.swap import Entry, Swap
 

@@ -1,313 +1,515 @@
-"""The autopilot: a model that stays within a budget. Here is the handle that the user has.
+"""The autopilot's state machine: which plan is in force under a budget, and what brings the next one.
 
-What: `optimize` puts one wrapper on the model. The first forward pass with gradients is observed: one extra step whose
-saved activations are stored off the device, and after which everything is as before (learn.py). A plan is made for the
-budget (plan_source.py), and this pass and all later ones run under a plan. Which one, and when another is made, is the
-state machine's (machine.py): for other shapes, for a model that has changed, where a step was not as predicted, where
-gradients stay, where several forward passes come before a backward pass, where recipes do not hold, and where the
-device runs out of memory all the same.
+Read from top to bottom, this is the life of a plan:
 
-Plans come from a `PlanSource` (plan_source.py). A source may have no budget: then plans are carried out as they are,
-and nothing is compared or corrected.
+1. *A forward pass comes* (`prepare`). Its key is the shapes of the inputs, and the state of the model (model_state.py).
+   A plan that was made for that key, or for one that covers it, is in the table (session/shapes.py); else the step is
+   observed and planned for. A plan serves smaller shapes too: when the first smaller batch comes, it is made again
+   without recipes that hold for one shape only. An observed step runs the model's collectives once more; where only
+   some ranks have the new shape, a model with collectives runs under the largest plan that exists, and the guard holds
+   the limit.
+2. *The plan is put on* (`_use`): a tide carries it out (session/tides.py).
+3. *The step is over* (`compare`). The first two steps of each plan are compared with its prediction. What was wrong,
+   and by how much, is the rule of measure.py; a new plan is made with the corrected figure.
+4. *A step has shown something about all plans*, and they are made again: gradients stay from one pass to the next,
+   several forward passes come before a backward pass, an optimizer was found, recipes or second runs did not hold, the
+   device ran out of memory.
 
-Ranks: all use the smallest budget. As long as all have the same shapes and come to each decision together, they use the
-first rank's plan; after that each rank plans for itself (consensus.py). A new shape is observed by all ranks.
+Why it is safe: a correction only ever plans for less than the budget, and is taken back where no plan fits with it.
+Several ranks do the same, as long as they come here together (session/consensus.py): all use the smallest budget and
+the first rank's plan; after that each rank plans for itself.
 
-Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
-observes or plans waits until there is a plan.
-
-Cost: the observed step (two to ten times a plain one), the solver (a second), then nothing per operator.
-Not covered: what the caller does around the model's forward (a loss of one's own) is not observed; on an accelerator it
-is measured and the plan corrected, on the host it must fit beside the budget. If a backward pass of another thread runs
-while a new shape is observed, its gradients may be lost.
+Cost: a comparison of flat lists for each forward pass; a walk over the modules for each plan that is put on; the solver
+(a second) for each that is made. Not covered: graphs that are retained after their backward pass count as over; what
+the caller does around the model's forward is not observed: on an accelerator it is measured and the plan corrected, on
+the host it must fit beside the budget.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable
-from types import TracebackType
+import dataclasses
+import time
+import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
-from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.engines.base import Engine
-from lowtide.errors import BudgetError, ConfigError, RecomputeRefusedError
-from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.runtime.autopilot.machine import Machine
-from lowtide.runtime.autopilot.observe_call import is_training
-from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_source import Planning, PlanSource
-from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.errors import BudgetError, RecomputeRefusedError
+from lowtide.profiling.observe_step import device_of
+from lowtide.profiling.rounding import other_bytes
+from lowtide.profiling.state_bytes import state_bytes
+from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
+from lowtide.runtime.autopilot.measure import Correction, StepWatch, correct_memory, correct_times
+from lowtide.runtime.autopilot.model_state import ModelState
+from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
-from lowtide.runtime.session.audit import Audit
-from lowtide.runtime.session.checks import refuse_capture
-from lowtide.runtime.session.memory_message import add_message
-from lowtide.runtime.session.optimizer_state import PlacedState
-from lowtide.runtime.session.retry import Rollback
+from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.timeline.step import Link
+from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
+from lowtide.tensors.ranks import any_rank
 from lowtide.units import format_bytes
 
-_PLAIN = (Phase.OBSERVING, Phase.REFUSED, Phase.REMOVED)
-"""Whoever holds the lock in one of these observes at this moment, or came when all was over."""
+NUM_REVIEWS = 2
+"""So many planned steps are compared with their prediction."""
+_TIGHTER = 0.9
+CHANGED = "the model changed: "
+"""How the event of a plan for another state of the model begins."""
+ACCUMULATES = "gradients stay"
+SEVERAL_PASSES = "several forward passes before a backward pass"
+OPTIMIZER = "an optimizer was found"
+VARIES = "shapes vary"
+UNSTEADY = "recipes do not hold"
+REFUSED = "layers cannot run again"
+OUT_OF_MEMORY = "out of memory"
+_ANOTHERS = "another rank corrected its plan"
 
 
 class Autopilot:
-    """A model on autopilot. Shows the face of a `Tide`; leaving it as a context manager removes it."""
+    """Keeps a model within a budget: the plan source of a `Tides`, which asks it before each forward pass."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        source: PlanSource,
-        optimizer: torch.optim.Optimizer | None,
-        engine: Engine,
-        *,
-        owns_engine: bool,
-        placed: PlacedState,
-        group: Any = None,
-        say: Callable[[str], None] | None = None,
-        room: Callable[[], int] | None = None,
-    ) -> None:
-        """`room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
-        self.model = model
-        self.engine = engine
-        self.source = source
-        """Where its plans come from."""
-        self._planning = Planning(source, group, room=room)
-        self._optimizer = optimizer
-        self._placed = placed
-        self._lock = threading.RLock()
-        """Of whoever observes, plans or changes the plan."""
-        how: Any = {"around": self._around, "before": self._before, "handle": self, "owns_engine": owns_engine}
-        self._machine = Machine(model, engine, self._planning, placed, **how, say=say or _say_nothing)
-        self.events = self._machine.events
-        """What the autopilot decided, and when."""
-        self._inside = threading.local()
-        """Of each thread: whether it is in a forward pass of the model, which may call itself."""
-        self._rollback = Rollback(
-            model,
-            optimizer,
-            counters=lambda: self.tide._counters if self.tide is not None else None,
-            settle=self._settle,
-            tighten=self._tighten,
-            describe_floor=self._describe_floor,
-        )
-
-    # -- what the user sees ----------------------------------------------------------------------------------------
+    def __init__(self, tides: Tides, planner: Planner) -> None:
+        self._tides = tides
+        self.planner = planner
+        self.table = PlanTable()
+        self.key: ShapeBucket | None = None
+        """The shapes whose plan is in force, or is off for a moment; None where there is none."""
+        self.model_state = ModelState(tides.model)
+        self._num_structures = self.model_state.num_structures
+        """Of the model that is planned for."""
+        self.watch = StepWatch(tides.engine, tides.model)
+        self._passes = OpenPasses()
+        self._foreign_bytes: int | None = None
+        """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
+        self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
+        """Where no optimizer was given."""
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None before the first step."""
-        return None if self.tide is None or self._machine.state.key is None else self.tide.plan
+    def budget_bytes(self) -> int | None:
+        """Of this rank."""
+        assert isinstance(self.planner.config.budget, int)
+        return self.planner.config.budget
+
+    @property
+    def shape(self) -> ShapePlan | None:
+        """The plan in force, with what is known about its shapes."""
+        return None if self.key is None else self.table[self.key]
 
     @property
     def profile(self) -> Profile | None:
-        """What was observed for the shapes in force; None before the first step."""
-        key = self._machine.state.key
-        return None if key is None else self._planning.facts.known_to(self._machine.shapes[key].profile)
+        return None if self.shape is None else self.planner.facts.known_to(self.shape.profile)
 
     @property
-    def link(self) -> Link | None:
-        """The link as measured, and corrected since; None before the first step, and without a budget."""
-        return self._planning.facts.link
+    def is_compared(self) -> bool:
+        return self.shape is not None and self.shape.num_reviews < NUM_REVIEWS
 
     @property
     def has_gradients(self) -> bool:
         """Whether plans count gradients of earlier passes from the start of a pass."""
-        return self._planning.facts.has_gradients or self._planning.facts.num_passes > 1
+        return self.planner.facts.has_gradients or self.planner.facts.num_passes > 1
 
-    @property
-    def tide(self) -> Tide | None:
-        """The tide in force; None before the first step."""
-        return self._machine.state.tide
+    # -- a forward pass comes --------------------------------------------------------------------------------------
 
-    @property
-    def phase(self) -> Phase:
-        """Where it stands: waiting, observing, a plan in force, refused, removed."""
-        return self._machine.state.phase
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        model = self.model_state.look()
+        self._note_loop()
+        self._replan_for_all()
+        bucket = self.table.bucket(args, kwargs, model=model)
+        key = self._serving(bucket)
+        if key is None and (
+            not self.table or self.planner.consensus.may_observe(self._moment(f"shape {bucket.shapes}"))
+        ):
+            self._observe(bucket, args, kwargs)
+            self.watch.begin_pass()
+            return
+        if key is None:
+            key = self.table.largest_for(bucket, ", and the guard keeps the limit")
+        if not self._tides.is_audited:
+            self.compare()  # also where shapes take turns, and none comes twice in a row
+        if key != self.key:
+            self._use(key)
+        self.watch.was_smaller |= key != bucket
+        self.watch.begin_pass()
 
-    @property
-    def optimizer_swap(self) -> OptimizerSwap | None:
-        """The handle of the optimizer's state, once a plan has it elsewhere between steps."""
-        return self._placed.handle
+    def _replan_for_all(self) -> None:
+        """What a step has shown about all plans."""
+        num_open = self._passes.num_open
+        self._passes.most = max(self._passes.most, num_open + 1)
+        if num_open == 0 and self._passes.most > self.planner.facts.num_passes:
+            self.with_passes()
+        # Between two forward passes of one step there may be gradients of the step, and they stay no longer than it.
+        has_several = self.planner.facts.num_passes > 1
+        is_new = not self.planner.facts.has_gradients and (not has_several or num_open == 0)
+        if is_new and any(parameter.grad is not None for parameter in self.model_state.trained):
+            self.with_gradients()
+        if self._stepping is not None and self._stepping.optimizers:
+            self.with_optimizers(self._stepping.optimizers)
+        self.without_unsteady()
 
-    @property
-    def stats(self) -> Stats:
-        """What happened under the plan in force; zeros before the first step."""
-        return self.tide.stats if self.tide is not None else Stats.nothing()
+    def _serving(self, bucket: ShapeBucket) -> ShapeBucket | None:
+        """The known shape bucket whose plan is the one for these inputs; None if they need one of their own."""
+        key = self.table.cover(bucket)
+        if key is None or key == bucket:
+            return key
+        serves = self.planner.keeps_budget(self.table[key].plan) and self._let_serve_smaller(key)
+        return key if serves else None
 
-    @property
-    def live_bytes(self) -> int:
-        """Activations that are on the device now, as lowtide counts them. Unlike `stats`, cheap."""
-        return self.tide.live_bytes if self.tide is not None else 0
+    def _let_serve_smaller(self, key: ShapeBucket) -> bool:
+        """Plan anew without recipes that hold for one shape only; False where that does not fit."""
+        shape = self.table[key]
+        if shape.serves_smaller:
+            return True
+        free = shape.profile.without_sizes(is_proven=shape.plan.check != "sampled")
+        if shape.has_sizes:
+            start = time.perf_counter()
+            try:
+                plan = self.planner.again(shape, is_joint=self._decide("vary"), profile=free)
+            except BudgetError:
+                return False
+            if not self.planner.keeps_budget(plan):
+                return False
+            self._replace(shape, plan)
+            self._use(key, why=VARIES, start=start)
+        shape.profile = free
+        shape.serves_smaller = True
+        return True
 
-    @property
-    def num_corrections(self) -> int:
-        """How often a plan was made again because a step was not as predicted."""
-        return sum(event.is_correction for event in self.events)
+    def _observe(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
+        """Observe this shape for the first time, plan for it, and put the plan in force.
 
-    def reset_stats(self) -> None:
-        """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
-        with self._lock:
-            if self._machine.state.key is not None and self.tide is not None:
-                self._machine.compare(self._machine.state.key)
-                self._machine.watch.restart_totals(self.tide)
-
-    def audit(self) -> Audit:
-        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
-        bytes, and `plan.audited_peak_bytes` has it afterwards. See `Tide.audit`.
-
-        The plan in force stays inside: steps that are counted operator by operator say nothing about time, so they are
-        not compared. Where a batch of another shape brings another plan, its peak counts too.
-
-        Raises ConfigError, when it is entered, where no plan is in force (before the first step, after `remove`).
+        Returns without a plan in force where this step is to run without one. Raises what the model raises, and
+        BudgetError where no plan fits.
         """
+        start = time.perf_counter()
+        why = NEW_SHAPE if self.table else FIRST_STEP
+        if self.table.is_of_new_model(key):
+            why = f"{CHANGED}{self.model_state.why}"
+        if self.model_state.num_structures != self._num_structures:
+            self._num_structures = self.model_state.num_structures
+            self._tides.take_off()
+            self._tides.wrap()
+            self.table.clear()
+        self.key = None
+        if self._foreign_bytes is None:
+            of = (self._tides.model, self._tides.placed.optimizer, (args, kwargs), device_of(self._tides.model))
+            self._foreign_bytes = other_bytes(*of, self._tides.engine.device_bytes)
+        buckets = [key]
 
-        def scheduler() -> OffloadScheduler:
-            if self.tide is None or self.phase is Phase.REMOVED:
-                raise ConfigError("audit: no plan is in force; run a step first")
-            return self.tide._scheduler
+        foreign_bytes = self._foreign_bytes
 
-        def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
-            with self._lock:
-                if self.tide is not None and peak_bytes is not None and self._machine.num_forwards != before:
-                    self.tide.audited_peak_bytes, self.tide.audited_curve = peak_bytes, curve
-                if self.tide is not None and self.phase is Phase.COMPARED:
-                    # The next comparison is of steps that nobody watched.
-                    self._machine.watch.restart_totals(self.tide)
-                    self._machine.watch.clock.seconds.clear()
+        def planned(profile: Profile) -> ShapePlan:
+            profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=foreign_bytes))
+            self.planner.measure_link()
+            is_first = not self.table
+            if is_first:
+                self.planner.consensus.meet_first(key.shapes, profile)
+            same = self.table.same_but_numbers(key, profile)
+            if same is not None:
+                self.model_state.ignore(same.model, key.model)
+                buckets.append(self.table.bucket(args, kwargs, model=self.model_state.look()))
+            return self.planner.first(profile, self.table, is_joint=is_first or self.planner.consensus.is_together)
 
-        if self._machine.is_audited:
-            raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
-        before = self._machine.num_forwards
-        of = (self.model, self._optimizer, self.engine.device_type)
-        audit = Audit(*of, scheduler=scheduler, layers=lambda: self.plan.layers if self.plan else (), done=done)
-        self._machine.audit = audit
-        return audit
-
-    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
-        """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
-
-        Here the plan is first made again for less; where the solver finds none, the rules of `Tide.step` follow.
-        """
-        if self.phase in (Phase.REFUSED, Phase.REMOVED):
-            return closure()
-        return self._rollback.run(closure, is_local=is_local)
-
-    def remove(self) -> None:
-        """Restore the model exactly. Idempotent.
-
-        Where there is no memory for the optimizer's state, the model is restored all the same; call it again.
-        """
-        self._machine.unplanned.close()
-        self._machine.remove()
-
-    def __enter__(self) -> Autopilot:
-        return self
-
-    def __repr__(self) -> str:
-        budget = "" if self.source.budget_bytes is None else f", budget {format_bytes(self.source.budget_bytes)}"
-        plan = "" if self.tide is None else f", plan {self.tide.plan.digest()}"
-        return f"<lowtide.Autopilot {self.phase.value}: engine '{self.engine.name}'{budget}{plan}>"
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        add_message(error, self._describe_floor)
-        self.remove()
-
-    # -- each forward ----------------------------------------------------------------------------------------------
-
-    def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        machine = self._machine
-        if not is_training():
-            machine.unseen.was_aside = True
-            return forward(*args, **kwargs)
-        if getattr(self._inside, "is_on", False):  # a model that calls itself: a part of the pass that is under way
-            return machine.patch.original(*args, **kwargs)
-        refuse_capture(self.model, self.engine)
-        with self._lock:
-            if machine.state.phase in _PLAIN:
-                return forward(*args, **kwargs)
-            machine.unseen.end()
-            if machine.is_inside:
-                machine.prepare(args, kwargs)
-            machine.num_forwards += 1
-            # Taken first: where this forward fails, the next one may have other inputs.
-            witness, machine.learning.witness = machine.learning.witness, None
-            planned, tide = machine.patch.original, machine.state.tide
-        machine.first.begin()
-        self._inside.is_on = True
         try:
-            with contextlib.nullcontext() if witness is None else witness.watching(self.model):
-                output = planned(*args, **kwargs)
-        except Exception as error:
-            if is_out_of_memory(error) and not self._rollback.is_running:
-                error.add_note(f"lowtide: out of memory in a forward pass. {self._describe_floor()}")
+            shape = self._tides.observe(args, kwargs, planned, why=why)
+        except BudgetError as refusal:
+            # Where some plan is in the table, the run goes on under it with other batches.
+            if not self.table and self._tides.phase is not Phase.REMOVED:
+                self._stop_looking()
+                self._tides.refuse(refusal)
+            raise
+        if shape is None:
+            return
+        self.table.add(buckets[-1], shape)
+        self._use(buckets[-1], why=why, start=start)
+        if self.planner.needs_more_room(shape):
+            self.with_passes()
+
+    def follow(self, output: Any, tide: Tide) -> None:
+        with self._tides.lock:
+            self.model_state.leave_out_moved()
+            self._passes.add(output)
+        self.watch.follow(output, tide, is_compared=self.is_compared)
+
+    def _decide(self, what: str) -> bool:
+        """Whether all ranks are here, in the same forward pass, to decide the same; else each decides for itself."""
+        return self.planner.consensus.all_here(self._moment(what))
+
+    def _moment(self, what: str) -> str:
+        return f"{self._tides.num_forwards} {what}"
+
+    # -- from one plan to the next ---------------------------------------------------------------------------------
+
+    def _use(self, key: ShapeBucket, *, why: str = "", start: float = 0.0, is_correction: bool = False) -> None:
+        """Put the plan of a key in force; `why` it is a new one, and when making it began.
+
+        What goes wrong on the way (a full disk) is the caller's to hear of; the next forward pass tries again.
+        """
+        seconds = time.perf_counter() - start
+        self.key, shape = key, self.table.use(key)
+
+        def equip(tide: Tide) -> None:
+            self.planner.set_limit(tide, shape)
+
+        try:
+            shape.tide = self._tides.use(shape.plan, shape.tide, equip=equip)
+        except BaseException:
+            self.key = None
+            shape.retire()
             raise
         finally:
-            self._inside.is_on = False
-        if tide is None:  # the step could not be observed, or the user was done meanwhile
-            machine.unplanned.follow(output)
-            return output
-        machine.first.follow(output)
-        if witness is not None:
-            witness.compare(output)
-        if self._planning.has_budget:
-            with self._lock:
-                machine.follow(output)
-        if machine.state.phase is Phase.COMPARED:
-            machine.watch.follow(output, tide)
-        return output
+            self.planner.know(resident_state_bytes=self._tides.placed.resident_bytes)
+        shape.tide.keep_layers(self.planner.facts.refused)
+        self.watch.begin(shape.tide)
+        if why:
+            budget_bytes = self.planner.budget_for(shape)
+            self._tides.note(
+                shape.plan, why=why, seconds=seconds, budget_bytes=budget_bytes, is_correction=is_correction
+            )
+        self.planner.warn_if_over(shape.plan, key.shapes)
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """The hook of a sharded model."""
-        if not is_training():
+    def _replace(self, shape: ShapePlan, plan: Plan) -> None:
+        """Another plan for these shapes, from the next `_use` on."""
+        if shape.tide is not None and shape.tide is self._tides.tide:
+            self._tides.take_off()
+        shape.replace(plan)
+
+    # -- a step is over --------------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Between two forward passes: compare what the step took with its prediction, and correct if need be.
+
+        Raises BudgetError, and the model is as it was before `optimize`, where the budget is strict, the first planned
+        step passed it, and no plan fits with what that step showed.
+        """
+        shape, tide = self.shape, self._tides.tide
+        if shape is None or tide is None or not self.is_compared or self._passes.num_open:
             return
-        with self._lock:
-            if self.phase not in _PLAIN:
-                self._machine.prepare(args, kwargs)
+        stats = tide.stats  # not before: on the host it looks at every tensor there is
+        if stats.num_forwards < 1:
+            return
+        pass_bytes = self.watch.highest_bytes
+        self.watch.note_peak()  # the optimizer's step is over as well, and whatever else there was between two passes
+        self._tell_first(shape, stats)
+        correction = self._correction(shape, stats)
+        shape.num_reviews += 1
+        self.watch.begin(tide)
+        is_joint = self._decide("review")
+        is_wrong = correction is not None
+        if any_rank(is_wrong, self.planner.group) if is_joint else is_wrong:
+            self._correct(shape, correction, pass_bytes, is_joint=is_joint)
 
-    # -- out of memory ---------------------------------------------------------------------------------------------
+    def _note_loop(self) -> None:
+        """What the loop does between forward and backward was measured: plans have room for it from now on."""
+        shape = self.shape
+        if shape is None or self.watch.was_smaller:
+            return
+        more_bytes = self.watch.loop_extra_bytes - shape.loop_bytes
+        if more_bytes > 0:
+            shape.profile = shape.profile.with_loop_bytes(more_bytes)
+            shape.loop_bytes += more_bytes
+            shape.has_more_loop_bytes = True
 
-    def tighten(self) -> None:
-        """Plan for less: the budget was kept on paper, but the device ran out of memory. Nothing without a budget."""
-        with self._lock:
-            self._machine.for_less()
+    def _tell_first(self, shape: ShapePlan, stats: Stats) -> None:
+        predicted = shape.plan.predicted
+        if self.watch.is_first_told or predicted is None:
+            return
+        peak_bytes = None if self._tides.engine.device_peak_bytes() is None else self.watch.highest_bytes
+        line = self.watch.first_line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes)
+        self._tides.say(line)
 
-    def _tighten(self, error: BaseException, num_tried: int) -> str | None:
-        """After an out-of-memory error, between two attempts: what was done about it, or None."""
-        if self.phase in (Phase.REFUSED, Phase.REMOVED):
-            return None  # since this micro-batch began
-        tide = self.tide
-        if tide is None:
-            # Observing failed, where nothing is kept on the device: no plan would help.
-            self._machine.patch.undo()
-            self._machine.wrap()
-            return None
-        if not self._planning.has_budget or isinstance(error, RecipeMismatchError | RecomputeRefusedError):
+    def _correction(self, shape: ShapePlan, stats: Stats) -> Correction | None:
+        """What this step says was wrong; None where it was as predicted."""
+        predicted, link = shape.plan.predicted, self.planner.facts.link
+        assert predicted is not None
+        assert link is not None
+        correction = None
+        if self._tides.engine.device_peak_bytes() is not None:
+            # Where the loop took more, the profile has what is above the prediction there.
+            peak_bytes = self.watch.peak_bytes if shape.has_more_loop_bytes else self.watch.highest_bytes
+            correction = correct_memory(predicted, peak_bytes, self.planner.budget_bytes, shape.unforeseen_bytes)
+        if correction is None and not self.watch.was_smaller:
+            correction = correct_times(shape.profile, predicted, stats, self.watch.backward_seconds, link)
+        if correction is None and shape.has_more_loop_bytes:
+            correction = Correction(why=f"loop: {format_bytes(shape.loop_bytes)} between forward and backward")
+        return correction
+
+    def _correct(self, shape: ShapePlan, correction: Correction | None, pass_bytes: int, *, is_joint: bool) -> None:
+        """Plan again with what was measured on this rank, or on another one."""
+        assert self.key is not None
+        start = time.perf_counter()
+        has_more_loop_bytes = shape.has_more_loop_bytes
+        before = (shape.unforeseen_bytes, shape.profile, self.planner.facts)
+        if correction is not None:
+            shape.unforeseen_bytes += correction.unforeseen_bytes
+            shape.profile = correction.profile or shape.profile
+            self.planner.know(link=correction.link or self.planner.facts.link)
+        try:
+            plan = self.planner.again(shape, is_joint=self.planner.consensus.is_together)
+        except BudgetError as error:
+            needed_bytes = error.floor_bytes + shape.unforeseen_bytes
+            shape.unforeseen_bytes, shape.profile, self.planner.facts = before
+            shape.num_reviews += NUM_REVIEWS
+            shape.has_more_loop_bytes = False
+            is_above = has_more_loop_bytes or pass_bytes > self.planner.budget_bytes
+            if is_joint and any_rank(self._is_beginning and is_above, self.planner.group):
+                refusal = self._first_step_error(pass_bytes, needed_bytes)
+                self._tides.remove()
+                self._tides.refuse(refusal)
+                raise refusal from None
+            # Not the user's mistake in the middle of training: what is in force works, if it needs more than planned.
+            warnings.warn(
+                f"lowtide: a planned step was not as predicted ({_why(correction)}), and no plan fits the budget of "
+                f"{format_bytes(self.planner.budget_bytes)} with that; the plan in force stays, and steps may need "
+                f"more than the budget. Raise it to {format_bytes(needed_bytes)}, or make the micro-batch smaller.",
+                stacklevel=2,
+            )
+            return
+        self._replace(shape, plan)
+        self._use(self.key, why=_why(correction), start=start, is_correction=True)
+
+    @property
+    def _is_beginning(self) -> bool:
+        """The first planned micro-batch is over, or the first one that found gradients: nothing is lost but that."""
+        num = self._tides.num_forwards
+        return num == 1 or (num == 2 and self.planner.facts.has_gradients)
+
+    def _first_step_error(self, pass_bytes: int, needed_bytes: int) -> BudgetError:
+        return BudgetError(
+            f"budget {format_bytes(self.planner.budget_bytes)}: the first planned step took "
+            f"{format_bytes(pass_bytes)}, which no observation of the model shows (a loss of the loop's own, or what "
+            "else is on the device), and no plan fits with that; the least that can be reached is "
+            f"{format_bytes(needed_bytes)}; raise the budget to that, or make the micro-batch smaller",
+            floor_bytes=needed_bytes,
+        )
+
+    def restart(self, *, was_audited: bool) -> None:
+        tide = self._tides.tide
+        assert tide is not None
+        if was_audited:
+            self.watch.backward_seconds.clear()
+        else:
+            self.compare()
+        self.watch.restart_totals(self._tides.tide or tide)
+
+    # -- plans that are made again ---------------------------------------------------------------------------------
+
+    def with_gradients(self) -> None:
+        """Forward passes find gradients from now on (micro-batches accumulate)."""
+        before = self.planner.facts
+        self.planner.know(has_gradients=True)
+        self._replan_all(ACCUMULATES, before)
+
+    def with_passes(self) -> None:
+        """A step has so many forward passes before a backward pass: each leaves room for what the others hold."""
+        before = self.planner.facts
+        self.planner.know(num_passes=self._passes.most)
+        self._replan_all(SEVERAL_PASSES, before)
+
+    def with_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """They step the model's parameters, and none was given: their state is counted from now on."""
+        before = self.planner.facts
+        self._stop_looking()
+        if len(optimizers) == 1:
+            self._tides.placed.optimizer = optimizers[0]
+        device_type = self._tides.engine.device_type
+        how: Any = {"inputs": 0, "device_type": device_type, "is_accelerator": device_type != "cpu"}
+        states = [state_bytes(self._tides.model, optimizer=optimizer, **how) for optimizer in optimizers]
+        most = max(states, key=lambda state: state.optimizer_temporaries)
+        self.planner.know(optimizer=dataclasses.replace(most, optimizer=sum(state.optimizer for state in states)))
+        self._replan_all(OPTIMIZER, before)
+
+    def _replan_all(self, why: str, before: Facts) -> None:
+        """Make all plans again, since something is known that concerns all. `before`: what was known, which is known
+        again where no plan will do, so that the next forward pass is refused as well."""
+        start = time.perf_counter()
+        shapes = list(self.table)
+        if self.shape is not None:
+            self.shape.num_reviews += 1  # its plan changes without a comparison
+        try:
+            is_joint = bool(shapes) and self._decide(why)
+            if shapes and self.planner.facts.num_passes > 1:
+                self.planner.make_room(shapes, self._passes.output_bytes)
+            plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
+        except BudgetError:
+            self.planner.facts = before
+            raise
+        for shape, plan in zip(shapes, plans, strict=True):
+            self._replace(shape, plan)
+        if self.key is not None:
+            self._use(self.key, why=why, start=start)
+
+    def without_unsteady(self) -> None:
+        """Recipes that did not hold in the last step are no recipes, and layers that could not be run again will not
+        be: plan again without them, so that memory fits."""
+        tide, shape, before = self._tides.tide, self.shape, self.planner.facts
+        if tide is None or shape is None:
+            return
+        failed, refused, unsteady = what_failed(tide, before)
+        if not (failed or refused):
+            return
+        start = time.perf_counter()
+        layers = before.refused | refused.keys()
+        self.planner.know(unsteady=unsteady, refused=layers)
+        if failed:
+            name, why = next(iter(failed.items()))
+            self._tides.say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
+        if refused:
+            why = next(iter(refused.values()))
+            self._tides.say(f"lowtide: {len(refused)} layers cannot be run again: {why}")
+        is_joint = self._decide(f"{UNSTEADY} {len(unsteady)} {len(layers)}")
+        try:
+            plan = self.planner.again(shape, is_joint=is_joint)
+        except BudgetError:
+            self.planner.facts = before  # so that the next forward is refused as well
+            raise
+        self._replace(shape, plan)
+        assert self.key is not None
+        self._use(self.key, why=UNSTEADY if failed else REFUSED, start=start)
+
+    def for_less(self) -> None:
+        """Out of memory, though the budget was kept on paper: plan for a tenth less. Nothing before the first plan.
+
+        Raises BudgetError where no plan is that small; the budget and the plan then stay as they are.
+        """
+        shape = self.shape
+        if shape is None or self.key is None or self._tides.phase not in IN_FORCE:
+            return
+        start = time.perf_counter()
+        budget_bytes = self.planner.budget_for(shape)
+        # A preset plans for less than the budget.
+        target = int(min(shape.plan.budget_bytes or budget_bytes, budget_bytes) * _TIGHTER)
+        plan = self.planner.make(shape.profile, target)  # no other rank need be out of memory
+        # Only now: where no plan is that small, the budget stays as it was.
+        shape.unforeseen_bytes = self.planner.budget_bytes - target
+        self._replace(shape, plan)
+        self._use(self.key, why=OUT_OF_MEMORY, start=start, is_correction=True)
+
+    def tighten(self, error: BaseException, num_tried: int) -> str | None:
+        tide = self._tides.tide
+        assert tide is not None
+        if isinstance(error, RecipeMismatchError | RecomputeRefusedError):
             return tide._tighten(error, num_tried)
         try:
-            self.tighten()
+            with self._tides.lock:
+                self.for_less()
         except BudgetError:
             return tide._tighten(error, num_tried)
-        return f"the plan is made for {format_bytes(self.events[-1].budget_bytes or 0)} now"
+        return f"the plan is made for {format_bytes(self._tides.events[-1].budget_bytes or 0)} now"
 
-    def _settle(self) -> None:
-        if self.tide is not None:
-            self.tide.settle()
+    def _stop_looking(self) -> None:
+        """For optimizers. Idempotent."""
+        if self._stepping is not None:
+            self._stepping.remove()
+            self._stepping = None
 
-    def _describe_floor(self) -> str:
-        return self.tide._describe_floor() if self.tide is not None else "It was the step that is observed."
+    def close(self) -> None:
+        self._stop_looking()
+        for shape in self.table:
+            shape.retire()
+        self.planner.close()
 
 
-def _say_nothing(line: str) -> None:
-    pass
+def _why(correction: Correction | None) -> str:
+    return correction.why if correction is not None else _ANOTHERS

@@ -18,10 +18,11 @@ from lowtide.errors import ConfigError, check_function
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_model import merged_config
-from lowtide.runtime.autopilot.plan_source import BudgetSource
-from lowtide.runtime.session.checks import refuse_foreign
+from lowtide.runtime.autopilot.planner import Planner
+from lowtide.runtime.session.apply import refuse_foreign
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
+from lowtide.runtime.session.tides import Tides
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.ranks import check_group
@@ -37,7 +38,7 @@ def optimize(
     group: Any = None,
     say: Callable[[str], None] | None = None,
     strict: bool | None = None,
-) -> Autopilot:
+) -> Tides:
     """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
     the `with` block.
 
@@ -73,9 +74,12 @@ def optimize(
             say(f"lowtide: the optimizer's state stays on the device: {refusal}")
         config = dataclasses.replace(config, optimizer="keep")
     room = None if (config.strict if strict is None else strict) else functools.partial(_room, model, optimizer)
-    source = BudgetSource(model, config, chosen, preset=settled.preset, say=say)
-    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say, "room": room}
-    return Autopilot(model, source, optimizer, chosen, **how)
+
+    def autopilot(tides: Tides) -> Autopilot:
+        return Autopilot(tides, Planner(model, config, chosen, group, preset=settled.preset, room=room, say=tides.say))
+
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say}
+    return Tides(model, optimizer, chosen, autopilot, call="lowtide.optimize", **how)
 
 
 def _room(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

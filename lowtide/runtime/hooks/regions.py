@@ -28,9 +28,10 @@ from lowtide.runtime.recompute.call import Call, without_cache
 from lowtide.runtime.recompute.module_output import Rerun
 from lowtide.runtime.recompute.region import RegionRun
 from lowtide.runtime.recompute.saves import Dropped
-from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.kinds import is_plain, storage_key_set
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
 from lowtide.tensors.random_state import RandomState
+from lowtide.tensors.wrappers import inside
 
 
 class Pass(Protocol):
@@ -74,9 +75,9 @@ class Regions:
         region = self._begun(now, module, forward, args, kwargs)
         if region is None:
             return forward(*args, **kwargs)
-        random = RandomState(region.call.tensors)
+        random, inputs = RandomState(region.call.tensors), storage_key_set([*map(inside, region.call.tensors)])
         output = self._run(now, region, now.pack)
-        if region.has_changed_inputs or not self._is_droppable(output, region.input_keys):
+        if region.has_changed_inputs or not self._is_droppable(output, inputs):
             return output
         storage = output.untyped_storage()
         rerun = Rerun(region, random, output)

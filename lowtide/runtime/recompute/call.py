@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,8 @@ from lowtide.tensors.private import is_compiled_function, original_of_compiled, 
 from lowtide.tensors.remembered import PLAIN
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 
+_LEAVES = PLAIN | {torch.Tensor, nn.Parameter}
+
 
 class Call:
     """A module's forward with its arguments taken apart, so that it can run again from other tensors.
@@ -24,22 +27,41 @@ class Call:
     twice is one tensor in every run.
     """
 
-    __slots__ = ("_constants", "_places", "_spec", "_written", "forward", "module", "tensors")
+    __slots__ = ("_constants", "_names", "_places", "_specs", "_written", "forward", "module", "objects", "tensors")
 
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> None:
         self.module = module
         self.forward = forward
         self._written: tuple[tuple, dict] | None = (args, kwargs)
-        leaves, self._spec = tree_flatten((args, kwargs))
-        unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        order = {key: index for index, key in enumerate(unique)}
-        self.tensors: list[torch.Tensor] = list(unique.values())
-        self._places = [(i, order[id(leaf)]) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def objects(self) -> list[Any]:
-        """Arguments that may have a state of their own: those that are neither tensors nor plain values."""
-        return [leaf for leaf in self._constants if type(leaf) not in PLAIN]
+        self._names = tuple(kwargs)
+        self._specs: list[Any] = []
+        """Of each argument: how it is made of leaves; None for one that is a leaf."""
+        self._constants: list[Any] = []
+        """The leaves; None for a tensor."""
+        self._places: list[tuple[int, int]] = []
+        """Of each leaf that is a tensor: its place among the leaves, and that of the tensor in `tensors`."""
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        """Leaves that may have a state of their own: those that are neither tensors nor plain values."""
+        order: dict[int, int] = {}
+        for value in (*args, *kwargs.values()):
+            if type(value) in _LEAVES:
+                leaves, spec = [value], None
+            else:
+                leaves, spec = tree_flatten(value)
+            self._specs.append(spec)
+            for leaf in leaves:
+                if type(leaf) in PLAIN:
+                    self._constants.append(leaf)
+                elif isinstance(leaf, torch.Tensor):
+                    index = order.setdefault(id(leaf), len(order))
+                    if index == len(self.tensors):
+                        self.tensors.append(leaf)
+                    self._places.append((len(self._constants), index))
+                    self._constants.append(None)
+                else:
+                    self._constants.append(leaf)
+                    self.objects.append(leaf)
 
     def own_forward(self) -> Any:
         """The forward, if it is not the class's own."""
@@ -61,11 +83,16 @@ class Call:
 
     def make(self, tensors: list[torch.Tensor]) -> Any:
         """Run the forward on `tensors` in place of the original ones."""
-        leaves = list(self._constants)
+        constants = list(self._constants)
         for place, index in self._places:
-            leaves[place] = tensors[index]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return self.forward(*args, **kwargs)
+            constants[place] = tensors[index]
+        leaves = iter(constants)
+        values = [
+            next(leaves) if spec is None else tree_unflatten([*islice(leaves, spec.num_leaves)], spec)
+            for spec in self._specs
+        ]
+        num_args = len(values) - len(self._names)
+        return self.forward(*values[:num_args], **dict(zip(self._names, values[num_args:], strict=True)))
 
 
 def without_cache(

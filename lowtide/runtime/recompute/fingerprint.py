@@ -215,14 +215,14 @@ class Fingerprints:
         return (words * weights[:num]).sum(0, keepdim=True)
 
     @staticmethod
-    def together(prints: list[Print]) -> list[Print]:
+    def together(prints: dict[int, Print]) -> dict[int, Print]:
         """The same in one block of the accelerator's allocator."""
-        tensors = [one for one in prints if isinstance(one, torch.Tensor)]
-        if len({one.device for one in tensors}) != 1:
+        tensors = [one for one in prints.values() if isinstance(one, torch.Tensor)]
+        if not tensors or len({one.device for one in tensors}) != 1:
             return prints
         with AutoDispatchBelowAutograd(), DisableTorchDispatch():
             parts = iter(torch.cat(tensors).split(1))
-        return [next(parts) if isinstance(one, torch.Tensor) else one for one in prints]
+        return {key: next(parts) if isinstance(one, torch.Tensor) else one for key, one in prints.items()}
 
     # -- comparing -------------------------------------------------------------------------------------------------
 

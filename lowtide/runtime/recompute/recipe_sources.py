@@ -79,7 +79,7 @@ class OffloadedSource:
     def __init__(self, site: OffloadedStorage, view: View) -> None:
         self.site = site
         self.view = view
-        self.shape = Shape(tuple(view.size), view.stride, int(view.offset), view.witness.dtype)
+        self.shape = Shape(tuple(view.size), view.stride, int(view.offset), view.alias.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class OffloadedSource:
         self.site.num_readers = count
 
     def is_intact(self) -> bool:
-        return version_of(self.view.witness) == self.view.version
+        return version_of(self.view.alias) == self.view.version
 
     def read(self) -> torch.UntypedStorage:
         return self.site.read()
@@ -117,6 +117,7 @@ class RecomputedSource:
     __slots__ = (
         "__weakref__",
         "_num_readers",
+        "alias",
         "device",
         "fingerprint",
         "fingerprints",
@@ -137,7 +138,6 @@ class RecomputedSource:
         "task",
         "version",
         "weak",
-        "witness",
     )
 
     def __init__(
@@ -162,7 +162,7 @@ class RecomputedSource:
         self.shape = Shape.of(tensor)
         self.version = version_of(tensor)
         self.weak = StorageWeakRef(storage)
-        self.witness: torch.Tensor | None = tensor.detach()
+        self.alias: torch.Tensor | None = tensor.detach()
         """An alias that shows the tensor's version, as long as the tensor stays."""
         self.links: tuple[Link | StateLink, ...] = ()
         self.last_use = 0
@@ -185,7 +185,7 @@ class RecomputedSource:
 
     def is_intact(self) -> bool:
         # Once dropped, it recomputes the value of the forward, whatever was written to the tensor since.
-        return self.witness is None or version_of(self.witness) == self.version
+        return self.alias is None or version_of(self.alias) == self.version
 
     @property
     def num_readers(self) -> int:
@@ -212,9 +212,9 @@ class RecomputedSource:
         site = self.scheduler.enroll(self.spill_queue, self.held, self.version, 0, None)
         site.num_readers, site.last_use = self._num_readers, self.last_use
         self.site, self.held = site, None
-        if self.witness is not None:
+        if self.alias is not None:
             # Its copy out may still read what is written from here on: the version stays in sight, without the bytes.
-            self.witness = version_alias(self.witness)
+            self.alias = version_alias(self.alias)
         self.scheduler.start_offload(site, None)
         return self.nbytes if site.copy.slot is not None else 0
 
@@ -223,7 +223,7 @@ class RecomputedSource:
         assert self.held is not None
         self.fingerprint = self.fingerprints.take(self.held)
         self.links = links
-        self.held = self.witness = None
+        self.held = self.alias = None
         self.scheduler.ledger.change(self.share, 0)
         for link in links:
             if isinstance(link, Link):

@@ -34,33 +34,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lowtide.runtime.recompute.call import Call
 from lowtide.runtime.recompute.draw_once import KeptResults
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.runtime.recompute.saves import Dropped, FirstSaves, SecondSaves
+from lowtide.runtime.recompute.saves import Dropped, FirstSaves, Saved, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Swapped
+from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.compiled import graphs_between
-from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
+    current_graph_group,
     current_graph_task_id,
     disable_current_modes,
     gradient_hooks,
     num_compiled_graphs,
-    storage_key,
+    top_saved_tensors_hooks,
     tree_leaves,
     version_of,
 )
-from lowtide.tensors.wrappers import inside
+from lowtide.tensors.view import without_bytes
 
 _WAY_OUT = (
     "It depends on something that lowtide cannot put back: state outside of the model's objects, a nested function's "
@@ -100,12 +102,12 @@ class RegionRun:
         "_flags",
         "_graphs",
         "_has_run",
+        "_made",
         "_output",
         "call",
         "dropped",
         "fingerprints",
         "has_changed_inputs",
-        "input_keys",
         "inputs",
         "once",
         "state",
@@ -121,7 +123,6 @@ class RegionRun:
         self.watch = watch
         self.once = KeptResults(dropped.keep, functools.partial(_other_exchange, watch))
         self.inputs: list[Any] = []
-        self.input_keys = {storage_key(t.untyped_storage()) for t in map(inside, call.tensors) if is_plain(t)}
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
@@ -129,6 +130,8 @@ class RegionRun:
         """Fingerprints of what the first run gave, where the second one goes to its end."""
         self._flags = [tensor.requires_grad for tensor in call.tensors]
         self._has_run = False
+        self._made: dict[Any, list[torch.Tensor | None]] = {}
+        """By backward pass: what its second run has saved, until it is read."""
         self._graphs: list[type] | None = None
         """The compiled graphs of the first run; None for a module without compiled parts."""
 
@@ -140,17 +143,19 @@ class RegionRun:
         writes to its own parameters.
         """
         tensors = self.call.tensors
-        with disable_current_modes():
-            copies = [tensor.detach().clone() for tensor in tensors] if may_change_inputs else None
-            # From these `checkpoint` learns of which devices to save the random state.
-            markers = [torch.empty(0, device=device) for device in {tensor.device: None for tensor in tensors}]
+        copies: list[torch.Tensor] | None = None
+        if may_change_inputs:
+            with disable_current_modes():
+                copies = [tensor.detach().clone() for tensor in tensors]
+        # From these `checkpoint` learns of which devices to save the random state.
+        devices = {tensor.device: None for tensor in tensors} or {torch.device("cpu"): None}
+        markers = [without_bytes(torch.float32, device) for device in devices]
         versions = [_version(tensor) for tensor in tensors]
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
         self.inputs = [_Constant(tensor) if tensor.is_inference() else pack(tensor) for tensor in tensors]
         try:
             # `SecondSaves` does what early stop and the look at shapes do, whatever the caller has set.
-            with set_checkpoint_early_stop(False):
-                output = checkpoint(self._body, *markers, use_reentrant=False, determinism_check="none")
+            output = checkpoint(self._body, *markers, use_reentrant=False, determinism_check="none")
             self.state.settle()
             for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
                 if _version(tensor) != version:
@@ -170,38 +175,51 @@ class RegionRun:
             )
         self.inputs[index] = Kept(copies[index])
 
-    def _body(self, *markers: torch.Tensor) -> Any:
+    def _body(self, marker: torch.Tensor, *_: torch.Tensor) -> Any:
+        """What checkpoint runs. It gets one saved tensor of each run, `marker`; who reads that runs this again."""
+        hooks = top_saved_tensors_hooks()
+        assert is_checkpoint_hook(hooks) and hooks is not None
         if self._has_run:
             self.make_again()
+            hooks[0](marker)
             return None
         self._has_run = True
-        self.dropped.leave_out(self.call.tensors)
-        state = self.state
-        stops = [tensor.grad_fn for tensor in self.call.tensors]
-        saves = FirstSaves(self.dropped, self.fingerprints, state.path, state.flow, self._unpack)
+        state, inputs = self.state, self.call.tensors
+        stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
+        unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
+        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, unpack=unpack)
         with saves, self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
             self._output = self._prints_of(output)
-        self.dropped.prints = self._sealed(self.dropped.prints)
+        self.dropped.prints = self.fingerprints.together(self.dropped.prints)
         self.dropped.forward_done()
         if state.has_compiled:
             self._graphs = graphs_between(_tensors_of(output), stops)
         return output
 
-    def _unpack(self, outer: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        """The unpack hook around that of checkpoint, `outer`: it checks versions. Checkpoint's error about a second run
-        that saved other tensors becomes one of ours."""
+    def _unpack(self, run_again: Callable[[], Any]) -> Callable[[Saved], torch.Tensor]:
+        """The unpack hook: it checks versions, and gives what the second run has made for this backward pass.
+        `run_again` has checkpoint start that one."""
+        dropped, made_in = self.dropped, self._made
 
-        def unpack(saved: Any) -> torch.Tensor:
-            if version_of(saved.witness) != saved.version:
-                saved.check()
+        def unpack(saved: Saved) -> torch.Tensor:
+            if version_of(saved.alias) != saved.version:
+                dropped.check(saved)
+            backward = _current_backward()
+            made = made_in.get(backward)
             try:
-                tensor = outer(saved.holder)
+                if made is None:
+                    run_again()
+                    made = made_in[backward]
+                tensor = made[saved.number]
+                if tensor is None:
+                    raise CheckpointError("a saved tensor is read twice in one backward pass")
             except CheckpointError as error:
                 self._differs(error)
-            if not saved.dropped.is_back:
-                saved.dropped.come_back()
+            made[saved.number] = None
+            if type(backward) is str:
+                del made_in[backward]  # nobody can say when it ends
             return tensor
 
         return unpack
@@ -215,12 +233,15 @@ class RegionRun:
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
         with self.replayed(), saves:
             output = self._make_compiled(tensors, self._graphs) if self._graphs is not None else self.call.make(tensors)
-        if not saves.is_short:
-            self._compare(
-                list(dropped.prints.values()), [saves.prints[number] for number in dropped.prints], self._refuse_saved
-            )
-            if self._output is not None:
-                self._compare(self._output, self._prints_of(output), self._refuse_output)
+        saves.compare_kinds()
+        self._compare(list(dropped.prints.values()), saves.prints, self._refuse_saved)
+        if self._output is not None:
+            self._compare(self._output, self._prints_of(output), self._refuse_output)
+        # What nobody will read is not held.
+        self._made[_current_backward()] = [
+            tensor if found() is not None else None for tensor, found in zip(saves.made, dropped.saved, strict=False)
+        ]
+        dropped.come_back()
 
     def _compare(self, then: list[Print], now: list[Print], refuse: Callable[[int], NoReturn]) -> None:
         task = current_graph_task_id()
@@ -233,18 +254,15 @@ class RegionRun:
     def _prints_of(self, output: Any) -> list[Print]:
         return [self.fingerprints.of(tensor) for tensor in _tensors_of(output)]
 
-    def _sealed(self, prints: dict[int, Print]) -> dict[int, Print]:
-        return dict(zip(prints, self.fingerprints.together(list(prints.values())), strict=True))
-
     def _refuse_saved(self, index: int) -> NoReturn:
         """Of the fingerprints of what the region saves, that with this number differs first."""
         dropped = self.dropped
         number = list(dropped.prints)[index]
-        producer = dropped.marks[number][1]
+        _, producer, shape, _ = dropped.rows[number]
         made = "" if producer is type(None) else f", made by {producer.__name__}"
         self._refuse_values(
-            f"the first tensor that differs is number {number + 1} of the {len(dropped.marks)} that it saves, of shape "
-            f"{list(dropped.kinds[number][0])}{made}"
+            f"the first tensor that differs is number {number + 1} of the {len(dropped.saved)} that it saves, of shape "
+            f"{list(shape)}{made}"
         )
 
     def _refuse_output(self, index: int) -> NoReturn:
@@ -335,6 +353,16 @@ class RegionRun:
             handle = given.local if isinstance(given, Wrapped) else given
             if isinstance(handle, Swapped):
                 handle.site.num_readers += 1
+
+
+def _current_backward() -> Any:
+    """The backward pass that runs on this thread, or the group of such that is one for checkpoint; outside of any, the
+    thread, as a text."""
+    group = current_graph_group()
+    if group is not None:
+        return group
+    task = current_graph_task_id()
+    return task if task != -1 else f"outside, thread {threading.get_ident()}"
 
 
 def _tensors_of(tree: Any) -> list[torch.Tensor]:

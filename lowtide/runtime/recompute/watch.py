@@ -114,10 +114,9 @@ class Watch:
 
     def known(self, tree: Tree) -> Known:
         """What is known of the module with these `training` flags."""
-        key = tree.key()
-        known = self._known.get(key)
+        known = self._known.get(tree.flags)
         if known is None:
-            known = self._known[key] = Known()
+            known = self._known[tree.flags] = Known()
         return known
 
     def refusal_of(self, message: str) -> RecomputeRefusedError:
@@ -141,6 +140,43 @@ class Watch:
                 if value is tensor:
                     return f"{name}.{key}".lstrip(".")
         return f"of shape {list(tensor.shape)}"
+
+
+class Marks:
+    """What changes when somebody writes to one of some tensors, or exchanges its data, as it is now."""
+
+    __slots__ = ("_addressed", "_values", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], addressed: list[torch.Tensor]) -> None:
+        """`addressed`: those of them that have an address."""
+        self.tensors = tensors
+        self._addressed = addressed
+        self._values = [*map(version_of, tensors), *map(torch.Tensor.data_ptr, addressed)]
+
+    def again(self) -> Marks:
+        """Of the same tensors, as they are by then."""
+        return Marks(self.tensors, self._addressed)
+
+    def versions(self) -> list[int]:
+        """How often each has been written to by now."""
+        return [*map(version_of, self.tensors)]
+
+    def version(self, tensor: torch.Tensor) -> int:
+        """How often it had been written to."""
+        return self.by_tensor()[id(tensor)][0]
+
+    def moved(self, later: Marks) -> list[torch.Tensor]:
+        """Those tensors that have another version or address in `later`."""
+        if self._values == later._values:
+            return []
+        then, now = self.by_tensor(), later.by_tensor()
+        return [each for each in self.tensors if then[id(each)] != now[id(each)]]
+
+    def by_tensor(self) -> dict[int, tuple[int, int]]:
+        """Version and address of each, by identity."""
+        addresses = dict(zip(map(id, self._addressed), self._values[len(self.tensors) :], strict=True))
+        versions = zip(map(id, self.tensors), self._values, strict=False)
+        return {key: (version, addresses.get(key, 0)) for key, version in versions}
 
 
 class Known:
@@ -173,12 +209,15 @@ class Tree:
 
     __slots__ = (
         "_dicts",
+        "_empty",
+        "_full",
         "_hooks",
         "_own",
         "_tables",
         "_then",
         "_values",
         "addressed",
+        "flags",
         "has_compiled",
         "is_light",
         "iterator",
@@ -194,6 +233,8 @@ class Tree:
         self._hooks = [own[name] for own in self._own for name in (*FORWARD_HOOKS, *FORWARD_HOOK_FLAGS)]
         self._hooks += GLOBAL_FORWARD_HOOKS
         self._dicts = [*self._own, *self._tables, *self._hooks]
+        self._full = [each for each in self._dicts if each]
+        self._empty = [each for each in self._dicts if not each]  # most of them
         self._values = self._now()
         self._then = _copies(self._dicts)
         held = chain.from_iterable(each.values() for each in (*self._own, *self._tables))
@@ -202,7 +243,9 @@ class Tree:
         self.tensors = [each for each in tensors.values() if not each.is_inference()]
         if has_shards:
             self.tensors = [each for each in self.tensors if not isinstance(each, nn.Parameter)]
-        self.addressed = [is_plain(each) for each in self.tensors]
+        self.addressed = [each for each in self.tensors if is_plain(each)]
+        self.flags = tuple([own.get("training", True) for own in self._own])
+        """Which modules are in training."""
         self.has_compiled = has_compiled(module)
         attributes = chain.from_iterable(own.items() for own in self._own)
         self.iterator = next((name for name, value in attributes if is_iterator(value)), "")
@@ -217,28 +260,24 @@ class Tree:
         )
 
     def _now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._dicts))]
-
-    def key(self) -> tuple[bool, ...]:
-        return tuple([own.get("training", True) for own in self._own])
+        return [*chain.from_iterable(map(dict.values, self._full))]
 
     def is_still(self) -> bool:
         """Whether all attributes, tables and hooks hold the very objects that they held."""
         now = self._now()
-        return len(now) == len(self._values) and all(map(is_, now, self._values))
+        return len(now) == len(self._values) and not any(self._empty) and all(map(is_, now, self._values))
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, all is held that was held; afterwards all is as it is now."""
-        is_still = self.is_still()
-        now = self._then if is_still else _copies(self._dicts)
-        if not is_still:
+    def put_back(self, stack: contextlib.ExitStack) -> None:
+        """Have all held that was held, until `stack` is left."""
+        if self.is_still():
+            stack.callback(self._put_if_moved)
+        else:
+            stack.callback(self._put, _copies(self._dicts))
             self._put(self._then)
-        try:
-            yield
-        finally:
-            if not (is_still and self.is_still()):
-                self._put(now)
+
+    def _put_if_moved(self) -> None:
+        if not self.is_still():
+            self._put(self._then)
 
     def _put(self, then: list[dict]) -> None:
         num_hooks = len(self._hooks)
@@ -285,7 +324,6 @@ class Before:
     """What a module read before a run, for the second run."""
 
     __slots__ = (
-        "_addressed",
         "_copies",
         "_flags",
         "_given",
@@ -294,7 +332,6 @@ class Before:
         "_parameters",
         "_random",
         "_records",
-        "_tensors",
         "_tree",
         "_walked",
         "flow",
@@ -312,15 +349,15 @@ class Before:
         self._tree = tree = watch.tree()
         self._refuse_iterator(tree.iterator)
         self.known = known = watch.known(tree)
-        self._tensors = [*tree.tensors, *known.others()] if known.read else tree.tensors
-        self._addressed = [is_plain(tensor) for tensor in self._tensors] if known.read else tree.addressed
-        self._marks = _marks_of(self._tensors, self._addressed)
+        others = known.others()
+        tensors = [*tree.tensors, *others] if others else tree.tensors
+        addressed = [*tree.addressed, *(each for each in others if is_plain(each))] if others else tree.addressed
+        self._marks = Marks(tensors, addressed)
         self._flags = [tensor.requires_grad for tensor in tree.tensors]
         self._random = watch.draws.now()
         self._parameters = LentParameters(watch.module) if watch.has_shards else None
         self._records = [record.again() for record in known.records]
-        given = call.objects()
-        self._given = self._walk(given) if given else []
+        self._given = self._walk(call.objects) if call.objects else []
         self._walked: list[Any] | None = None
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
@@ -332,14 +369,18 @@ class Before:
         self.is_whole = self._walked is not None or watch.num_runs % _WHOLE == 0
         """Its second run goes to its end, and what it gives is compared."""
         watch.num_runs += 1
-        for tensor, mark in zip(self._tensors, self._marks, strict=False):
-            if watch.marks.get(id(tensor), mark) != mark and not isinstance(tensor, nn.Parameter):
-                known.moving.add(id(tensor))  # somebody else writes to it
-        views = {
-            id(tensor): tensor.untyped_storage()
-            for index, tensor in enumerate(tree.tensors)
-            if index in tree.small or (id(tensor) in known.moving and _bytes_to_copy(tensor))
-        }
+        if watch.marks:
+            now = self._marks.by_tensor()
+            known.moving |= {
+                key for key, mark in watch.marks.items() if now.get(key, mark) != mark
+            }  # others write to it
+        views = {}
+        if tree.small or known.moving:
+            views = {
+                id(tensor): tensor.untyped_storage()
+                for index, tensor in enumerate(tree.tensors)
+                if index in tree.small or (id(tensor) in known.moving and _bytes_to_copy(tensor))
+            }
         for weak, found in known.written:
             storage = storage_at(weak.cdata)
             if storage is not None:
@@ -385,35 +426,29 @@ class Before:
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
         known, watch, is_new = self.known, self.watch, self._walked is not None
         if self._walked is not None:
-            moved = [one for record in self._walked for one in _moved(record)]
-            self._records += moved
-            known.records += moved
+            found = [one for record in self._walked for one in _moved(record)]
+            self._records += found
+            known.records += found
             known.num_learned += 1
-            known.is_settled = not moved and self._tree.is_still()
+            known.is_settled = not found and self._tree.is_still()
             self._walked = None
         if self.flow is not None:
             self._learn(self.flow)
         elif known.path is None:
             with disable_current_modes():
                 known.moving |= {key for key, (view, then) in self._copies.items() if not same_bytes(view, then)}
-        marks = _marks_of(self._tensors, self._addressed)
-        for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True):
-            if then != now and id(tensor) not in self._copies:
+        now = self._marks.again()
+        moved = self._marks.moved(now)
+        for tensor in moved:
+            if id(tensor) not in self._copies:
                 raise self.watch.refusal_of(
                     f"lowtide: the recomputed {self.watch} wrote to its {_kind(tensor)} '{self.watch.name_of(tensor)}' "
                     "in its own forward, and there is no copy of it to run it again from. Give it the fate keep or "
                     "swap."
                 )
-        written = {
-            id(tensor) for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True) if then != now
-        }
-        known.moving |= written
-        watch.marks = {
-            id(tensor): mark
-            for tensor, mark in zip(self._tensors, marks, strict=True)
-            if type(tensor) is not nn.Parameter
-        }
-        if not is_new:
+        known.moving |= {id(tensor) for tensor in moved}
+        watch.marks = now.by_tensor() if any(type(tensor) is not nn.Parameter for tensor in now.tensors) else {}
+        if self._copies and not is_new:
             needed = known.moving | {_key_of(found(), weak) for weak, found in known.written}
             self._copies = {key: copy for key, copy in self._copies.items() if key in needed}
 
@@ -448,10 +483,10 @@ class Before:
         self._refuse_written(raise_plain)
         with contextlib.ExitStack() as undo:
             now = self.watch.draws.now()
-            undo.enter_context(self._modes.again(self.watch.draws.settings()))
-            undo.enter_context(self._random.again(now))
-            undo.callback(self._settle_down, [version_of(tensor) for tensor in self._tensors])
-            undo.enter_context(self._tree.replayed())
+            self._modes.put_back(undo, self.watch.draws.settings())
+            self._random.put_back(undo, now)
+            undo.callback(self._settle_down, self._marks.versions())
+            self._tree.put_back(undo)
             if self._parameters is not None:
                 undo.enter_context(self._parameters.replayed())
             records = (*self._records, *self._given)
@@ -468,15 +503,14 @@ class Before:
             yield
 
     def _refuse_written(self, raise_plain: Callable[[], None]) -> None:
-        marks = _marks_of(self._tensors, self._addressed)
-        if marks == self._marks:
-            return
-        for tensor, then, now in zip(self._tensors, self._marks, marks, strict=True):
-            if now == then or id(tensor) in self._copies:
+        now = self._marks.again()
+        for tensor in self._marks.moved(now):
+            if id(tensor) in self._copies:
                 continue
             raise_plain()
             path = ".".join(filter(None, (self.watch.path(), self.watch.name_of(tensor))))
-            how = f"is at version {now[0]}, was at {then[0]}" if now[0] != then[0] else "its data was exchanged"
+            then, version = self._marks.version(tensor), now.version(tensor)
+            how = f"is at version {version}, was at {then}" if version != then else "its data was exchanged"
             raise self.watch.refusal_of(
                 f"lowtide: the {_kind(tensor)} '{path}' was written to between the forward pass of the recomputed "
                 f"{self.watch} and its backward ({how}). Run again, it would give other gradients. Write to it after "
@@ -485,7 +519,9 @@ class Before:
 
     def _settle_down(self, versions: list[int]) -> None:
         """No version tells of what the second run wrote, since it was put back."""
-        for tensor, version in zip(self._tensors, versions, strict=True):
+        if self._marks.versions() == versions:
+            return
+        for tensor, version in zip(self._marks.tensors, versions, strict=True):
             if version_of(tensor) == version:
                 continue
             if id(tensor) not in self._copies:
@@ -534,14 +570,6 @@ def _restore(records: Any) -> None:
 
 def _kind(tensor: torch.Tensor) -> str:
     return "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
-
-
-def _marks_of(tensors: list[torch.Tensor], addressed: list[bool]) -> list[tuple[int, int]]:
-    """What changes when somebody writes to a tensor, or exchanges its data. `addressed`: which have an address."""
-    return [
-        (version_of(tensor), tensor.data_ptr() if has_address else 0)
-        for tensor, has_address in zip(tensors, addressed, strict=True)
-    ]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from lowtide.tensors.wrappers import hollow, shell_of
 class Wrapped:
     """A saved wrapper. Another handle gives back the plain tensor inside."""
 
-    __slots__ = ("is_view", "local", "output_nr", "producer", "shell", "size", "version", "witness")
+    __slots__ = ("alias", "is_view", "local", "output_nr", "producer", "shell", "size", "version")
 
     def __init__(self, tensor: torch.Tensor, local: Any) -> None:
         self.local = local
@@ -31,12 +31,12 @@ class Wrapped:
         self.is_view = is_view(tensor)
         self.size = tensor.size()
         self.version = version_of(tensor)
-        self.witness = hollow(tensor)
+        self.alias = hollow(tensor)
 
     def open(self) -> torch.Tensor:
         """What was saved. Raises RuntimeError if it was modified in place since."""
-        if version_of(self.witness) != self.version:
-            like = torch.empty(0, dtype=self.witness.dtype, device=self.witness.device)
-            raise modified_error(like, self.size, version_of(self.witness), self.version, self)
+        if version_of(self.alias) != self.version:
+            like = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+            raise modified_error(like, self.size, version_of(self.alias), self.version, self)
         local = self.local.open()
         return local if self.shell is None else self.shell.around(local)

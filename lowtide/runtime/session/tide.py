@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.fate import Fate
 from lowtide.core.measured_curve import MeasuredCurve
 from lowtide.core.plan import Plan
+from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
-from lowtide.loss.attach import Attached
+from lowtide.loss.attach import AttachedLoss
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
 from lowtide.runtime.hooks.mismatch import with_bytes_seen
@@ -36,17 +38,25 @@ from lowtide.runtime.recompute.recipe_graph import give_up_recipe
 from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.runtime.session.audit import Audit
-from lowtide.runtime.session.checks import rules_about_ops
-from lowtide.runtime.session.memory_message import add_message, plan_message
+from lowtide.runtime.session.forward_patch import UnobservedForwards
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
-from lowtide.runtime.session.tighten import tighter
-from lowtide.runtime.session.unobserved_forwards import UnobservedForwards
-from lowtide.runtime.session.wrap import PlannedForwards
+from lowtide.runtime.session.wrap import PlannedForwards, rules_about_ops
 from lowtide.tensors.fsdp import local_part
 from lowtide.tensors.live_bytes import optimizer_tensors
+from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import storage_key
 from lowtide.units import format_bytes
+
+_CHANGES = {
+    "weights": "share the parameters among ranks (FSDP2), or hold them in bf16",
+    "gradients": "share the parameters among ranks (FSDP2), or hold them in bf16",
+    "optimizer state": "write memory.optimizer: swap",
+    "buffers and batch": "use a smaller micro-batch",
+    "activations": "write a lower budget: the plan keeps all that fits this one",
+    "head, loss, temporaries": "use a smaller micro-batch",
+}
+"""What helps most, by the line of the plan's account that is the largest."""
 
 
 class Tide:
@@ -61,7 +71,7 @@ class Tide:
         *,
         owns_engine: bool,
         placed: PlacedState | None = None,
-        loss: Attached | None = None,
+        loss: AttachedLoss | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -84,11 +94,11 @@ class Tide:
             describe_floor=self._describe_floor,
         )
         self._stall_base_seconds = engine.stall_seconds()
-        self._unseen = UnobservedForwards(model, "lowtide.apply")
+        self._unobserved = UnobservedForwards(model, "lowtide.apply")
         try:
-            self._forwards = PlannedForwards(plan, self._context, engine, self._unseen, self)
+            self._forwards = PlannedForwards(plan, self._context, engine, self._unobserved, self)
         except BaseException:
-            self._unseen.close()  # it has hooks on the parameters already
+            self._unobserved.close()  # it has hooks on the parameters already
             raise
         self._forwards.check_first(rules_about_ops(model, plan), is_solved=plan.is_solved)
         self._is_removed = False
@@ -238,7 +248,7 @@ class Tide:
 
     def expect_no_forward(self) -> None:
         """Gradients may arrive before its first forward pass: say nothing then."""
-        self._unseen.end()
+        self._unobserved.end()
 
     def suspend(self) -> None:
         """Leave the model as it was until `resume()`, and keep what was learned about it. Idempotent."""
@@ -255,7 +265,7 @@ class Tide:
         """
         if not self._is_removed:
             self._is_removed = True
-            self._unseen.close()
+            self._unobserved.close()
             self.suspend()
             self._scheduler.close()
             if self._loss is not None:
@@ -277,7 +287,7 @@ class Tide:
         state = "removed" if self._is_removed else "applied"
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
 
-    def _say_if_no_loss(self, loss: Attached) -> None:
+    def _say_if_no_loss(self, loss: AttachedLoss) -> None:
         if self.has_run and loss.loss is not None and not loss.loss.loss.was_called:
             warnings.warn(
                 f"lowtide: memory.loss: nothing was sliced: no forward pass of {type(self.model).__name__} called its "
@@ -317,7 +327,7 @@ class Tide:
         guard, slices = self._context.guard, self._context.slices
         self._context = self._context_of(self._plan)
         self._context.guard, self._context.slices = guard, slices
-        self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unseen, self)
+        self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unobserved, self)
         return how
 
     def _give_up_recipes(self, error: RecipeMismatchError, num_tried: int) -> str:
@@ -352,4 +362,57 @@ class Tide:
             fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),
             logs_always=plan.check != "sampled",
+        )
+
+
+def tighter(plan: Plan, *, has_room: bool) -> tuple[Plan, str] | None:
+    """A plan that needs less memory, and what it does, in words; None when rules have nothing smaller to say.
+
+    First everything is swapped (`has_room`: the slower tiers did not refuse anything yet), then every layer recomputed.
+    """
+    rules = plan.rules.rules
+    swap_all = Rule(pattern=Pattern.parse("*"), fate=Fate.SWAP, where="after running out of memory")
+    recompute_all = dataclasses.replace(swap_all, fate=Fate.RECOMPUTE)
+    if has_room and not _does_to_all(plan, Fate.SWAP):
+        recomputed = () if plan.is_solved else tuple(rule for rule in rules if rule.fate is Fate.RECOMPUTE)
+        return _by_rules(plan, (*recomputed, swap_all)), "everything is swapped now"
+    if plan.layers and not _does_to_all(plan, Fate.RECOMPUTE):
+        return _by_rules(plan, (recompute_all, swap_all)), "all layers are recomputed now"
+    return None
+
+
+def _does_to_all(plan: Plan, fate: Fate) -> bool:
+    rules = plan.rules.rules
+    return (
+        not plan.is_solved
+        and any(rule.fate is fate and rule.pattern.text == "*" for rule in rules)
+        and not any(rule.fate is Fate.KEEP for rule in rules)
+    )
+
+
+def _by_rules(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
+    return dataclasses.replace(plan, rules=Rules(rules), is_solved=False, sites=(), predicted=None, account=())
+
+
+def plan_message(plan: Plan) -> str:
+    """Two sentences, after a blank; nothing for a plan that predicts nothing."""
+    parts = [line for line in plan.account if line.what in _CHANGES]
+    if plan.predicted is None or not parts:
+        return ""
+    most = max(parts, key=lambda line: line.planned_bytes)
+    budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
+    return (
+        f" The plan had said: peak {format_bytes(plan.predicted.peak_bytes)}{budget}, of which {most.what}: "
+        f"{format_bytes(most.planned_bytes)}. What would help most: {_CHANGES[most.what]}."
+    )
+
+
+def add_message(error: BaseException | None, describe_floor: Callable[[], str]) -> None:
+    """To an error that leaves the `with` block of a handle because memory ran out, say what held it; a forward pass has
+    said it of its own. In a plain loop nothing else of lowtide's sees an error of backward."""
+    if error is None or not is_out_of_memory(error):
+        return
+    if not any(note.startswith("lowtide: ") for note in getattr(error, "__notes__", ())):
+        error.add_note(
+            f"lowtide: out of memory outside of a forward pass (backward, or the optimizer's step). {describe_floor()}"
         )

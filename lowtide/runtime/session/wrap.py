@@ -5,7 +5,7 @@ input is caught at. The outermost that runs opens a `ForwardPass` (hooks/scope.p
 it returns; those inside it find that forward pass and say where the forward pass is.
 
 A pattern may name an operator, and operators are known only after a forward pass has run; such patterns are checked at
-the end of the first forward, everything else before (checks.py).
+the end of the first forward, everything else before (apply.py).
 
 Cost: some microseconds for each wrapped module that is called. Not covered: what happens to a saved tensor
 (forward_pass.py).
@@ -25,6 +25,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Rule, Rules, unmatched_error
 from lowtide.engines.base import Engine
+from lowtide.errors import ConfigError
 from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.hooks.forward_pass import ForwardPass
 from lowtide.runtime.hooks.mismatch import warn_about_other_sites, warn_about_small_sites
@@ -33,10 +34,8 @@ from lowtide.runtime.hooks.table import LayerTable
 from lowtide.runtime.hooks.transforms import run_allowing_transforms
 from lowtide.runtime.saved.handle import open_handle
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
-from lowtide.runtime.session.checks import foreign_hooks_error, recomputed_modules, refuse_capture
-from lowtide.runtime.session.forward_patch import ForwardPatch
-from lowtide.runtime.session.unobserved_forwards import UnobservedForwards
-from lowtide.tensors.compiled import compiled_parts, how_compiled, refuse_compiled
+from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
+from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
@@ -51,14 +50,14 @@ class PlannedForwards:
     """The wrappers of one plan on the model of `context`, in the name of `handle`. They are on from the start."""
 
     def __init__(
-        self, plan: Plan, context: PlanContext, engine: Engine, unseen: UnobservedForwards, handle: Any
+        self, plan: Plan, context: PlanContext, engine: Engine, unobserved: UnobservedForwards, handle: Any
     ) -> None:
         self._plan = plan
         self._handle = handle
         self._context = context
         self._model = context.model
         self._engine = engine
-        self._unseen = unseen
+        self._unobserved = unobserved
         """Is told of each forward pass."""
         self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         self._local = threading.local()
@@ -161,7 +160,7 @@ class PlannedForwards:
         """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
         context = self._context
         if not _can_hook():
-            self._unseen.was_aside = True
+            self._unobserved.was_aside = True
             return forward(*args, **kwargs)
         if not layer.tables:
             refuse_compiled(self._model, "lowtide.apply")  # before anything is learned, also anew
@@ -169,13 +168,13 @@ class PlannedForwards:
         hooks = top_saved_tensors_hooks()
         if is_checkpoint_hook(hooks):
             context.counters.num_skipped_calls += 1
-            self._unseen.was_aside = True
+            self._unobserved.was_aside = True
             return forward(*args, **kwargs)
         if hooks is not None:
             raise foreign_hooks_error(hooks)
         if context.guard is not None:
             context.guard.begin()
-        self._unseen.end()
+        self._unobserved.end()
         with contextlib.nullcontext() if layer.tables else self._learning:
             return self._run_pass(layer, forward, args, kwargs)
 
@@ -229,4 +228,61 @@ def _can_hook() -> bool:
         and current_graph_task_id() == -1
         and not are_transforms_active()
         and not torch.compiler.is_compiling()
+    )
+
+
+def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
+    """Modules, outermost first, that a recompute rule names and that are neither layers nor around or in such a one."""
+    rules = plan.rules
+    chosen: list[str] = []
+    compiled = [name for name, module in modules.items() if how_compiled(module) is not None]
+    for name in modules:
+        if lies_in(name, compiled):
+            continue
+        if not name or name in plan.layers or any(layer.startswith(name + ".") for layer in plan.layers):
+            continue
+        decision = rules.decide(name, is_site=False)
+        if decision.fate is not Fate.RECOMPUTE or decision.rule is None:
+            continue
+        layer = next((layer for layer in plan.layers if name.startswith(layer + ".")), None)
+        if layer is None and decision.rule.pattern.text == "*":
+            continue
+        if layer is not None and rules.decide(layer, is_site=False).fate is Fate.RECOMPUTE:
+            continue
+        if not any(name.startswith(outer + ".") for outer in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def module_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name]
+
+
+def matches_a_module(rule: Rule, names: list[str]) -> bool:
+    return any(rule.pattern.matches(name, is_site=False) for name in names)
+
+
+def rules_about_ops(model: nn.Module, plan: Plan) -> list[Rule]:
+    """Rules that match no module: they may still match operators, which the first forward shows."""
+    names = module_names(model)
+    return [rule for rule in plan.rules.rules if not matches_a_module(rule, names) and rule.pattern.text != "*"]
+
+
+def refuse_capture(model: nn.Module, engine: Engine) -> None:
+    """Raise where the forward is not run but recorded, as a graph that the device replays."""
+    if engine.is_capturing():
+        raise ConfigError(
+            f"lowtide: a graph of the device is being captured around the forward of {type(model).__name__}; a replay "
+            "would copy to host memory that belongs to another step by then. Call remove() on the tide before the "
+            "capture, or capture nothing that is trained under a plan."
+        )
+
+
+def foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
+    """For a model that is called inside saved-tensor hooks of somebody else."""
+    name = f"{getattr(hooks[0], '__module__', '?')}.{getattr(hooks[0], '__qualname__', '?')}"
+    return ConfigError(
+        f"lowtide: the model was called inside other saved-tensor hooks ({name}). PyTorch calls only the innermost "
+        "pair, so those would see nothing. Leave them out, enter them around single modules inside the model, or call "
+        "tide.remove() first."
     )

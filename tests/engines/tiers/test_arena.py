@@ -69,7 +69,7 @@ def test_any_sequence_keeps_the_promises(actions, cap_bytes, slab_exponent):
         arena.free(block)
     assert arena.bytes_in_use == 0
     arena.trim()
-    assert (arena.bytes_reserved, len(arena._heads)) == (0, 0), "a free slab was not whole again"
+    assert (arena.bytes_reserved, len(arena._slabs)) == (0, 0), "a free slab was not whole again"
 
 
 @settings(max_examples=40, deadline=None)

@@ -17,8 +17,8 @@ from lowtide.engines.base import Bandwidth
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling import op_timer
 from lowtide.profiling.observe_step import observe
-from lowtide.runtime.autopilot import observe_call
-from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.autopilot import measure
+from lowtide.runtime.session.tides import Tides
 from lowtide.timeline.step import Link
 from tests.engines.clocked import ClockedEngine
 from tests.support import two_ranks, zoo
@@ -86,7 +86,7 @@ def budget_of(model: nn.Module, batch: Any, share: float = 0.5, optimizer: Any =
     return found.floor_bytes + int(share * (found.plain_peak_bytes - found.floor_bytes))
 
 
-def optimize(model: nn.Module, budget: int, **more: Any) -> Autopilot:
+def optimize(model: nn.Module, budget: int, **more: Any) -> Tides:
     memory = {"min_bytes": MIN_BYTES}
     return lowtide.optimize(model, budget=budget, memory=memory, **{"engine": virtual(1), "strict": True, **more})
 
@@ -489,7 +489,7 @@ def test_a_link_that_is_slower_than_its_probe_says_is_corrected() -> None:
         assert whys[0] == "first step"
         assert whys[1].startswith("stalls: ")
         assert 1 <= tide.num_corrections <= 2 and len(whys) <= 3
-        assert tide.link is not None and tide.link.in_bytes_per_second < 1e9
+        assert tide.source.planner.facts.link.in_bytes_per_second < 1e9
     assert stalls[0] > 0
     assert stalls[-1] < stalls[0] / 2, stalls
     assert stalls[2:] == pytest.approx([stalls[2]] * 4)
@@ -535,7 +535,7 @@ class Warm(Net):
 
 
 def test_a_profile_that_was_too_slow_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (op_timer, observe_call):
+    for module in (op_timer, measure):
         monkeypatch.setattr(module, "time", _TIME)
     torch.manual_seed(0)
     model, x = Warm(num_layers=8).train(), rows(256)
@@ -612,7 +612,7 @@ def test_a_plan_that_is_made_again_keeps_what_was_learned_about_memory() -> None
     with optimize(model, budget) as tide:
         step(model, x)
         assert tide.plan is not None and tide.plan.budget_bytes == budget
-        tide.tighten()
+        tide.source.for_less()
         tightened = int(0.9 * budget)
         assert tide.plan.budget_bytes == tightened
         for _ in range(2):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lowtide.core.plan import Plan
 from lowtide.errors import BudgetError
-from lowtide.runtime.autopilot.consensus import PlanConsensus, agreed, meet
+from lowtide.runtime.session.consensus import PlanConsensus, agreed, meet
 from lowtide.tensors.ranks import ALONE, any_rank, gather
 from tests.support import two_ranks
 

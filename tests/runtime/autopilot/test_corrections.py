@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lowtide.core.decisions import Prediction
-from lowtide.runtime.autopilot.corrections import Correction, correct_memory, correct_times
+from lowtide.runtime.autopilot.measure import Correction, correct_memory, correct_times
 from lowtide.runtime.saved.stats import Stats
 from lowtide.timeline.step import Link
 from tests.support.profiles import decoder_profile

@@ -13,8 +13,8 @@ from torch import nn
 import lowtide
 from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
-from lowtide.runtime.autopilot.first_step import FirstStep
-from lowtide.runtime.session.memory_message import plan_message
+from lowtide.runtime.autopilot.measure import StepWatch
+from lowtide.runtime.session.tide import plan_message
 from lowtide.units import GIB, MIB
 from tests.support.virtual_engine import VirtualEngine, virtual
 
@@ -38,40 +38,40 @@ class Clocked:
         return end - start
 
 
-def backward(first: FirstStep) -> None:
-    first.begin()
+def backward(first: StepWatch) -> None:
+    first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow(output)
+    first.follow_first(output)
     output.sum().backward()
 
 
 def test_the_line_of_an_accelerator() -> None:
-    first = FirstStep(Clocked())  # type: ignore[arg-type]
-    first.begin()  # a forward pass whose graph is dropped
+    first = StepWatch(Clocked())  # type: ignore[arg-type]
+    first.begin_pass()  # a forward pass whose graph is dropped
     backward(first)
     backward(first)  # the second one is not the first
-    assert first.line(PREDICTED, peak_bytes=int(19.3 * GIB), counted_bytes=0) == (
+    assert first.first_line(PREDICTED, peak_bytes=int(19.3 * GIB), counted_bytes=0) == (
         "lowtide: step 1: peak 19.3 GiB, predicted 19.0 GiB (+1.6 %); forward and backward 1.00 s, predicted 1.50 s "
         "(-33.3 %)"
     )
-    assert first.is_told
+    assert first.is_first_told
 
 
 def test_a_graph_that_goes_backward_twice_counts_once() -> None:
     """`retain_graph`: its hook runs again in the second backward pass, which is not the first step's."""
-    first = FirstStep(Clocked())  # type: ignore[arg-type]
-    first.begin()
+    first = StepWatch(Clocked())  # type: ignore[arg-type]
+    first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow(output)
+    first.follow_first(output)
     loss = output.sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    line = first.line(PREDICTED, peak_bytes=None, counted_bytes=0)
+    line = first.first_line(PREDICTED, peak_bytes=None, counted_bytes=0)
     assert line.endswith("; forward and backward 1.00 s, predicted 1.50 s (-33.3 %)")
 
 
 def test_the_line_of_the_host_compares_no_peak() -> None:
-    assert FirstStep(Clocked()).line(PREDICTED, peak_bytes=None, counted_bytes=17 * GIB) == (  # type: ignore[arg-type]
+    assert StepWatch(Clocked()).first_line(PREDICTED, peak_bytes=None, counted_bytes=17 * GIB) == (  # type: ignore[arg-type]
         "lowtide: step 1: predicted peak 19.0 GiB; 17.0 GiB counted without temporaries (tide.audit() counts all)"
     )
 

@@ -21,9 +21,8 @@ from lowtide.config.memory import load_memory
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.peaks import LoopWatch, PeakWatch
-from lowtide.runtime.autopilot.phases import Phase
+from lowtide.runtime.autopilot.measure import StepWatch
+from lowtide.runtime.session.tides import Phase, Tides
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes
@@ -71,7 +70,7 @@ class Counter:
 
 
 @contextmanager
-def counting(model: nn.Module, share: float, more_bytes: int = 0) -> Iterator[tuple[Autopilot, Counter, int]]:
+def counting(model: nn.Module, share: float, more_bytes: int = 0) -> Iterator[tuple[Tides, Counter, int]]:
     """The model under so much of the way from its floor to plain, and more, on a device that counts."""
     memory = {"min_bytes": 256, "recompute": "none"}
     found = plan_profile(observe(model, (rows(),)), load_memory({"budget": 1 << 40, **memory}), link=LINK).predicted
@@ -157,7 +156,7 @@ def test_a_review_that_finds_no_plan_keeps_the_old_one_and_says_so() -> None:
         assert text.startswith("lowtide: a planned step was not as predicted (peak: ")
         assert "; the plan in force stays, and steps may need more than the budget. Raise it to " in text
         assert [event.digest for event in tide.events] == [digest]
-        assert [shape.unforeseen_bytes for shape in tide._machine.shapes] == [0]
+        assert [shape.unforeseen_bytes for shape in tide.source.table] == [0]
     step(truth, 3)
     pairs = zip(model.parameters(), truth.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
@@ -200,13 +199,13 @@ def test_a_first_step_above_the_budget_that_no_plan_mends_is_refused_with_the_tr
 
 def test_the_watch_remembers_the_most_also_where_the_counter_is_reset() -> None:
     shown: list[int | None] = [5, 9, 3, 4, None]
-    watch = PeakWatch(lambda: shown.pop(0))
+    watch = StepWatch(Readings([], shown))
     for peak_bytes in (5, 9, 9):
-        watch.note()
+        watch.note_peak()
         assert watch.peak_bytes == peak_bytes
-    watch.restart()
+    watch.restart_totals(Totals())
     for _ in range(2):
-        watch.note()
+        watch.note_peak()
         assert watch.peak_bytes == 4
 
 
@@ -232,23 +231,34 @@ def test_a_plan_that_fits_nothing_holds_no_output_of_the_forward_pass_that_asked
 
 
 def test_the_watch_looks_at_the_end_of_each_backward_pass() -> None:
-    counts = iter(range(10))
-    watch = PeakWatch(lambda: next(counts))
+    watch = StepWatch(Readings([], list(range(10))))
     x = torch.ones(2, requires_grad=True)
     loss = x.exp().sum()
-    watch.follow({"loss": loss})
+    watch.follow_peak({"loss": loss})
     assert watch.peak_bytes == 0
     loss.backward(retain_graph=True)
     loss.backward()
     assert watch.peak_bytes == 2
-    watch.follow(torch.ones(1))  # nothing to wait for
+    watch.follow_peak(torch.ones(1))  # nothing to wait for
     assert watch.peak_bytes == 3
+
+
+class Totals:
+    """As much of a tide as is measured anew."""
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+
+    def reset_stats(self) -> None:
+        self.num_resets += 1
 
 
 class Readings:
     """An engine that reads one number of bytes after the other, of what is there and of the peak."""
 
-    def __init__(self, current: list[int | None], peaks: list[int]) -> None:
+    device_type = "virtual"
+
+    def __init__(self, current: list[int | None], peaks: list[int | None]) -> None:
         self.current, self.peaks = current, peaks
         self.num_resets = 0
 
@@ -264,31 +274,54 @@ class Readings:
 
 def test_what_the_loop_takes_is_measured_from_the_end_of_forward_to_the_start_of_backward() -> None:
     engine: Any = Readings([100, 100], [190, 150])
-    watch = LoopWatch(engine)
+    watch = StepWatch(engine)
     x = torch.ones(5, requires_grad=True)
     for extra, peak in ((70, 190), (70, 190)):  # 190 - 100 - 20 of the gradient; the second time less
         output = x.exp()
-        watch.follow(output)
+        watch.follow_loop(output)
         output.square().mean().backward()
-        assert (watch.extra_bytes, watch.peak_bytes) == (extra, peak)
+        assert (watch.loop_extra_bytes, watch.loop_peak_bytes) == (extra, peak)
     assert engine.num_resets == 4
-    watch.restart()
-    assert (watch.extra_bytes, watch.peak_bytes) == (0, 0)
+    watch.restart_totals(Totals())
+    assert (watch.loop_extra_bytes, watch.loop_peak_bytes) == (0, 0)
 
 
 def test_a_loss_of_the_model_itself_and_two_forward_passes_are_not_measured() -> None:
     engine: Any = Readings([100, None], [])
-    watch = LoopWatch(engine)
+    watch = StepWatch(engine)
     x = torch.ones(5, requires_grad=True)
     loss = x.exp().sum()
-    watch.follow(loss)
+    watch.follow_loop(loss)
     loss.backward()
-    watch.follow(torch.ones(5))
+    watch.follow_loop(torch.ones(5))
     assert engine.num_resets == 0
     first, second = x.exp(), x.exp()
-    watch.follow(first)
-    watch.follow(second)
+    watch.follow_loop(first)
+    watch.follow_loop(second)
     (first + second).sum().backward()
-    assert (watch.extra_bytes, engine.num_resets) == (0, 1)
-    watch.follow(x.exp())  # a device that does not count
+    assert (watch.loop_extra_bytes, engine.num_resets) == (0, 1)
+    watch.follow_loop(x.exp())  # a device that does not count
     assert engine.num_resets == 1
+
+
+def watched() -> tuple[StepWatch, Any]:
+    watch = StepWatch(VirtualEngine(seed=1))
+    watch.peak_bytes, watch.loop_peak_bytes, watch.loop_extra_bytes = 3, 5, 1
+    watch.was_smaller = True
+    watch.backward_seconds.append(1.0)
+    return watch, Totals()
+
+
+def test_a_new_measurement_knows_nothing_of_the_one_before() -> None:
+    watch, tide = watched()
+    assert watch.highest_bytes == 5
+    watch.begin(tide)
+    assert (watch.highest_bytes, watch.loop_extra_bytes, tide.num_resets) == (0, 0, 1)
+    assert not watch.was_smaller and watch.backward_seconds == []
+
+
+def test_totals_that_start_anew_leave_the_steps_that_have_run() -> None:
+    watch, tide = watched()
+    watch.restart_totals(tide)
+    assert (watch.highest_bytes, watch.loop_extra_bytes, tide.num_resets) == (0, 0, 1)
+    assert watch.was_smaller and watch.backward_seconds == [1.0]

@@ -1,8 +1,7 @@
-"""The table of the autopilot's phases: nothing outside of it happens, and everything in it does."""
+"""The phases of a handle under a budget, and every way from one to another."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,13 @@ import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.phases import ARROWS, IN_FORCE, Phase, State
-from lowtide.runtime.autopilot.plan_cache import ShapeBucket
+from lowtide.runtime.session.observer import StepObserver
+from lowtide.runtime.session.tides import IN_FORCE, Phase, Tides
 from lowtide.timeline.step import Link
 from tests.support.virtual_engine import VirtualEngine, virtual
 
 MEMORY = {"min_bytes": 256}
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
-KEY = ShapeBucket((), ())
-TIDE: Any = object()
 
 
 @pytest.fixture(autouse=True)
@@ -31,32 +27,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
-def state(phase: Phase) -> State:
-    """One in this phase, with what belongs to it."""
-    has_key = phase in IN_FORCE or phase in (Phase.CHANGING, Phase.REMOVED)
-    return State(phase, KEY if has_key else None, TIDE if phase in IN_FORCE else None)
-
-
-@pytest.mark.parametrize(("start", "end"), list(itertools.product(Phase, Phase)))
-def test_only_the_arrows_of_the_table_are_gone(start: Phase, end: Phase) -> None:
-    after = state(end)
-    if (start, end) in ARROWS:
-        assert state(start).to(end, after.key, after.tide) == after
-    else:
-        with pytest.raises(AssertionError, match=f"^no way from {start.value} to {end.value}$"):
-            state(start).to(end, after.key, after.tide)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        (Phase.WAITING, KEY, None), (Phase.OBSERVING, None, TIDE), (Phase.CHANGING, None, None),
-        (Phase.COMPARED, KEY, None), (Phase.SETTLED, None, TIDE), (Phase.REFUSED, KEY, None),
-    ],
-)  # fmt: skip
-def test_a_phase_has_what_belongs_to_it(wrong: tuple) -> None:
-    with pytest.raises(AssertionError):
-        State(*wrong)
+WAYS = {
+    (Phase.WAITING, Phase.OBSERVING), (Phase.OBSERVING, Phase.WAITING), (Phase.WAITING, Phase.COMPARED),
+    (Phase.WAITING, Phase.SETTLED), (Phase.COMPARED, Phase.SETTLED), (Phase.COMPARED, Phase.WAITING),
+    (Phase.SETTLED, Phase.WAITING), (Phase.WAITING, Phase.REFUSED), (Phase.WAITING, Phase.REMOVED),
+    (Phase.OBSERVING, Phase.REMOVED), (Phase.COMPARED, Phase.REMOVED), (Phase.SETTLED, Phase.REMOVED),
+    (Phase.REFUSED, Phase.REMOVED),
+}  # fmt: skip
+"""Every way from one phase to another. WAITING is also the moment in which one plan is off, and the next not yet on."""
 
 
 class Net(nn.Module):
@@ -93,22 +71,38 @@ def budget_of(model: nn.Module) -> int:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, Phase]]:
-    """Where every autopilot of a test goes, in order."""
+    """Where every handle of a test goes, in order: its phase is read after each fact that it keeps has changed."""
     gone: list[tuple[Phase, Phase]] = []
-    real = State.to
+    last: dict[int, Phase] = {}
+    handles: dict[int, Tides] = {}
 
-    def followed(self: State, phase: Phase, *more: Any) -> State:
-        gone.append((self.phase, phase))
-        return real(self, phase, *more)
+    def look(handle: Tides) -> None:
+        if not hasattr(handle, "_rollback"):  # it is being made
+            return
+        before, now = last.get(id(handle), Phase.WAITING), handle.phase
+        handles[id(handle._observer)] = handle
+        last[id(handle)] = now
+        if before is not now:
+            gone.append((before, now))
 
-    monkeypatch.setattr(State, "to", followed)
+    def set_fact(handle: Tides, name: str, value: Any) -> None:
+        object.__setattr__(handle, name, value)
+        look(handle)
+
+    def set_fact_of_observer(observer: StepObserver, name: str, value: Any) -> None:
+        object.__setattr__(observer, name, value)
+        if id(observer) in handles:
+            look(handles[id(observer)])
+
+    monkeypatch.setattr(Tides, "__setattr__", set_fact)
+    monkeypatch.setattr(StepObserver, "__setattr__", set_fact_of_observer)
     return gone
 
 
 VIRTUAL = virtual(1)
 
 
-def start(budget_bytes: int | None = None, engine: Any = VIRTUAL) -> tuple[Net, Autopilot]:
+def start(budget_bytes: int | None = None, engine: Any = VIRTUAL) -> tuple[Net, Tides]:
     torch.manual_seed(0)
     model = Net()
     budget = budget_bytes or budget_of(model)
@@ -128,7 +122,7 @@ def test_from_start_to_settled(ways: list[tuple[Phase, Phase]]) -> None:
     assert tide.phase is Phase.REMOVED
     assert tide.stats is not None and tide.profile is not None
     assert ways == [
-        (Phase.WAITING, Phase.OBSERVING), (Phase.OBSERVING, Phase.CHANGING), (Phase.CHANGING, Phase.COMPARED),
+        (Phase.WAITING, Phase.OBSERVING), (Phase.OBSERVING, Phase.WAITING), (Phase.WAITING, Phase.COMPARED),
         (Phase.COMPARED, Phase.SETTLED), (Phase.SETTLED, Phase.REMOVED),
     ]  # fmt: skip
 
@@ -145,7 +139,7 @@ def test_what_was_removed_is_not_tightened() -> None:
     model, tide = start()
     step(model)
     tide.remove()
-    tide.tighten()
+    tide.source.for_less()
     tide.reset_stats()
     assert tide.phase is Phase.REMOVED and "forward" not in vars(model)
 
@@ -255,7 +249,7 @@ def test_micro_batches_after_a_refusal_are_plain_ones() -> None:
     tide.remove()
 
 
-def start_at_the_floor() -> tuple[Net, Autopilot]:
+def start_at_the_floor() -> tuple[Net, Tides]:
     torch.manual_seed(0)
     found = plan_profile(observe(Net(), (rows(),)), load_memory({"budget": 1 << 40, **MEMORY}), link=LINK).predicted
     assert found is not None
@@ -273,7 +267,7 @@ def test_what_no_plan_fits_is_refused_each_time_and_leaves_nothing(recwarn: pyte
         for _ in range(2):
             with pytest.raises(lowtide.BudgetError):
                 step(model, accumulates=True)
-            assert not tide.has_gradients
+            assert not tide.source.has_gradients
     assert not [str(warning.message) for warning in recwarn if "another output" in str(warning.message)]
 
 
@@ -293,11 +287,11 @@ def test_a_plan_for_less_that_does_not_exist_leaves_the_budget_as_it_is() -> Non
     model, tide = start_at_the_floor()
     with tide:
         step(model)
-        before = [shape.unforeseen_bytes for shape in tide._machine.shapes]
+        before = [shape.unforeseen_bytes for shape in tide.source.table]
         for _ in range(2):
             with pytest.raises(lowtide.BudgetError):
-                tide.tighten()
-        assert [shape.unforeseen_bytes for shape in tide._machine.shapes] == before
+                tide.source.for_less()
+        assert [shape.unforeseen_bytes for shape in tide.source.table] == before
 
 
 def test_a_batch_that_fails_after_it_was_observed_is_not_compared_with_the_next(
@@ -319,21 +313,21 @@ def _raise_if(condition: bool) -> None:
         raise KeyError("a bad batch")
 
 
-def test_every_arrow_of_the_table_is_gone(ways: list[tuple[Phase, Phase]]) -> None:
+def test_nothing_outside_of_the_table_happens_and_everything_in_it_does(ways: list[tuple[Phase, Phase]]) -> None:
     for live in LIVES:
         live()
-    assert set(ways) <= set(ARROWS)
-    missing = set(ARROWS) - set(ways)
+    assert set(ways) <= WAYS
+    missing = WAYS - set(ways)
     assert not missing, [f"{a.value} -> {b.value}" for a, b in missing]
 
 
 def test_the_handle_says_where_it_stands() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     tide = lowtide.optimize(model, budget="1GiB", memory={}, engine=virtual(1))
-    assert repr(tide) == "<lowtide.Autopilot waiting: engine 'virtual:1', budget 1.0 GiB>"
+    assert repr(tide) == "<lowtide.Tides waiting: engine 'virtual:1', budget 1.0 GiB>"
     for _ in range(4):
         model(torch.ones(2, 8)).sum().backward()
     assert tide.plan is not None
-    assert repr(tide) == f"<lowtide.Autopilot settled: engine 'virtual:1', budget 1.0 GiB, plan {tide.plan.digest()}>"
+    assert repr(tide) == f"<lowtide.Tides settled: engine 'virtual:1', budget 1.0 GiB, plan {tide.plan.digest()}>"
     tide.remove()
-    assert repr(tide).startswith("<lowtide.Autopilot removed: ")
+    assert repr(tide).startswith("<lowtide.Tides removed: ")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.runtime.autopilot.plan_cache import ShapeBucket, shape_bucket, smallest_cover
+from lowtide.runtime.session.shapes import ShapeBucket, shape_bucket, smallest_cover
 from tests.runtime.autopilot.test_autopilot import assert_same, budget_of, gradients, optimize
 from tests.support import two_ranks
 from tests.support.virtual_engine import virtual
@@ -162,7 +162,7 @@ def _train(model: nn.Module, lengths: list[int], *, synchronize: bool, patience_
     budget = budget_of(model, text(max(lengths)), 0.4)
     with warnings.catch_warnings(record=True) as caught, optimize(model, budget) as tide:
         warnings.simplefilter("always")
-        tide._planning.consensus._patience_seconds = patience_seconds
+        tide.source.planner.consensus._patience_seconds = patience_seconds
         peaks = []
         for length, expected in zip(lengths, plain, strict=True):
             assert_same(step(model, text(length)), expected)

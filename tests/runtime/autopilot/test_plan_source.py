@@ -1,4 +1,4 @@
-"""Plans may come from anywhere that keeps the protocol: with no budget they are carried out as they are."""
+"""Plans from a source of one's own: a `Tides` carries them out; and plans for a budget, from what steps have shown."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.autopilot.phases import Phase
-from lowtide.runtime.autopilot.plan_cache import CachedPlan
-from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts, PlanSource
+from lowtide.runtime.autopilot.facts import Facts
+from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.session.optimizer_state import PlacedState
+from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
+from lowtide.runtime.session.tides import Phase, PlanSource, Tides
 from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
@@ -33,29 +33,44 @@ from tests.support.virtual_engine import VirtualEngine
 class SwapAll:
     """Everything goes away, for no reason but that we say so."""
 
-    def __init__(self) -> None:
-        self.budget_bytes: int | None = None
-        self.asked: list[tuple[Facts, int | None]] = []
-        self.equipped: list[tuple[Tide, int | None]] = []
-        self.num_closed = 0
+    budget_bytes = None
+    is_compared = False
 
-    def measure_link(self) -> None:
+    def __init__(self, tides: Tides) -> None:
+        self.tides = tides
+        self.shape: ShapePlan | None = None
+        self.num_equipped = self.num_followed = self.num_closed = 0
+
+    @property
+    def profile(self) -> Profile | None:
+        return None if self.shape is None else self.shape.profile
+
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        if self.shape is None:
+            self.shape = self.tides.observe(args, kwargs, self._planned, why="first step")
+            assert self.shape is not None
+            self.shape.tide = self.tides.use(self.shape.plan, None, equip=self._equip)
+
+    def _planned(self, profile: Profile) -> ShapePlan:
+        rule = Rule(pattern=Pattern.parse("layers.*"), fate=Fate.SWAP, where="test")
+        return ShapePlan(profile=profile, plan=Plan(layers=profile.layers, rules=Rules((rule,)), min_bytes=0))
+
+    def _equip(self, tide: Tide) -> None:
+        self.num_equipped += 1
+
+    def follow(self, output: Any, tide: Tide) -> None:
+        self.num_followed += 1
+
+    def restart(self, *, was_audited: bool) -> None:
         pass
 
-    def make_plan(self, profile: Profile, facts: Facts, budget_bytes: int | None) -> Plan:
-        self.asked.append((facts, budget_bytes))
-        rule = Rule(pattern=Pattern.parse("layers.*"), fate=Fate.SWAP, where="test")
-        return Plan(layers=profile.layers, rules=Rules((rule,)), min_bytes=0)
-
-    def localized(self, plan: Plan, profile: Profile) -> Plan:
-        return plan
-
-    def equip(self, tide: Tide, known: CachedPlan, budget_bytes: int | None) -> None:
-        assert known.tide is tide
-        self.equipped.append((tide, budget_bytes))
+    def tighten(self, error: BaseException, num_tried: int) -> str | None:
+        return None
 
     def close(self) -> None:
         self.num_closed += 1
+        if self.shape is not None:
+            self.shape.retire()
 
 
 class Net(nn.Module):
@@ -77,27 +92,23 @@ def test_a_source_of_ones_own_without_a_budget() -> None:
     torch.manual_seed(0)
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
-    source = SwapAll()
-    checked: PlanSource = source
     x = torch.randn(8, 16)
     engine = VirtualEngine(seed=1)
-    placed = PlacedState(None, engine, "lowtide.optimize")
-    tide = Autopilot(model, checked, None, engine, owns_engine=False, placed=placed, group=ALONE)
+    placed = PlacedState(None, engine, "lowtide.apply")
+    tides = Tides(model, None, engine, SwapAll, call="lowtide.apply", owns_engine=False, placed=placed, group=ALONE)
+    source: PlanSource = tides.source
+    assert isinstance(source, SwapAll)
     for _ in range(4):  # gradients accumulate, and nothing is planned anew for that
         model(x).backward()
         plain(x).backward()
-        assert tide.phase is Phase.SETTLED
-        tide.tighten()
+        assert tides.phase is Phase.SETTLED
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
-    assert tide.stats is not None and tide.stats.swapped_bytes > 0 and tide.stats.num_forwards == 4
-    assert tide.link is None and tide.num_corrections == 0
-    assert [(event.why, event.budget_bytes) for event in tide.events] == [("first step", None)]
-    assert source.asked == [(Facts(), None)]
-    assert source.equipped == [(tide.tide, None)]
-    assert source.num_closed == 0
-    tide.remove()
-    tide.remove()
-    assert source.num_closed == 1
+    assert tides.stats.swapped_bytes > 0 and tides.stats.num_forwards == 4
+    assert tides.num_corrections == 0 and tides.events == []
+    assert (source.num_equipped, source.num_followed, source.num_closed) == (1, 4, 0)
+    tides.remove()
+    tides.remove()
+    assert source.num_closed == 1 and "forward" not in vars(model)
     engine.close()
 
 
@@ -109,14 +120,15 @@ def test_a_recipe_that_did_not_hold_leaves_the_codec_and_a_codec_that_did_not_fi
     nodes = (dataclasses.replace(node, codec=codec if node.name == name else None) for node in profile.nodes)
     profile = dataclasses.replace(profile, nodes=tuple(nodes))
     config = load_memory({"budget": "4GiB", "swap": "none", "keep": ["layers.*.norm.mul", "layers.*.mlp.silu"]})
-    source = BudgetSource(nn.Linear(1, 1), config, VirtualEngine(0))
+    planner = Planner(nn.Linear(1, 1), config, VirtualEngine(0), ALONE, say=print)
     link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
-    plain = source.make_plan(profile, Facts(link=link), 4 << 30)
+    planner.facts = Facts(link=link)
+    plain = planner.make(profile, 4 << 30)
     assert plain.predicted is not None
 
     def made(*unsteady: str) -> SiteDecision:
-        facts = Facts(link=link, unsteady=frozenset(unsteady))
-        plan = source.make_plan(profile, facts, plain.predicted.plain_peak_bytes - 20 * MIB)
+        planner.know(unsteady=frozenset(unsteady))
+        plan = planner.make(profile, plain.predicted.plain_peak_bytes - 20 * MIB)
         return next(site for site in plan.sites if site.name == name)
 
     assert (made().codec, made().fate) == (codec, Fate.KEEP)  # the cheaper of the two

@@ -24,7 +24,7 @@ def _model() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()) for _ in range(3)))
 
 
-def _refused() -> tuple[nn.Module, lowtide.Autopilot]:
+def _refused() -> tuple[nn.Module, lowtide.Tide]:
     model = _model()
     tide = lowtide.optimize(model, budget=1 << 10, memory={"min_bytes": 0, "strict": True}, engine=virtual(1))
     try:

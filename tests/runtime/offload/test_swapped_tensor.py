@@ -1,8 +1,7 @@
 """How long the way of a swapped tensor is, from the moment that autograd saves it until it is opened.
 
-Counted with `sys.setprofile`: calls of Python functions of the package, and the files that they stand in, on the host
-engine.
-The tensor in the middle stands for all: what starts the copies of others (the first one opened) has more.
+Counted with `sys.setprofile`: calls of Python functions of the package, and the files they stand in, on the host
+engine. The tensor in the middle stands for all: what starts the copies of others (the first one opened) has more.
 """
 
 from __future__ import annotations

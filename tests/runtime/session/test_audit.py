@@ -102,12 +102,12 @@ def test_an_audit_leaves_nothing_but_its_number() -> None:
         with lowtide.optimize(model, budget="3MiB", optimizer=steps.optimizer, engine=virtual(0)) as tide:
             for number in range(8):
                 if has_audit and number in (1, 4):
-                    phase, num_reviews = tide.phase, [shape.num_reviews for shape in tide._machine.shapes]
+                    phase, num_reviews = tide.phase, [shape.num_reviews for shape in tide.source.table]
                     with tide.audit() as audit:
                         steps.run()
                         steps.model(**steps.batch)
                     # What takes longer because it is watched is not compared with what was predicted.
-                    assert (phase, num_reviews) == (tide.phase, [shape.num_reviews for shape in tide._machine.shapes])
+                    assert (phase, num_reviews) == (tide.phase, [shape.num_reviews for shape in tide.source.table])
                     assert audit.peak_bytes == tide.plan.audited_peak_bytes
                 else:
                     steps.run()
@@ -207,5 +207,5 @@ def test_another_plan_inside_is_followed_and_the_number_is_nobodys() -> None:
         with tide.audit() as audit:
             steps.run()
         assert tide.plan.audited_peak_bytes == audit.peak_bytes
-        tide.tighten()
+        tide.source.for_less()
         assert tide.plan.audited_peak_bytes is None

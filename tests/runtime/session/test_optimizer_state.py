@@ -18,10 +18,12 @@ from lowtide.mindformers.follow import follow, sections_in
 from lowtide.optimizer import store
 from lowtide.profiling.observe_step import observe
 from lowtide.profiling.state_bytes import state_bytes
-from lowtide.runtime.autopilot.phases import IN_FORCE, Phase
-from lowtide.runtime.autopilot.plan_source import BudgetSource, Facts
+from lowtide.runtime.autopilot.facts import Facts
+from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.session.optimizer_state import PlacedState
+from lowtide.runtime.session.tides import IN_FORCE, Phase
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
+from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.step import Link
 from tests.support.virtual_engine import VirtualEngine, virtual
 from tests.support.zoo import same_bits
@@ -417,10 +419,11 @@ def test_what_leaves_in_the_middle_leaves_at_once() -> None:
 def test_once_state_has_moved_plans_for_all_shapes_count_it_as_moved() -> None:
     model, optimizer = build()
     profile = observe(model, (rows(0),), optimizer=optimizer)
-    source = BudgetSource(model, load_memory({"budget": "1GiB", "optimizer": "auto"}), VirtualEngine(0))
-    facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
+    source = Planner(model, load_memory({"budget": "1GiB", "optimizer": "auto"}), VirtualEngine(0), ALONE, say=print)
+    source.facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
     for resident_bytes in (None, 0, STATE_BYTES // 3):  # there is room for all of it
-        plan = source.make_plan(profile, dataclasses.replace(facts, resident_state_bytes=resident_bytes), 1 << 30)
+        source.know(resident_state_bytes=resident_bytes)
+        plan = source.make(profile, 1 << 30)
         assert plan.optimizer is not None
         stays = STATE_BYTES if resident_bytes is None else resident_bytes
         assert (plan.optimizer.resident_bytes, plan.optimizer.moved_bytes) == (stays, STATE_BYTES - stays)
@@ -431,26 +434,28 @@ def test_plans_for_all_shapes_keep_to_the_host_budget() -> None:
     model, optimizer = build()
     profile = observe(model, (rows(0),), optimizer=optimizer)
     memory = load_memory({"budget": "1GiB", "optimizer": "auto", "host_budget": STATE_BYTES * 2 // 3})
-    source = BudgetSource(model, memory, VirtualEngine(0))
+    source = Planner(model, memory, VirtualEngine(0), ALONE, say=print)
     link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
-    plan = source.make_plan(profile, Facts(link=link, resident_state_bytes=STATE_BYTES // 3), 1 << 30)
+    source.facts = Facts(link=link, resident_state_bytes=STATE_BYTES // 3)
+    plan = source.make(profile, 1 << 30)
     assert plan.optimizer is not None and plan.optimizer.moved_bytes == STATE_BYTES * 2 // 3
+    source.know(resident_state_bytes=0)
     with pytest.raises(lowtide.ConfigError, match="more than the host budget"):
-        source.make_plan(profile, Facts(link=link, resident_state_bytes=0), 1 << 30)
+        source.make(profile, 1 << 30)
 
 
 def test_where_what_stays_does_not_fit_plans_are_made_without() -> None:
     model, optimizer = build()
     profile = observe(model, (rows(0),), optimizer=optimizer)
-    source = BudgetSource(model, load_memory({"budget": 1024, "optimizer": "swap"}), VirtualEngine(0))
-    facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
+    source = Planner(model, load_memory({"budget": 1024, "optimizer": "swap"}), VirtualEngine(0), ALONE, say=print)
+    source.facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
     with pytest.raises(lowtide.BudgetError) as caught:
-        source.make_plan(profile, facts, 1024)
+        source.make(profile, 1024)
     floor_bytes = caught.value.floor_bytes
-    facts = dataclasses.replace(facts, resident_state_bytes=STATE_BYTES // 3)
-    plan = source.make_plan(profile, facts, floor_bytes)
+    source.know(resident_state_bytes=STATE_BYTES // 3)
+    plan = source.make(profile, floor_bytes)
     assert plan.optimizer is not None
     assert (plan.optimizer.resident_bytes, plan.optimizer.moved_bytes) == (0, STATE_BYTES)
     with pytest.raises(lowtide.BudgetError) as caught:
-        source.make_plan(profile, facts, 1024)
+        source.make(profile, 1024)
     assert caught.value.floor_bytes == floor_bytes

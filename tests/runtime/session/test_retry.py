@@ -24,8 +24,7 @@ import lowtide
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
-from lowtide.runtime.session.tide import Tide
-from lowtide.runtime.session.tighten import tighter
+from lowtide.runtime.session.tide import Tide, tighter
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from tests.support import processes, zoo
 from tests.support.failing import Failing

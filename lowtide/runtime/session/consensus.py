@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on: one budget, one plan, one moment to correct it.
+"""What the ranks of a job agree on: one budget, one plan, one moment to observe a step or to correct a plan.
 
 What: small collectives over Python objects; with one rank each returns its argument. An error on one rank is an error
 on all, so that no rank waits for one that has failed. Before every collective but the first, `PlanConsensus` asks
@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.tensors.private import default_store
 from lowtide.tensors.ranks import gather
@@ -35,7 +36,9 @@ _GO, _STOP = b"go", b"stop"
 class PlanConsensus:
     """The ranks that share a plan. Made by all of them at once."""
 
-    def __init__(self, group: Any, budget_bytes: int | None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, group: Any, budget_bytes: int | None = None, *, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
         answers = gather((budget_bytes, uuid.uuid4().hex), group)
         self.group = group
         budgets = [budget for budget, _ in answers if budget is not None]
@@ -43,13 +46,28 @@ class PlanConsensus:
         """What all can keep; None where nobody has a budget."""
         self.is_together = True
         """Whether every rank came to every meeting so far."""
+        self._has_collectives = False
+        """In the model's own forward pass: then no rank may observe a step alone."""
         self._name = f"lowtide/{answers[0][1]}"
         self.num_ranks = len(answers)
         self._patience_seconds = patience_seconds
 
+    def meet_first(self, shapes: tuple[tuple[int, ...], ...], profile: Profile) -> None:
+        """The first step was observed, which all ranks take together, whatever they feed the model: where these are
+        inputs of several `shapes`, each rank decides for itself from now on."""
+        answers = gather((shapes, profile.num_collectives), self.group)
+        self._has_collectives = any(num for _, num in answers)
+        if len({shapes for shapes, _ in answers}) > 1:
+            self.part()
+
     def part(self) -> None:
         """From now on each rank decides for itself. To be called on all, or never."""
         self.is_together = self.num_ranks == 1
+
+    def may_observe(self, what: str) -> bool:
+        """Whether this rank may observe a step after the first one: where the model has collectives, which run once
+        more then, all ranks have to be there, to observe the same. `what` names it."""
+        return self.all_here(what) or not self._has_collectives
 
     def all_here(self, what: str) -> bool:
         """Whether every rank wants to decide `what` now. The same answer on all that ask; once False, always False."""

@@ -1,17 +1,14 @@
-"""The step that one call of the model begins: observed, or timed.
+"""The step that one call of the model begins, observed.
 
 What: `observe_call` observes the step of a call whose loss is the model's own `.loss`, or else everything that it
-returns; a `Witness` says if the first real forward gives something else. `BackwardClock` times backward passes from
-such an output, without their stalls.
-Cost: observing is described in profiling/observe_step.py; the clock is two hooks a step.
-Not covered: what the caller does with the output before backward begins.
+returns; a `Witness` says if the first real forward gives something else.
+Cost: that of profiling/observe_step.py. Not covered: what the caller does with the output before backward begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,7 +29,6 @@ from lowtide.tensors.private import (
     current_graph_task_id,
     disable_current_modes,
     is_forward_mode,
-    queue_callback,
     tree_leaves,
     tree_map_only,
 )
@@ -85,7 +81,7 @@ def observe_call(
             return output
         if witness is not None:
             witness.note(output)
-        return _loss_or_all(output)
+        return loss_or_all(output)
 
     with (
         _input_gradients_set_aside((args, kwargs)),
@@ -270,39 +266,8 @@ def _device_types() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-def _loss_or_all(output: Any) -> Any:
+def loss_or_all(output: Any) -> Any:
     """Where the backward starts: the loss that the model gives, else everything it returns."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
     return loss if is_loss else output
-
-
-class BackwardClock:
-    """Seconds of backward passes, in the order in which they ended."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def follow(self, output: Any, stall_seconds: Callable[[], float]) -> None:
-        """Put the first backward pass from `output` on record, without what `stall_seconds` grows by meanwhile."""
-        root = next((leaf.grad_fn for leaf in tree_leaves(_loss_or_all(output)) if _has_graph(leaf)), None)
-        if root is None:
-            return
-        started: list[float] = []
-
-        def now() -> float:
-            return time.perf_counter() - stall_seconds()
-
-        def end() -> None:
-            self.seconds.append(now() - started[-1])
-
-        def begin(gradients: Any) -> None:
-            if not started:  # a graph that is retained has other backward passes
-                started.append(now())
-                queue_callback(end)
-
-        root.register_prehook(begin)
-
-
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

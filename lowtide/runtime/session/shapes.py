@@ -1,13 +1,14 @@
-"""The plans that an autopilot has made, by what they were made for.
+"""The plans of one model, by the shapes of the inputs that they were made for.
 
-What: `CachedPlan` is one of them: what was observed, the plan, and the tide that carries it out, in force or not.
-`PlanCache` holds the last sixteen that were used, and says which of them can be used for a batch.
+What: `ShapePlan` is one of them: the profile of the observed step, the plan, and the tide that carries it out, in force
+or not. `PlanTable` holds the last sixteen that were used, and says which of them can be used for a batch.
 Cost: profiles and tables stay in main memory, some megabytes a shape. Not covered: making plans.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ _MAX_SHAPES = 16
 
 
 @dataclass(slots=True)
-class CachedPlan:
-    """What is known about one shape bucket."""
+class ShapePlan:
+    """The plan for one shape bucket. The last five fields are an autopilot's (runtime/autopilot)."""
 
     profile: Profile
     plan: Plan
@@ -39,8 +40,9 @@ class CachedPlan:
     num_reviews: int = 0
     """How many planned steps were compared with their prediction."""
     unforeseen_bytes: int = 0
+    """What steps took beyond the prediction: it is taken from the budget."""
     loop_bytes: int = 0
-    """What the profile has for what the loop does between forward and backward, as it was measured (peaks.py)."""
+    """The part of the profile's bytes that the loop takes between forward and backward, as it was measured."""
     has_more_loop_bytes: bool = False
     """The profile has got more of them since the plan was made."""
 
@@ -63,53 +65,80 @@ class CachedPlan:
         self.has_more_loop_bytes = False
 
 
-class PlanCache:
+class PlanTable:
     """By shape bucket; the one that was used last is the last."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[ShapeBucket, CachedPlan] = OrderedDict()
+        self._plans: OrderedDict[ShapeBucket, ShapePlan] = OrderedDict()
+        self._has_warned = False
+        self._ignored_numbers: set[int] = set()
+        """Places of numbers among the inputs that change nothing."""
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def __iter__(self) -> Iterator[CachedPlan]:
+    def __iter__(self) -> Iterator[ShapePlan]:
         return iter(self._plans.values())
 
-    def __getitem__(self, key: ShapeBucket) -> CachedPlan:
+    def __getitem__(self, key: ShapeBucket) -> ShapePlan:
         return self._plans[key]
 
-    def add(self, key: ShapeBucket, known: CachedPlan) -> None:
+    def add(self, key: ShapeBucket, known: ShapePlan) -> None:
         """One more; the one that was not used for longest goes if there are too many."""
         self._plans[key] = known
         if len(self._plans) > _MAX_SHAPES:
             _, oldest = self._plans.popitem(last=False)
             oldest.retire()
 
-    def items(self) -> Iterable[tuple[ShapeBucket, CachedPlan]]:
-        return self._plans.items()
+    def bucket(self, args: tuple, kwargs: dict, *, model: int = 0) -> ShapeBucket:
+        """The key of a plan for these inputs, and for this state of the model."""
+        return shape_bucket(args, kwargs, model=model, ignored=self._ignored_numbers)
+
+    def is_of_new_model(self, key: ShapeBucket) -> bool:
+        """Whether all plans were made for other states of the model."""
+        return bool(self._plans) and all(known.model != key.model for known in self._plans)
+
+    def same_but_numbers(self, key: ShapeBucket, profile: Profile) -> ShapeBucket | None:
+        """The known bucket that differs from `key` in numbers alone, and whose observed step did the same as the one
+        of `profile`; None without one. The numbers in which they differ are left out of keys from then on."""
+        for known, shape in self._plans.items():
+            if (known.shapes, known.kinds) == (key.shapes, key.kinds) and _does_the_same(profile, shape.profile):
+                self._ignored_numbers |= {place for place, _ in set(known.numbers) ^ set(key.numbers)}
+                return known
+        return None
 
     def clear(self) -> None:
-        """None is used again: the model is another one."""
+        """None is used again: the model is another one, or the end has come."""
         for known in self._plans.values():
             known.retire()
         self._plans.clear()
 
-    def use(self, key: ShapeBucket) -> CachedPlan:
+    def use(self, key: ShapeBucket) -> ShapePlan:
         """The one of `key`, which is the last to go now."""
         self._plans.move_to_end(key)
         return self._plans[key]
 
     def cover(self, shape: ShapeBucket) -> ShapeBucket | None:
-        """The class whose plan is near enough to serve `shape`, or None. Of sixteen, any that covers it."""
+        """The bucket whose plan is near enough to serve `shape`, or None. Of sixteen, any that covers it."""
         key = smallest_cover(shape, self._plans)
         if key is None or key == shape or self._plans[key].plan.does_nothing:
             return key
         is_near = key.times_larger(shape) <= MOST_TIMES_LARGER
         return key if is_near or len(self._plans) >= _MAX_SHAPES else None
 
-    def largest_for(self, shape: ShapeBucket) -> ShapeBucket:
-        """The class of the most elements, of the same kinds if there is one."""
-        return max(self._plans, key=lambda known: (known.is_alike(shape), known.num_elements))
+    def largest_for(self, shape: ShapeBucket, beside: str = "") -> ShapeBucket:
+        """The bucket for inputs that no plan was made for, and that cannot be observed: that of the most elements, of
+        the same kinds if there is one. Warns once; `beside` says what else helps."""
+        key = max(self._plans, key=lambda known: (known.is_alike(shape), known.num_elements))
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"lowtide: inputs of {shape.shapes} on this rank alone, while the model exchanges data with other "
+                "ranks in its forward pass, so no step can be observed for them; they run under the plan for "
+                f"{key.shapes}{beside}. Begin with the largest batch, or pad to common lengths.",
+                stacklevel=2,
+            )
+        return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +153,7 @@ class ShapeBucket:
     numbers: tuple[tuple[int, float], ...] = ()
     """Numbers among the inputs, by their place."""
     model: int = 0
-    """The state of the model (model_state.py)."""
+    """The number of the model's state (runtime/autopilot/model_state.py)."""
 
     def is_alike(self, other: ShapeBucket) -> bool:
         """Whether they may differ in shapes alone."""
@@ -184,5 +213,11 @@ def _autocasts() -> Iterator[tuple[str, torch.dtype]]:
 
 
 def smallest_cover(shape: ShapeBucket, known: Iterable[ShapeBucket]) -> ShapeBucket | None:
-    """Of the known classes that cover `shape`, the one with the fewest elements; itself if it is known."""
+    """Of the known buckets that cover `shape`, the one with the fewest elements; itself if it is known."""
     return min((other for other in known if other.covers(shape)), key=lambda other: other.num_elements, default=None)
+
+
+def _does_the_same(one: Profile, other: Profile) -> bool:
+    """Whether two observed steps ran the same operators, and saved the same."""
+    sites = ([(site.name, site.nbytes) for site in profile.sites] for profile in (one, other))
+    return one.op_names == other.op_names and next(sites) == next(sites)

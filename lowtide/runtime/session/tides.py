@@ -1,0 +1,489 @@
+"""The handle of a model whose plans come from observed steps: a tide for each shape of its inputs, one in force.
+
+What: `Tides` puts one wrapper on a model, and asks its `PlanSource` before each forward pass that trains. The source
+sees to it that the right tide is in force: one that it has (`use`), or one for a step that is observed first
+(`observe`). There are two sources: a budget (runtime/autopilot) and a file of MindSpore Transformers
+(mindformers/follow.py). A plan by rules needs none of this (apply.py).
+
+Where it stands is a `Phase`, which follows from four facts: whether it is over, whether a step is being observed,
+whether a tide is in force, and whether its source compares that with its prediction.
+
+    WAITING ---> OBSERVING ---> COMPARED ---> SETTLED ---> REMOVED  (REMOVED comes after any other phase)
+       ^             |     <------- a shape without a plan ---+
+       +-------------+---> REFUSED                 (COMPARED and SETTLED follow each other where plans are made again)
+
+Why it is safe: patches come off in the reverse order in which they went on. What goes wrong while a plan is put on (a
+full disk) is raised, and nothing but the wrapper is left on the model, so that the next forward pass tries again.
+Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
+observes or plans waits until there is a plan.
+
+Cost: the observed step (two to ten times a plain one) for each shape, then nothing per operator.
+Not covered: what the caller does around the model's forward (a loss of one's own) is not observed. If a backward pass
+of another thread runs while a new shape is observed, its gradients may be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.core.measured_curve import MeasuredCurve
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.engines.base import Engine
+from lowtide.errors import BudgetError, ConfigError
+from lowtide.optimizer.swap import OptimizerSwap
+from lowtide.profiling.observe_call import is_training
+from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.runtime.saved.stats import Stats
+from lowtide.runtime.session.apply import apply
+from lowtide.runtime.session.audit import Audit
+from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards, patched_part
+from lowtide.runtime.session.observer import Reminder, StepObserver
+from lowtide.runtime.session.optimizer_state import PlacedState
+from lowtide.runtime.session.retry import Rollback
+from lowtide.runtime.session.tide import Tide, add_message
+from lowtide.runtime.session.wrap import refuse_capture
+from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.out_of_memory import is_out_of_memory
+from lowtide.tensors.ranks import ALONE
+from lowtide.units import format_bytes, format_seconds
+
+_Made = TypeVar("_Made")
+
+FIRST_STEP = "first step"
+NEW_SHAPE = "new shape"
+
+
+class Phase(Enum):
+    """Where a handle stands."""
+
+    WAITING = "waiting"
+    """No plan is in force; the next forward pass sees to one. Before the first step, and after one that failed."""
+    OBSERVING = "observing"
+    """A step is being observed and planned for, inside of a forward pass."""
+    COMPARED = "compared"
+    """A plan is in force, and what its steps take is compared with what was predicted."""
+    SETTLED = "settled"
+    """A plan is in force, and its steps are not compared, or not any more."""
+    REFUSED = "refused"
+    """No plan fits the first step: the model is as it was."""
+    REMOVED = "removed"
+    """The user is done: the model is as it was, for good."""
+
+
+IN_FORCE = frozenset({Phase.COMPARED, Phase.SETTLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEvent:
+    """One time that a plan was made, corrected or changed."""
+
+    forward: int
+    """How many planned forward passes had run."""
+    why: str
+    """'first step', 'new shape', 'the model changed: ...', 'several forward passes before a backward pass', 'an
+    optimizer was found', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
+    'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory'."""
+    budget_bytes: int | None
+    """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
+    digest: str
+    seconds: float
+    """Time that observing and planning took."""
+    is_correction: bool = False
+    """Whether the plan was made again because a step was not as predicted."""
+
+
+class PlanSource(Protocol):
+    """Where the plans of a `Tides` come from. Called under the lock of the handle, where no line says otherwise."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What this rank may have on the device; None where that is no matter."""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the steps of the tide in force are compared with its plan's prediction."""
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was observed for the shapes in force."""
+
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        """A forward pass with these inputs comes: see that the tide for it is in force."""
+
+    def follow(self, output: Any, tide: Tide) -> None:
+        """A forward pass under `tide` gave `output`. Without the lock."""
+
+    def restart(self, *, was_audited: bool) -> None:
+        """All totals begin anew; `was_audited`: because an audit is over, whose steps say nothing about time."""
+
+    def tighten(self, error: BaseException, num_tried: int) -> str | None:
+        """A micro-batch under the tide in force ran out of memory, and will run again: take a plan that needs less.
+        Returns how, or None where there is none. Without the lock."""
+
+    def close(self) -> None:
+        """Remove all tides, and undo what the source itself has changed about the model. Once."""
+
+
+class Tides:
+    """A model under plans that come from a source. Shows the face of a `Tide`; leaving it as a context manager removes
+    it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        engine: Engine,
+        source: Callable[[Tides], Any],
+        *,
+        call: str,
+        owns_engine: bool,
+        placed: PlacedState,
+        group: Any = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`source` makes the plan source for this handle, and may be collective in `group`. `call`: the function that
+        the user called, for messages. `say` gets a line when a plan is made."""
+        self.model = model
+        self.engine = engine
+        self.placed = placed
+        """The optimizer's state, wherever it is."""
+        self.say = say or _say_nothing
+        self.tide: Tide | None = None
+        """The tide in force; None before the first step. After `remove` the last one: its totals can still be read."""
+        self.events: list[PlanEvent] = []
+        """What was decided, and when."""
+        self.num_forwards = 0
+        """How many planned forward passes have begun."""
+        self.lock = threading.RLock()
+        """Of the thread that observes, plans or changes the plan."""
+        self.source = source(self)
+        self._call = call
+        self._end: Phase | None = None
+        """REFUSED or REMOVED, once it is over."""
+        # Of a model that FSDP2 shards, plans are made before its own hooks begin the forward pass: the observed step
+        # is then a whole step, forward and backward, between two others.
+        is_sharded = bool(fsdp_modules(model))
+        self._hooks: list[Any] = (
+            [model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)] if is_sharded else []
+        )
+        self._observer = StepObserver(model, placed, group, is_inside=not is_sharded)
+        self._lease = _Lease(engine) if owns_engine else None
+        self._patch = ForwardPatch(model, self._around, self)
+        self._unobserved = UnobservedForwards(model, call)
+        self._inside = threading.local()
+        """Of each thread: whether it is in a forward pass of the model, which may call itself."""
+        self._audit: Audit | None = None
+        """The last one that was asked for."""
+        self._rollback = Rollback(
+            model,
+            optimizer,
+            counters=lambda: self.tide._counters if self.tide is not None else None,
+            settle=self._settle,
+            tighten=self._tighten,
+            describe_floor=self._describe_floor,
+        )
+
+    # -- what the user sees ----------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where it stands: waiting, observing, a plan in force, refused, removed."""
+        if self._end is not None:
+            return self._end
+        if self._observer.is_under_way:
+            return Phase.OBSERVING
+        if self.tide is None:
+            return Phase.WAITING
+        return Phase.COMPARED if self.source.is_compared else Phase.SETTLED
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first step."""
+        return None if self.tide is None else self.tide.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was observed for the shapes in force; None before the first step."""
+        return self.source.profile
+
+    @property
+    def optimizer_swap(self) -> OptimizerSwap | None:
+        """The handle of the optimizer's state, once a plan has it elsewhere between steps."""
+        return self.placed.handle
+
+    @property
+    def stats(self) -> Stats:
+        """What happened under the plan in force; zeros before the first step."""
+        return self.tide.stats if self.tide is not None else Stats.nothing()
+
+    @property
+    def live_bytes(self) -> int:
+        """Activations that are on the device now, as lowtide counts them. Unlike `stats`, cheap."""
+        return self.tide.live_bytes if self.tide is not None else 0
+
+    @property
+    def num_corrections(self) -> int:
+        """How often a plan was made again because a step was not as predicted."""
+        return sum(event.is_correction for event in self.events)
+
+    def reset_stats(self) -> None:
+        """Start all totals, and the peak, anew; what they were is compared with the prediction first."""
+        with self.lock:
+            if self._end is None and self.tide is not None:
+                self.source.restart(was_audited=False)
+            elif self.tide is not None:
+                self.tide.reset_stats()
+
+    def audit(self) -> Audit:
+        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
+        bytes, and `plan.audited_peak_bytes` has it afterwards. See `Tide.audit`.
+
+        The plan in force stays inside: steps that are counted operator by operator say nothing about time, so they are
+        not compared. Where a batch of another shape brings another plan, its peak counts too.
+
+        Raises ConfigError, when it is entered, where no plan is in force (before the first step, after `remove`).
+        """
+
+        def scheduler() -> OffloadScheduler:
+            if self.tide is None or self._end is not None:
+                raise ConfigError("audit: no plan is in force; run a step first")
+            return self.tide._scheduler
+
+        def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
+            with self.lock:
+                if self.tide is not None and peak_bytes is not None and self.num_forwards != before:
+                    self.tide.audited_peak_bytes, self.tide.audited_curve = peak_bytes, curve
+                if self.phase is Phase.COMPARED:
+                    self.source.restart(was_audited=True)  # the next comparison is of steps without an audit
+
+        if self.is_audited:
+            raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
+        before = self.num_forwards
+        of = (self.model, self.placed.optimizer, self.engine.device_type)
+        layers = lambda: self.plan.layers if self.plan else ()  # noqa: E731
+        self._audit = Audit(*of, scheduler=scheduler, layers=layers, done=done)
+        return self._audit
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether an audit is open now."""
+        return self._audit is not None and self._audit.is_open
+
+    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
+        """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
+
+        Where plans are made for a budget, one is first made for less; where there is none, and for other plans, the
+        rules of `Tide.step` follow.
+        """
+        return closure() if self._end is not None else self._rollback.run(closure, is_local=is_local)
+
+    def remove(self) -> None:
+        """Restore the model exactly, and bring the optimizer's state back. Idempotent.
+
+        Where there is no memory for that state, the model is restored all the same; call it again.
+        """
+        is_first = self._end is not Phase.REMOVED
+        self._end = Phase.REMOVED
+        self._leave()
+        try:
+            if is_first:
+                self.source.close()
+                self._lease = None
+        finally:
+            self.placed.remove()
+
+    def __enter__(self) -> Tides:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        add_message(error, self._describe_floor)
+        self.remove()
+
+    def __repr__(self) -> str:
+        budget = "" if self.source.budget_bytes is None else f", budget {format_bytes(self.source.budget_bytes)}"
+        plan = "" if self.tide is None else f", plan {self.tide.plan.digest()}"
+        return f"<lowtide.Tides {self.phase.value}: engine '{self.engine.name}'{budget}{plan}>"
+
+    # -- each forward pass -----------------------------------------------------------------------------------------
+
+    def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not is_training():
+            self._unobserved.was_aside = True
+            return forward(*args, **kwargs)
+        if getattr(self._inside, "is_on", False):  # a model that calls itself: a part of the pass that is under way
+            return self._patch.original(*args, **kwargs)
+        refuse_capture(self.model, self.engine)
+        with self.lock:
+            if self._is_plain:
+                return forward(*args, **kwargs)
+            self._unobserved.end()
+            if self._observer.is_inside:
+                self._prepare(args, kwargs)
+            self.num_forwards += 1
+            # Taken first: where this forward fails, the next one may have other inputs.
+            witness, self._observer.witness = self._observer.witness, None
+            planned, tide = self._patch.original, None if self._is_plain else self.tide
+        self._inside.is_on = True
+        try:
+            with contextlib.nullcontext() if witness is None else witness.watching(self.model):
+                output = planned(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) and not self._rollback.is_running:
+                error.add_note(f"lowtide: out of memory in a forward pass. {self._describe_floor()}")
+            raise
+        finally:
+            self._inside.is_on = False
+        if tide is None:  # the step could not be observed, or the user was done meanwhile
+            self._observer.follow_unplanned(output)
+            return output
+        if witness is not None:
+            witness.compare(output)
+        self.source.follow(output, tide)
+        return output
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The hook of a sharded model."""
+        if not is_training():
+            return
+        with self.lock:
+            if not self._is_plain:
+                self._prepare(args, kwargs)
+
+    def _prepare(self, args: tuple, kwargs: dict) -> None:
+        self._observer.tell_interrupt()
+        self.source.prepare(args, kwargs)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether forward passes are plain ones now: it is over, or the thread with the lock is observing this one."""
+        return self._end is not None or self._observer.is_under_way
+
+    # -- what a source does ----------------------------------------------------------------------------------------
+
+    def observe(self, args: tuple, kwargs: dict, make: Callable[[Profile], _Made], *, why: str) -> _Made | None:
+        """What `make` gives for the profile of the step that a forward pass with these inputs begins. No plan is in
+        force from now on.
+
+        None where this step is to run without a plan. Raises what the model raises, and what `make` does.
+        """
+        if self.tide is None and (under := patched_part(self.model)) is not None:
+            raise ConfigError(
+                f"{self._call}: its module '{under}' came under another lowtide plan since; call remove() on that one "
+                "first"
+            )
+        self.say(f"lowtide: observing one step ({why})")
+        if self.tide is not None:
+            self.take_off()
+            self.wrap()  # other threads wait in it until this is over
+        return self._observer.observe(args, kwargs, self._patch.original, make, is_over=lambda: self._end is not None)
+
+    def use(self, plan: Plan, tide: Tide | None, *, equip: Callable[[Tide], None]) -> Tide:
+        """Put `tide` in force, or a new one that carries out `plan`, which `equip` completes. Returns it.
+
+        What goes wrong on the way (a full disk) is raised; then no plan is in force, and the next forward pass tries
+        again.
+        """
+        self.take_off()
+        try:
+            if tide is None:
+                self.placed.follow(plan)
+                # Ranks have agreed already, or cannot.
+                how: Any = {"optimizer": self.placed.optimizer, "engine": self.engine, "group": ALONE}
+                tide = apply(self.model, plan, **how, moves_state=False)
+                tide.outlive(self._lease)
+                tide.expect_no_forward()  # a graph of the plan before may be waiting for its backward pass
+                equip(tide)
+            else:
+                tide.resume()
+        except BaseException:
+            if tide is not None:
+                tide.remove()
+            self.wrap()
+            raise
+        self.tide = tide
+        self.wrap()
+        if self.is_audited:
+            assert self._audit is not None
+            self._audit.follow()
+        return tide
+
+    def take_off(self) -> None:
+        """Bring the model back to its own forward: patches come off in the reverse order. `use` goes on."""
+        self._patch.undo()
+        if self.tide is not None and self._end is None:
+            self.tide.suspend()
+            self.tide = None
+
+    def wrap(self) -> None:
+        """The wrapper goes on the model again, after it came off."""
+        self._patch = self._patch.again()
+
+    def refuse(self, refusal: BudgetError) -> None:
+        """No plan fits: the model is as it was, and the next forward pass that trains says so."""
+        self._end = self._end or Phase.REFUSED
+        self._leave()
+        self._hooks = [Reminder(self.model, refusal)]
+
+    def note(self, plan: Plan, *, why: str, seconds: float, budget_bytes: int | None, is_correction: bool) -> None:
+        """Remember, and say, that a new plan is in force, why, and how many seconds it took."""
+        how: Any = {"budget_bytes": budget_bytes, "seconds": seconds, "is_correction": is_correction}
+        event = PlanEvent(forward=self.num_forwards, why=why, digest=plan.digest(), **how)
+        self.events.append(event)
+        predicted = plan.predicted
+        if predicted is not None:
+            self.say(
+                f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
+                f"{format_bytes(predicted.plain_peak_bytes)} plain, step {format_seconds(predicted.step_seconds)} for "
+                f"{format_seconds(predicted.plain_seconds)}, made in {format_seconds(seconds)}"
+            )
+
+    def _leave(self) -> None:
+        """Take off what is on the model beside a tide. Idempotent."""
+        self._unobserved.close()
+        self._patch.undo()
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- out of memory ---------------------------------------------------------------------------------------------
+
+    def _tighten(self, error: BaseException, num_tried: int) -> str | None:
+        """After an out-of-memory error, between two attempts: what was done about it, or None."""
+        if self._end is not None:
+            return None  # since this micro-batch began
+        if self.tide is None:
+            # Observing failed, where nothing is kept on the device: no plan would help.
+            self._patch.undo()
+            self.wrap()
+            return None
+        return self.source.tighten(error, num_tried)
+
+    def _settle(self) -> None:
+        if self.tide is not None:
+            self.tide.settle()
+
+    def _describe_floor(self) -> str:
+        return self.tide._describe_floor() if self.tide is not None else "It was the step that is observed."
+
+
+class _Lease:
+    """Closes an engine when nothing holds it any more: the handle, and every graph made under one of its plans."""
+
+    def __init__(self, engine: Engine) -> None:
+        weakref.finalize(self, engine.close)
+
+
+def _say_nothing(line: str) -> None:
+    pass

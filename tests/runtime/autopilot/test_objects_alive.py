@@ -1,0 +1,81 @@
+"""How many objects of the autopilot's are alive behind a handle: none for a fixed plan, few for a budget."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests.support.virtual_engine import virtual
+
+ROOM = "lowtide.runtime.autopilot"
+MOST = 10
+ROOT = Path(__file__).parents[3]
+FILE: dict[str, Any] = {"recompute_config": {"recompute": [1]}, "swap_config": {"swap": False}}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 16) -> scalar
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def alive() -> Counter[str]:
+    """Names of classes of the room, with how many objects of each there are."""
+    gc.collect()
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(ROOM))
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for num_rows in (8, 8, 8, 6, 8):
+        model(torch.randn(num_rows, 16)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def test_a_budget_has_few(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = alive()
+    with lowtide.optimize(model := Net(), budget="1GiB", engine=virtual(1)) as tide:
+        train(model)
+        assert len(tide.events) > 0
+        found = alive() - before
+    assert 1 <= found.total() <= MOST, found
+
+
+def test_a_fixed_plan_has_none() -> None:
+    """Where another test has loaded the room, none is made; see below for a process that has not."""
+    before = alive()
+    with lowtide.apply(model := Net(), FILE, engine=virtual(1)) as tide:
+        train(model)
+        assert tide.plan is not None and tide.stats.recomputed_bytes > 0
+        assert not alive() - before
+
+
+def test_a_fixed_plan_does_not_load_the_room() -> None:
+    program = textwrap.dedent(f"""
+        import sys
+        from tests.runtime.autopilot.test_objects_alive import FILE, Net, alive, lowtide, train
+        with lowtide.apply(model := Net(), FILE, engine="host") as tide:
+            train(model)
+            assert tide.stats.recomputed_bytes > 0
+            print(alive().total(), [name for name in sys.modules if name.startswith("{ROOM}")])
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.stdout == "0 []\n", ended.stderr
