@@ -68,7 +68,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_934,
+    "lines": 58_940,
     "files": 311,
     "classes": 560,
     "files that one other file imports": 65,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.timeline.cluster import Cluster
     from lowtide.timeline.hardware import Hardware
 
-_ONE_DEVICE_ONLY = ("profile", "curve", "out", "host_budget", "optimizer")
+_ONE_DEVICE_ONLY = ("largest", "profile", "curve", "out", "host_budget", "optimizer")
 _EXPORTS = ("mindformers", "megatron")
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
