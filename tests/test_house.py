@@ -68,7 +68,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_940,
+    "lines": 58_943,
     "files": 311,
     "classes": 560,
     "files that one other file imports": 65,

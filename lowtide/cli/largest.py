@@ -100,12 +100,16 @@ def next_size(floors: Mapping[int, int], budget_bytes: int, unit: int) -> int | 
         slope = (floor - other_floor) / (size - other)
         if slope > 0:
             guess = int(size + (budget_bytes - floor) / slope)
-    low = fits + max(unit, int(_CLOSE * fits / 2))
-    high = _MOST_TIMES * fits if fails is None else fails - max(unit, int(_CLOSE * fits / 2))
-    if fits:
-        guess = min(max(guess, low), max(high, low))
-    elif fails is not None:
+    near = max(unit, int(_CLOSE * fits / 2))
+    if not fits:
+        assert fails is not None
         guess = min(max(guess, fails // _MOST_TIMES), fails - 1)
+    elif fails is None:
+        guess = min(max(guess, fits + near), _MOST_TIMES * fits)
+    elif guess <= fits + near:  # the line says that the answer is next to a size that is known: prove it, once
+        guess = (fits + fails) // 2 if any(fits - 2 * near <= size < fits for size in floors) else fits + near
+    elif guess >= fails - near:
+        guess = (fits + fails) // 2 if any(fails < size <= fails + 2 * near for size in floors) else fails - near
     guess = max(guess // unit * unit, min(unit, guess))
     return None if guess in floors or guess < 1 else guess
 
