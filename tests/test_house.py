@@ -68,7 +68,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_943,
+    "lines": 58_947,
     "files": 311,
     "classes": 560,
     "files that one other file imports": 65,

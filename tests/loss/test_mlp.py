@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -130,6 +132,32 @@ def test_no_budget_changes_a_bit() -> None:
             assert tide.plan is not None and tide.plan.mlp_rows == 100
             assert "mlp: in blocks of 100 rows, as declared" in str(tide.plan)
             assert lowtide.Plan.from_json(tide.plan.to_json()) == tide.plan
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(6, 1000))]
+)
+def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
+    draw = random.Random(seed)
+    name = draw.choice(["llama", "llama-tied", "qwen2", "mistral", "gemma2-softcap", "granite-scaled"])
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    declared_rows = {
+        key: {"rows": draw.randrange(16, 256)} for key in draw.choice([("loss",), ("mlp",), ("loss", "mlp")])
+    }
+    batches, results = _tokens(), []
+    for is_bare in (True, False):
+        model = MODELS[name]().to(dtype)
+        more = {} if is_bare else {"min_bytes": 0, **draw.choice([*FATES.values()])}
+        engine = draw.choice([virtual(seed), "host"])
+        with contextlib.ExitStack() as stack:
+            if is_bare or draw.random() < 0.5:
+                stack.enter_context(lowtide.apply(model, {**declared_rows, **more}, engine=engine))
+            else:
+                budget, memory = f"{draw.randrange(400, 3000)}KiB", {"min_bytes": 0, **declared_rows}
+                stack.enter_context(lowtide.optimize(model, budget=budget, memory=memory, engine=engine))
+            results.append([_step(model, batch) for batch in (*batches, batches[0])])
+    for bare, other in zip(*results, strict=True):
+        _assert_same_steps(bare, other)
 
 
 def test_one_block_is_the_plain_step() -> None:
